@@ -1,0 +1,147 @@
+"""How a tensor made of named parts travels through FSDP2's all-gather, exactly.
+
+FSDP2 asks the local shard of every parameter for the tensors to gather (`fsdp_pre_all_gather`), gathers them rank after rank, and hands the
+buffers back (`fsdp_post_all_gather`), once to build the gathered weight and later to refill it in place. `AllGatherHooks` answers for any
+tensor that consists of parts; it knows parts, not formats:
+
+    row part          [rows, ...]   gathered part = the shards' parts, one after the other
+    tensor-wide part  []            gathered part = the vector of the shards' values; row i belongs to entry i // rows-per-shard
+
+The scale of one rank is therefore never applied to another rank's bytes, whether the shards agree or not, without a host sync. Everything is
+handed over as uint8 views: gloo refuses float8, NCCL refuses E8M0, and a view costs no copy.
+
+Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
+  * uneven shards: FSDP only checks, it does not pad the inputs of an extension. The 5-argument signature asserts on the short ranks alone, which
+    leaves the others waiting; with `*args` that check is skipped and we pad. The number of padded rows is remembered from the moment FSDP
+    allocates the padded shard (`new_zeros`), because CPU offload and pinning drop the padding from the storage.
+  * shard world size 1: only the first input comes back. The other parts are copied from the shard into buffers of their own - an alias would
+    let a write to the gathered weight change the shard's scale but not its payload.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["AllGatherHooks", "Arrangement", "ShardRows"]
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """Which entry of a vector of tensor-wide values belongs to row i: entry (i + offset) // rows."""
+
+    rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the parts of a tensor relate to its rows; the default is a tensor of its own.
+
+    shards: set on a gathered weight, whose tensor-wide parts are vectors with one value a shard.
+    padded_rows: set on an FSDP shard, whose storage was allocated with this many rows.
+    partial: set on a view of some of the rows of a larger tensor, with which it shares its tensor-wide parts.
+    flat: the shape the parts describe, set on a view of another shape.
+    """
+
+    shards: ShardRows | None = None
+    padded_rows: int | None = None
+    partial: bool = False
+    flat: tuple[int, ...] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def but(self, **changes: Any) -> "Arrangement":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+class AllGatherHooks:
+    """Mixin: `fsdp_pre_all_gather` / `fsdp_post_all_gather` for a tensor subclass with parts.
+
+    The class it is mixed into provides `parts()` (name -> plain tensor), `row_parts()` (the names of those that extend along dim 0),
+    `with_parts(parts, dtype, arrangement)` (a tensor of the same kind) and `arrangement`.
+    """
+
+    arrangement: Arrangement
+    shape: torch.Size
+
+    def parts(self) -> dict[str, Tensor]:
+        """The inner tensors by name, aliases."""
+        raise NotImplementedError
+
+    def row_parts(self) -> frozenset[str]:
+        """Names of the parts that extend along dim 0."""
+        raise NotImplementedError
+
+    def with_parts(self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, arrangement: Arrangement) -> Self:
+        """A tensor of the same kind around other parts."""
+        raise NotImplementedError
+
+    def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], int]:
+        """Called by FSDP2 on every rank of the shard group with the shard: uint8 views of the parts, padded to equal rows.
+
+        Returns the inputs (row parts [padded rows, bytes]; tensor-wide parts [1, 4]) and the padded row count as metadata.
+        The inputs alias the shard wherever its storage holds the padding rows.
+        """
+        rows = self.arrangement.padded_rows or self.shape[0]
+        along = self.row_parts()
+        inputs = [
+            _as_bytes(_padded(part, rows) if name in along else part.reshape(1)) for name, part in self.parts().items()
+        ]
+        return tuple(inputs), rows
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Sequence[Tensor], metadata: int, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Called by FSDP2 with the gathered buffers (uint8, rank-major on dim 0).
+
+        First call: returns the gathered weight, whose parts are views of the buffers (FSDP crops its padding rows with
+        as_strided), and the buffers we allocated ourselves. Later calls (`out`): the buffers hold fresh bytes already, only our own need a
+        refill; the return value is not used.
+        """
+        rows, received = metadata, len(all_gather_outputs)
+        shard = self.parts()
+        missing = list(shard)[received:]  # world size 1 only: this shard is the whole tensor
+        if out is not None:
+            gathered: Any = out.to_local() if isinstance(out, DTensor) else out
+            with torch.no_grad():
+                for name in missing:
+                    target = gathered.parts()[name]
+                    target.copy_(shard[name].reshape(target.shape))
+            return None
+        along, device = self.row_parts(), all_gather_outputs[0].device
+        own = [_as_bytes(shard[name].reshape(1) if name not in along else shard[name]).to(device, copy=True) for name in missing]
+        parts = {
+            name: _from_bytes(buffer, part.dtype) if name in along else _from_bytes(buffer, part.dtype).reshape(-1)
+            for (name, part), buffer in zip(shard.items(), (*all_gather_outputs, *own), strict=True)
+        }
+        return self.with_parts(parts, dtype=param_dtype, arrangement=Arrangement(shards=ShardRows(rows))), tuple(own)  # type: ignore[return-value]
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    """[n, ..] of any dtype -> uint8 [n, .., bytes], a view of a contiguous part."""
+    return part.contiguous().view(torch.uint8)
+
+
+def _from_bytes(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_as_bytes`, always a view."""
+    return buffer.view(dtype)
+
+
+def _padded(part: Tensor, rows: int) -> Tensor:
+    """`part` with `rows` rows: a view where its storage goes on that far, else a copy. What the padding holds is never read."""
+    if part.shape[0] == rows:
+        return part
+    row_numel = part[0].numel() if part.shape[0] else torch.Size(part.shape[1:]).numel()
+    room = part.untyped_storage().nbytes() // part.itemsize - part.storage_offset()
+    if part.is_contiguous() and room >= rows * row_numel:
+        stride = torch.empty((rows, *part.shape[1:]), device="meta").stride()
+        return part.as_strided((rows, *part.shape[1:]), stride)
+    full = part.new_zeros((rows, *part.shape[1:]))
+    full[: part.shape[0]].copy_(part)
+    return full

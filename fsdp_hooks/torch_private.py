@@ -1,0 +1,58 @@
+"""The private torch names this project cannot do without, in one place.
+
+Each has its reason beside it, and `tests/test_torch_private.py` fails when upstream moves one of them. Nothing else in the
+packages may import a torch name that starts with an underscore.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "compute_local_shape_and_global_offset",
+    "dtensor_around",
+    "flatten_state_dict",
+    "make_wrapper",
+    "without_torch_function",
+]
+
+# The save and load planners must flatten exactly as stock DCP does (a public DefaultSavePlanner only flattens as a side
+# effect of set_up_planner), and must know which rows of a part a rank holds before any tensor is touched.
+assert callable(flatten_state_dict)
+assert callable(compute_local_shape_and_global_offset)
+
+# Documented by torch as the way to leave __torch_function__; its public twin wraps plain results in the subclass again.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def make_wrapper(
+    cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool = False
+) -> Any:
+    """A tensor of class `cls` that has a shape, contiguous strides, dtype and device, but no data of its own.
+
+    There is no public constructor for wrapper subclasses. A storage_offset must never be given: the wrapper has no storage.
+    """
+    strides = torch.empty(shape, device="meta").stride()
+    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, torch.Size(shape), strides=strides, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+def dtensor_around(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of global `shape` whose local tensor is `local` itself, on whatever device that lives.
+
+    `DTensor.from_local` moves the local tensor to the mesh's device, which would send a staged CPU copy back to the GPU.
+    """
+    size = torch.Size(shape)
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)  # type: ignore[no-any-return]

@@ -1,0 +1,19 @@
+"""Low-precision weights that stay low-precision: recipes, exact numerics, `QuantizedTensor`, model wrapping, master-weight optimizer."""
+
+from qtensor import linear as _linear
+from qtensor import ops as _ops
+from qtensor.float8 import Float8CurrentScaling, Float8Tensor
+from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
+from qtensor.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
+from qtensor.tensor import QuantizedTensor, quantize
+
+__all__ = [
+    "Float8CurrentScaling",
+    "Float8Tensor",
+    "MXFP8BlockScaling",
+    "MXFP8Tensor",
+    "NVFP4BlockScaling",
+    "NVFP4Tensor",
+    "QuantizedTensor",
+    "quantize",
+]

@@ -1,0 +1,58 @@
+"""Arithmetic shared by the formats: finite amax, square blocks, powers of two by their bits.
+
+Everything here is elementwise or a reduction in fp32, in torch ops that give the same bytes eager and compiled. Divisions are tensor by
+tensor: `448.0 / t` is computed by torch as reciprocal(t) * 448 and rounds twice.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["FLT_MAX", "canonical_nan", "finite_amax", "finite_magnitude", "power_of_two_floor", "quotient", "scatter_blocks", "tile"]
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def quotient(numerator: float, denominator: Tensor) -> Tensor:
+    """numerator / denominator rounded once, inf where the denominator is 0 or tiny."""
+    return torch.full_like(denominator, numerator) / denominator
+
+
+def finite_magnitude(x: Tensor) -> Tensor:
+    """|x|, with 0 in place of NaN and infinities (so that a reduction sees the finite elements only)."""
+    return torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x))
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """Largest finite |x| as fp32 []; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return finite_magnitude(x).amax()
+
+
+def tile(x: Tensor, block: int) -> Tensor:
+    """[.., K] -> [.., K // block, block] (a view where x is contiguous)."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def scatter_blocks(per_row: Tensor, block: int) -> Tensor:
+    """Maximum over each group of `block` rows, written back to every row of the group: row amax -> square amax.
+
+    per_row: [.., N, K // block]. The last group may be short (a shard whose rows are no multiple of the block).
+    """
+    rows = per_row.shape[-2]
+    short = -rows % block
+    if short:
+        per_row = torch.cat([per_row, per_row.new_zeros(*per_row.shape[:-2], short, per_row.shape[-1])], dim=-2)
+    groups = per_row.reshape(*per_row.shape[:-2], (rows + short) // block, block, per_row.shape[-1])
+    spread = groups.amax(dim=-2, keepdim=True).expand_as(groups).reshape(per_row.shape)
+    return spread[..., :rows, :]
+
+
+def power_of_two_floor(x: Tensor) -> Tensor:
+    """x with its mantissa bits cleared: the largest power of two <= x, for positive normal fp32 x."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def canonical_nan(x: Tensor) -> Tensor:
+    """x with every NaN replaced by the default NaN (0x7FC00000): conversions from float8 differ in it between backends."""
+    return torch.where(torch.isnan(x), torch.full_like(x, torch.nan), x)

@@ -1,0 +1,87 @@
+"""Float8: one fp32 scale a tensor or a row; value = q * scale, q in E4M3 or E5M2.
+
+    amax  = max |x| over the finite elements of the tensor or row
+    enc   = 1 if amax == 0 else max_q / amax          (one division, inf -> FLT_MAX; power_of_two clears its mantissa)
+    scale = 1 / enc
+    q     = RNE(clamp(x * enc, -max_q, max_q))
+
+These are the formulas of TransformerEngine's current-scaling kernels. An element that is not finite becomes NaN and spoils nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtensor.blocks import FLT_MAX, canonical_nan, finite_amax, finite_magnitude, power_of_two_floor, quotient
+from qtensor.formats import PartSpec, register
+from qtensor.recipes import Recipe, check_choice
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["FLOAT8_ELEMENTS", "Float8CurrentScaling", "Float8Tensor"]
+
+# element name -> (dtype, largest finite value)
+FLOAT8_ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """Float8 with scales taken from the tensor's own amax.
+
+    Args:
+        element: "e4m3" (largest value 448) or "e5m2" (57344).
+        granularity: "row", one scale for each row ([.., N, 1]), or "tensor", one scale for all ([]).
+        power_of_two: round the encoding scale down to a power of two.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    element: str = "e4m3"
+    granularity: str = "row"
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self, "element", tuple(FLOAT8_ELEMENTS))
+        check_choice(self, "granularity", ("row", "tensor"))
+        check_choice(self, "power_of_two", (False, True))
+
+
+class _Float8:
+    def parts(self, recipe: Float8CurrentScaling) -> tuple[PartSpec, ...]:
+        dtype, _ = FLOAT8_ELEMENTS[recipe.element]
+        per_row = recipe.granularity == "row"
+        return PartSpec("payload", dtype), PartSpec("scale", torch.float32, per_row=per_row, block=0)
+
+    def tensor_amax(self, x: Tensor, recipe: Float8CurrentScaling) -> Tensor | None:
+        return finite_amax(x) if recipe.granularity == "tensor" else None
+
+    def encode(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
+        _, largest = FLOAT8_ELEMENTS[recipe.element]
+        if amax is None:
+            amax = finite_magnitude(x).amax(dim=-1, keepdim=True)  # [.., 1]
+        enc = torch.where(amax == 0, torch.ones_like(amax), quotient(largest, amax)).clamp(max=FLT_MAX)
+        if recipe.power_of_two:
+            enc = power_of_two_floor(enc)
+        return {"payload": _round(x * enc, x, recipe), "scale": quotient(1.0, enc)}
+
+    def adopt(self, x: Tensor, recipe: Float8CurrentScaling, scale: Tensor) -> dict[str, Tensor]:
+        return {"payload": _round(x / scale, x, recipe), "scale": scale.clone()}
+
+    def decode(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
+        return canonical_nan(parts["payload"].float() * parts["scale"])
+
+
+def _round(scaled: Tensor, x: Tensor, recipe: Float8CurrentScaling) -> Tensor:
+    """`scaled` (x over its scale) as float8; NaN where x is not finite."""
+    dtype, largest = FLOAT8_ELEMENTS[recipe.element]
+    bounded = scaled.clamp(-largest, largest)
+    return torch.where(torch.isfinite(x), bounded, torch.full_like(x, torch.nan)).to(dtype)
+
+
+class Float8Tensor(QuantizedTensor):
+    """A Float8 quantized tensor: `payload` float8 [.., K]; `scale` fp32 [.., 1] (row) or [] (tensor)."""
+
+
+register(Float8CurrentScaling, _Float8(), Float8Tensor)

@@ -1,0 +1,131 @@
+"""What a format is: the list of its parts, and pure functions from dense values to parts and back.
+
+A `PartSpec` says how one part extends along the logical shape [.., N, K]; everything that cuts, joins, checks or saves parts is
+derived from it, so no other code needs to know a format by name. A format is one file (float8.py, mxfp8.py, nvfp4.py) holding its
+recipe, its numerics and its tensor class; `register` makes it known.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qtensor.recipes import Recipe
+
+__all__ = ["Format", "PartSpec", "describe", "format_of", "register", "registered"]
+
+APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """How one part follows the logical shape [.., N, K].
+
+    per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide, one fp32 value of shape [].
+    block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0 means that
+        a whole row shares one element, stored with a last dim of 1.
+    """
+
+    name: str
+    dtype: torch.dtype
+    per_row: bool = True
+    block: int = 1
+
+    def shape(self, logical: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the part of a tensor of shape `logical`."""
+        if not self.per_row:
+            return ()
+        last = logical[-1] // self.block if self.block else 1
+        return (*logical[:-1], last)
+
+    def extends_along(self, dim: int, ndim: int) -> bool:
+        """Whether cutting the logical tensor along `dim` cuts this part too."""
+        return self.per_row and (dim != ndim - 1 or self.block > 0)
+
+
+class Format(Protocol):
+    """The numerics of one format, stateless. `x` is always fp32 [.., N, K]; results depend on nothing but the arguments.
+
+    Called by QuantizedTensor only, in this order when writing: `tensor_amax` (tensor-wide formats; agreed over the shards where
+    there are several), then `encode`. `adopt` is `encode` onto a scale that is already decided; `decode` is the way back.
+    """
+
+    def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
+        """The parts, payload first."""
+
+    def tensor_amax(self, x: Tensor, recipe: Any) -> Tensor | None:
+        """Largest finite magnitude, fp32 []; None for formats whose every scale belongs to rows or blocks."""
+
+    def encode(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
+        """Parts of x, with tensor-wide scales made from `amax` ([] fp32, what tensor_amax returned or its agreed maximum)."""
+
+    def adopt(self, x: Tensor, recipe: Any, scale: Tensor) -> dict[str, Tensor]:
+        """Parts of x under the given tensor-wide scale ([] fp32)."""
+
+    def decode(self, parts: Mapping[str, Tensor], recipe: Any) -> Tensor:
+        """fp32 [.., N, K]. A tensor-wide part may also be given per row ([N, 1, ..]), as a gathered weight has it."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What belongs to one recipe type. `multiple` is what K, and for square blocks N too, must be a multiple of."""
+
+    format: Format
+    tensor_class: type[Any]
+
+
+_registered: dict[type[Recipe], Registration] = {}
+
+
+def register(recipe_type: type[Recipe], fmt: Format, tensor_class: type[Any]) -> None:
+    """Make a format known. A second registration of the same recipe type raises."""
+    if recipe_type in _registered:
+        raise ValueError(f"{recipe_type.__name__} is registered already")
+    _registered[recipe_type] = Registration(fmt, tensor_class)
+
+
+def registered(recipe: Recipe) -> Registration:
+    """The registration of a recipe's type. Raises TypeError for anything that is not a recipe."""
+    found = _registered.get(type(recipe))
+    if found is None:
+        known = ", ".join(kind.__name__ for kind in _registered)
+        raise TypeError(f"expected a recipe ({known}), got {type(recipe).__name__}: {recipe!r}")
+    return found
+
+
+def format_of(recipe: Recipe) -> Format:
+    """The numerics behind a recipe."""
+    return registered(recipe).format
+
+
+def block_multiple(recipe: Recipe) -> int:
+    """What K must be a multiple of (1, 16 or 32)."""
+    return math.lcm(*(spec.block for spec in format_of(recipe).parts(recipe) if spec.per_row and spec.block))
+
+
+def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, full: bool = True) -> None:
+    """Raise ValueError where `shape` can not be quantized under `recipe`; `full` also checks the rows of square blocks.
+
+    A shard may hold rows that are no multiple of a square block, a full tensor may not.
+    """
+    multiple = block_multiple(recipe)
+    if len(shape) == 0:
+        raise ValueError(f"{what}: a 0-dim tensor can not be quantized; expected [.., K]")
+    if shape[-1] % multiple:
+        raise ValueError(
+            f"{what}: shape {tuple(shape)} has K={shape[-1]}, which is not a multiple of {multiple}, as {recipe} needs; "
+            "leave this weight out (exclude=) or choose a Float8 recipe"
+        )
+    if full and getattr(recipe, "blocks", "row") == "square" and (len(shape) < 2 or shape[-2] % multiple):
+        raise ValueError(
+            f"{what}: shape {tuple(shape)} needs its last two dims to be multiples of {multiple} for the square blocks of "
+            f'{recipe}; use blocks="row"'
+        )
+
+
+def describe(shape: Sequence[int], recipe: Recipe) -> str:
+    """A quantized weight in words, for error messages."""
+    return f"a quantized weight of shape {tuple(shape)} ({recipe})"

@@ -1,0 +1,56 @@
+"""F.linear with a quantized weight: plain output, plain gradients.
+
+    forward    y  = x  @ dequantize(w).T + b         # [T, K] @ [K, N] -> [T, N]
+    backward   dx = dy @ dequantize(w)               # [T, N] @ [N, K] -> [T, K]
+               dw = dy.T @ x                         # [N, T] @ [T, K] -> [N, K], in w.dtype, never quantized
+
+What is saved for backward is x and the quantized weight; the dense weight lives inside one product and dies with it. The weight reaches this
+function through __torch_function__, before autograd takes F.linear apart.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qtensor.formats import describe
+from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
+
+__all__ = ["QuantizedLinear", "linear"]
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """The three products of a linear layer around a quantized weight [N, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        """x [.., K], weight [N, K], bias [N] or None -> [.., N]."""
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x, weight.dequantize(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """grad [.., N] -> gradients of x, weight and bias."""
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (grad @ weight.dequantize(grad.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype) if grad.ndim > 1 else torch.outer(grad, x)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
+        return dx, dw, db
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's own argument name)
+    """`torch.nn.functional.linear` where one of the arguments is quantized; only the weight may be."""
+    for name, value in (("input", input), ("bias", bias)):
+        if isinstance(value, QuantizedTensor):
+            raise TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
+    return QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-any-return]
+
+
+TORCH_FUNCTIONS[F.linear] = linear

@@ -1,0 +1,114 @@
+"""MXFP8: 32-element blocks, each with a power-of-two scale stored as an E8M0 code; value = q * 2^(code - 127).
+
+    v    = amax * fp32(1 / max_q)                      (amax over the finite elements of a 1x32 or 32x32 block)
+    code = exponent of v rounded UP to a power of two   ("floor": the OCP rule floor(log2 amax) - emax, saturating)
+    q    = RNE(clamp(x * 2^(127 - code), -max_q, max_q))
+
+Rounding up never saturates an element; it equals TransformerEngine's kernels and torchao's RCEIL mode. Code 0 means 2^-127; code 255
+means NaN and marks a block that held an element that is not finite: the whole block decodes to NaN.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtensor.blocks import finite_magnitude, scatter_blocks, tile
+from qtensor.float8 import FLOAT8_ELEMENTS
+from qtensor.formats import PartSpec, register
+from qtensor.recipes import Recipe, check_choice
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["MXFP8BlockScaling", "MXFP8Tensor"]
+
+BLOCK = 32
+NAN_CODE = 255
+SMALLEST_BITS = 0x00400000  # 2^-127, the one scale that is subnormal in fp32
+# exponent of the largest element's power of two: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15
+ELEMENT_EMAX = {"e4m3": 8, "e5m2": 15}
+# fp32(1 / max_q), exactly representable, so that the product is rounded once
+RECIPROCAL_MAX = {name: torch.tensor(1 / largest).item() for name, (_, largest) in FLOAT8_ELEMENTS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: float8 elements in blocks of 32 with E8M0 scales (OCP Microscaling 1.0).
+
+    Args:
+        element: "e4m3" or "e5m2".
+        blocks: "row" (1x32 along K) or "square" (32x32; the same bytes serve the transposed product).
+        scale_rounding: "up" (never saturates) or "floor" (the OCP specification's rule).
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    element: str = "e4m3"
+    blocks: str = "row"
+    scale_rounding: str = "up"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "element", tuple(FLOAT8_ELEMENTS))
+        check_choice(self, "blocks", ("row", "square"))
+        check_choice(self, "scale_rounding", ("up", "floor"))
+
+
+class _MXFP8:
+    def parts(self, recipe: MXFP8BlockScaling) -> tuple[PartSpec, ...]:
+        dtype, _ = FLOAT8_ELEMENTS[recipe.element]
+        return PartSpec("payload", dtype), PartSpec("scale", torch.uint8, block=BLOCK)
+
+    def tensor_amax(self, x: Tensor, recipe: MXFP8BlockScaling) -> Tensor | None:
+        return None
+
+    def encode(self, x: Tensor, recipe: MXFP8BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
+        dtype, largest = FLOAT8_ELEMENTS[recipe.element]
+        blocks = tile(x, BLOCK)  # [.., K // 32, 32]
+        block_amax = finite_magnitude(blocks).amax(dim=-1)  # [.., K // 32]
+        finite = torch.isfinite(blocks)
+        broken = ~finite.all(dim=-1)
+        if recipe.blocks == "square":
+            block_amax = scatter_blocks(block_amax, BLOCK)
+            broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
+        code = _code_up(block_amax, recipe) if recipe.scale_rounding == "up" else _code_floor(block_amax, recipe)
+        scaled = blocks * _power_of_two(254 - code).unsqueeze(-1)
+        bounded = torch.where(finite, scaled.clamp(-largest, largest), torch.full_like(scaled, torch.nan))
+        payload = bounded.to(dtype).reshape(x.shape)
+        return {"payload": payload, "scale": torch.where(broken, torch.full_like(code, NAN_CODE), code).to(torch.uint8)}
+
+    def adopt(self, x: Tensor, recipe: MXFP8BlockScaling, scale: Tensor) -> dict[str, Tensor]:
+        raise AssertionError("MXFP8 has no tensor-wide scale")
+
+    def decode(self, parts: Mapping[str, Tensor], recipe: MXFP8BlockScaling) -> Tensor:
+        code = parts["scale"].to(torch.int32)
+        scale = _power_of_two(code).unsqueeze(-1)  # [.., K // 32, 1]
+        values = tile(parts["payload"].float(), BLOCK) * scale
+        broken = (code == NAN_CODE).unsqueeze(-1) | torch.isnan(values)
+        return torch.where(broken, torch.full_like(values, torch.nan), values).reshape(parts["payload"].shape)
+
+
+def _code_up(amax: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
+    """Exponent code (int32) of amax / max_q rounded up to a power of two."""
+    bits = (amax * RECIPROCAL_MAX[recipe.element]).view(torch.int32)
+    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= SMALLEST_BITS))
+    return exponent + up.to(torch.int32)
+
+
+def _code_floor(amax: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
+    """floor(log2(amax)) - emax as a code (int32), at least 0."""
+    exponent = (amax.view(torch.int32) >> 23) & 0xFF
+    return (exponent - ELEMENT_EMAX[recipe.element]).clamp(min=0)
+
+
+def _power_of_two(code: Tensor) -> Tensor:
+    """2^(code - 127) for int32 codes 0..254, built from its bits."""
+    return torch.where(code == 0, torch.full_like(code, SMALLEST_BITS), code << 23).view(torch.float32)
+
+
+class MXFP8Tensor(QuantizedTensor):
+    """An MXFP8 quantized tensor: `payload` float8 [.., K]; `scale` uint8 E8M0 codes [.., K // 32]."""
+
+
+register(MXFP8BlockScaling, _MXFP8(), MXFP8Tensor)

@@ -1,0 +1,110 @@
+"""NVFP4: E2M1 elements, two a byte, in 16-blocks with E4M3 scales under one fp32 global scale; value = q * scale * global_scale.
+
+    S            = 1 if amax_tensor == 0 else min(2688 / amax_tensor, FLT_MAX)          (2688 = 448 * 6)
+    global_scale = 1 / S
+    scale        = E4M3_RNE(clamp(min(amax_block * (S * fp32(1/6)), FLT_MAX), 0, 448))
+    enc          = min(1 / (scale * global_scale), FLT_MAX)
+    q            = E2M1_RNE(clamp(x * enc, -6, 6))
+
+These are the formulas of TransformerEngine's kernels. The low nibble is the even column. A block that held an element that is not finite gets
+the scale NaN and decodes to NaN; a block with scale 0 decodes to 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtensor.blocks import FLT_MAX, canonical_nan, finite_amax, finite_magnitude, quotient, scatter_blocks, tile
+from qtensor.formats import PartSpec, register
+from qtensor.recipes import Recipe, check_choice
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["NVFP4BlockScaling", "NVFP4Tensor"]
+
+BLOCK = 16
+LARGEST = 6.0
+LARGEST_SCALE = 448.0
+SIXTH = torch.tensor(1 / 6).item()  # fp32(1/6), exactly representable
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the E2M1 codes 0..7; bit 3 is the sign
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: 4-bit elements in blocks of 16 with E4M3 scales and one fp32 global scale.
+
+    Args:
+        blocks: "row" (1x16 along K) or "square" (16x16).
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    blocks: str = "row"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "blocks", ("row", "square"))
+
+
+class _NVFP4:
+    def parts(self, recipe: NVFP4BlockScaling) -> tuple[PartSpec, ...]:
+        return (
+            PartSpec("payload", torch.uint8, block=2),
+            PartSpec("scale", torch.float8_e4m3fn, block=BLOCK),
+            PartSpec("global_scale", torch.float32, per_row=False),
+        )
+
+    def tensor_amax(self, x: Tensor, recipe: NVFP4BlockScaling) -> Tensor | None:
+        return finite_amax(x)
+
+    def encode(self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
+        assert amax is not None
+        enc = quotient(LARGEST_SCALE * LARGEST, amax).clamp(max=FLT_MAX)
+        enc = torch.where(amax == 0, torch.ones_like(amax), enc)
+        return _blocks(x, recipe, enc, quotient(1.0, enc))
+
+    def adopt(self, x: Tensor, recipe: NVFP4BlockScaling, scale: Tensor) -> dict[str, Tensor]:
+        return _blocks(x, recipe, quotient(1.0, scale).clamp(max=FLT_MAX), scale.clone())
+
+    def decode(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
+        codes = torch.stack([parts["payload"] & 0xF, parts["payload"] >> 4], dim=-1).flatten(-2)  # [.., K]
+        table = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.float32, device=codes.device)
+        values = table[codes.int()]
+        scale = canonical_nan(parts["scale"].float() * parts["global_scale"])  # [.., K // 16]
+        return (tile(values, BLOCK) * scale.unsqueeze(-1)).reshape(values.shape)
+
+
+def _blocks(x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
+    """Parts of x under a global scale (`enc` is what it is the reciprocal of, both [] fp32)."""
+    blocks = tile(x, BLOCK)  # [.., K // 16, 16]
+    amax = finite_magnitude(blocks).amax(dim=-1)
+    finite = torch.isfinite(blocks)
+    broken = ~finite.all(dim=-1)
+    if recipe.blocks == "square":
+        amax = scatter_blocks(amax, BLOCK)
+        broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
+    scale = (amax * (enc * SIXTH)).clamp(max=FLT_MAX).clamp(0.0, LARGEST_SCALE).to(torch.float8_e4m3fn)
+    block_enc = quotient(1.0, scale.float() * global_scale).clamp(max=FLT_MAX)
+    codes = _nearest_code(blocks * block_enc.unsqueeze(-1))
+    nibbles = torch.where(finite, codes, torch.zeros_like(codes)).reshape(x.shape)
+    payload = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    marked = torch.where(broken, torch.full_like(amax, torch.nan), scale.float()).to(torch.float8_e4m3fn)
+    return {"payload": payload, "scale": marked, "global_scale": global_scale}
+
+
+def _nearest_code(scaled: Tensor) -> Tensor:
+    """E2M1 code (uint8) nearest to each value, ties to the even code, saturating at 6.
+
+    A tie belongs to the even neighbour, so every second threshold is counted when it is reached and the others when passed.
+    """
+    v = scaled.abs()
+    code = (v > 0.25).to(torch.uint8) + (v >= 0.75) + (v > 1.25) + (v >= 1.75) + (v > 2.5) + (v >= 3.5) + (v > 5.0)
+    return code | (torch.signbit(scaled).to(torch.uint8) << 3)
+
+
+class NVFP4Tensor(QuantizedTensor):
+    """An NVFP4 quantized tensor: `payload` uint8 [.., K // 2], `scale` E4M3 [.., K // 16], `global_scale` fp32 []."""
+
+
+register(NVFP4BlockScaling, _NVFP4(), NVFP4Tensor)
