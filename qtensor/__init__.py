@@ -3,8 +3,10 @@
 from qtensor import linear as _linear
 from qtensor import ops as _ops
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
+from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
 from qtensor.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
+from qtensor.optim import MasterWeightOptimizer
 from qtensor.tensor import QuantizedTensor, quantize
 
 __all__ = [
@@ -14,6 +16,11 @@ __all__ = [
     "MXFP8Tensor",
     "NVFP4BlockScaling",
     "NVFP4Tensor",
+    "MasterWeightOptimizer",
     "QuantizedTensor",
+    "clear_high_precision_init_val",
+    "high_precision_init_val",
     "quantize",
+    "quantize_",
+    "quantized_model_init",
 ]

@@ -57,22 +57,18 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any view of the same elements in the same order. Where the rows stay rows the parts follow; else the result is `flat`."""
+    """Any view of the same elements in the same order: rows regrouped where rows stay rows, else a `flat` one (FSDP's view(-1))."""
     q, shape = args[0], _resolve(args[1], args[0].numel())
-    arrangement, described = q.arrangement, q.arrangement.flat or tuple(q.shape)
+    described = q.arrangement.flat or tuple(q.shape)
     if shape == described:
-        return _map_parts(q, torch.Tensor.detach, arrangement.but(flat=None))
-    if shape[-1:] == described[-1:] and arrangement.shards is None and arrangement.flat is None and len(shape) > 1:
-        parts = {spec.name: _view_rows(getattr(q, spec.name), spec, shape) for spec in q.specs()}
-        init = None if q.init_value is None else q.init_value.view(shape)
-        return q.with_parts(parts, arrangement=arrangement.but(padded_rows=None), init_value=init)
-    return q.with_parts(q.parts(), arrangement=arrangement.but(flat=None if shape == described else described)).__class__(
-        q.parts(), q.recipe, q.dtype, arrangement=arrangement.but(flat=described), shape=torch.Size(shape), init_value=q.init_value
-    )
-
-
-def _view_rows(part: Tensor, spec: Any, shape: tuple[int, ...]) -> Tensor:
-    return part.view(spec.shape(shape)) if spec.per_row else part.detach()
+        return _map_parts(q, torch.Tensor.detach, q.arrangement.but(flat=None))
+    regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == Arrangement()
+    if not regroups:
+        kept = q.arrangement.but(flat=described)
+        return type(q)(q.parts(), q.recipe, q.dtype, arrangement=kept, shape=torch.Size(shape))
+    parts = {spec.name: part.view(spec.shape(shape)) for spec, part in zip(q.specs(), q.parts().values(), strict=True)}
+    init = None if q.init_value is None else q.init_value.view(shape)
+    return q.with_parts(parts, arrangement=Arrangement(), init_value=init)
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:

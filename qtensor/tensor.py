@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
 from fsdp_hooks.torch_private import make_wrapper, without_torch_function
+from qtensor.blocks import finite_amax
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, describe, format_of, registered
 from qtensor.recipes import Recipe
 
@@ -143,15 +144,38 @@ class QuantizedTensor(AllGatherHooks, Tensor):
             if self.init_value is not None:
                 self.init_value.copy_(dense)
 
-    def adopt_scale(self, scale: Tensor) -> None:
-        """Re-encode the current values under another tensor-wide scale ([] fp32); exact bytes stay where it is the same."""
+    def tensor_amax(self, dense: Tensor) -> Tensor:
+        """[] fp32: the amax that decides the tensor-wide scale of dense values of this shape."""
+        amax = format_of(self.recipe).tensor_amax(dense.to(torch.float32), self.recipe)
+        assert amax is not None
+        return amax
+
+    def scale_claim(self) -> Tensor:
+        """[2] fp32, what this shard brings to an agreement: its tensor-wide scale (0 where every value is 0, the scale of zeros says
+        nothing), and the amax of its preserved initial value (0 without one)."""
         with torch.no_grad():
-            fmt = format_of(self.recipe)
-            values = self.init_value if self.init_value is not None else self.dequantize(torch.float32)
-            new = fmt.adopt(values.float().reshape(self.arrangement.flat or self.shape), self.recipe, scale)
+            scale = getattr(self, self.tensor_wide() or "scale").amax()
+            claim = torch.where(finite_amax(self.dequantize(torch.float32)) > 0, scale, torch.zeros_like(scale))
+            init = self.init_value
+            return torch.stack([claim, finite_amax(init.float()) if init is not None else torch.zeros_like(claim)])
+
+    def adopt_scale(self, agreed: Tensor) -> None:
+        """Re-encode under what `scale_claim` came to over all shards ([2] fp32); bytes stay where the scale is the same.
+
+        With a preserved initial value this is the quantization of the full tensor's value, bit for bit.
+        """
+        scale, amax = agreed
+        if self.init_value is not None:
+            return self.write(self.init_value, amax)
+        with torch.no_grad():
+            scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+            new = format_of(self.recipe).adopt(self.dequantize(torch.float32), self.recipe, scale)
             same = getattr(self, self.tensor_wide() or "scale") == scale
-            self.store({name: torch.where(same, part.view(torch.uint8), new[name].view(torch.uint8)).view(part.dtype)
-                        if part.ndim else new[name] for name, part in self.parts().items()})
+            for name, part in self.parts().items():
+                if part.ndim == 0:
+                    part.copy_(new[name])
+                else:  # as bytes, since torch.where knows no float8
+                    part.view(torch.uint8).copy_(torch.where(same, part.view(torch.uint8), new[name].view(torch.uint8)))
 
     def store(self, parts: Mapping[str, Tensor]) -> None:
         """Copy new bytes into the parts. A view of some rows refuses to change the tensor-wide scale of all rows."""

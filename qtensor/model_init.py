@@ -1,0 +1,192 @@
+"""Quantized parameters in models nobody here wrote: `quantized_model_init` while a model is built, `quantize_` afterwards.
+
+`quantized_model_init` watches every parameter registration (torch's public registration hook) and replaces the weight of each nn.Linear by a
+quantized parameter at the moment it is registered; what the constructor then writes into it - `uniform_`, `normal_`, `copy_` - goes through the
+op table and is quantized. On the meta device the same happens without bytes.
+
+Tied weights stay as they are. A weight that some other module registered first (an embedding given to lm_head) is never quantized; a
+quantized weight that is later given to a module other than nn.Linear is turned back, for both, into a dense parameter.
+"""
+
+import fnmatch
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, format_of, registered
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor, quantize
+
+__all__ = ["clear_high_precision_init_val", "high_precision_init_val", "quantize_", "quantized_model_init"]
+
+
+@contextmanager
+def quantized_model_init(
+    recipe: Recipe,
+    *,
+    enabled: bool = True,
+    storage: str = "quantized",
+    preserve_high_precision_init_val: bool = False,
+) -> Iterator[None]:
+    """Context manager: nn.Linear weights built inside become quantized parameters.
+
+    Works under `torch.device("meta")` and for unmodified third-party models. Biases, norms, embeddings and tied weights stay as they are.
+
+    Args:
+        recipe: how to quantize.
+        enabled: False makes it a no-op.
+        storage: "quantized", the shards are quantized.
+        preserve_high_precision_init_val: keep what is written into the weights in high precision beside them, sharded as they are, so that
+            MasterWeightOptimizer starts from it; costs a dense copy until `clear_high_precision_init_val`.
+
+    Raises:
+        ValueError: an unknown storage; a Linear whose shape does not fit the recipe's blocks.
+        TypeError: recipe is no recipe.
+    """
+    registered(recipe)
+    if storage != "quantized":
+        raise ValueError(f'quantized_model_init: storage={storage!r} is not one of "quantized"')
+    if not enabled:
+        yield
+        return
+    watch = _Registrations(recipe, preserve_high_precision_init_val)
+    handle = register_module_parameter_registration_hook(watch)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _Registrations:
+    """The registration hook: sees (module, name, parameter) and may answer with another parameter."""
+
+    def __init__(self, recipe: Recipe, preserve: bool) -> None:
+        self.recipe, self.preserve = recipe, preserve
+        self.seen: dict[int, weakref.ref[Tensor]] = {}  # id -> dense parameters registered outside nn.Linear.weight
+        self.linears: dict[int, list[weakref.ref[nn.Module]]] = {}  # id of a quantized parameter -> the Linears that hold it
+
+    def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None:
+            return None
+        is_linear_weight = isinstance(module, nn.Linear) and name == "weight"
+        if isinstance(param, QuantizedTensor):
+            if is_linear_weight:
+                self.linears.setdefault(id(param), []).append(weakref.ref(module))
+                return None
+            return self._untie(param)
+        if not is_linear_weight or isinstance(param, DTensor):
+            self.seen[id(param)] = weakref.ref(param)
+            return None
+        known = self.seen.get(id(param))
+        if known is not None and known() is param:
+            return None  # tied to a parameter that another module owns
+        quantized = self._quantize(param)
+        self.linears[id(quantized)] = [weakref.ref(module)]
+        return quantized
+
+    def _quantize(self, param: nn.Parameter) -> nn.Parameter:
+        check_shape(param.shape, self.recipe, "weight of nn.Linear")
+        if param.dtype not in APPEARANCE_DTYPES:
+            raise TypeError(f"weight of nn.Linear is {param.dtype}; expected bfloat16, float16 or float32")
+        if param.is_meta:
+            q = _meta(param, self.recipe)
+        else:
+            q = quantize(param, self.recipe)
+        if self.preserve:
+            q.init_value = param.detach().clone()
+        return nn.Parameter(q, requires_grad=param.requires_grad)
+
+    def _untie(self, param: QuantizedTensor) -> nn.Parameter:
+        value = param.init_value if param.init_value is not None else param.dequantize()
+        dense = nn.Parameter(value.detach().clone(), requires_grad=param.requires_grad)
+        for ref in self.linears.pop(id(param), []):
+            linear = ref()
+            if linear is not None and linear._parameters.get("weight") is param:
+                linear._parameters["weight"] = dense
+        self.seen[id(dense)] = weakref.ref(dense)
+        return dense
+
+
+def quantize_(
+    model: nn.Module, recipe: Recipe, *, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()
+) -> list[str]:
+    """Replace nn.Linear weights of a built model by quantized parameters, in place; call it before fully_shard.
+
+    Args:
+        model: any module; tied weights and weights that are quantized already are left alone.
+        recipe: how to quantize.
+        include, exclude: globs over module fqns ("lm_head", "model.layers.*.mlp.*").
+
+    Returns:
+        The fqns of the parameters that were quantized, in model order.
+
+    Raises:
+        ValueError: an include pattern matches no nn.Linear; a shape does not fit the blocks; a weight is sharded already. Nothing has been
+            changed then. An exclude pattern that matches nothing warns.
+    """
+    registered(recipe)
+    include, exclude = tuple(include), tuple(exclude)
+    linears = {fqn: child for fqn, child in model.named_modules() if isinstance(child, nn.Linear)}
+    for pattern in include:
+        if not fnmatch.filter(linears, pattern):
+            raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
+    for pattern in exclude:
+        if not fnmatch.filter(linears, pattern):
+            warnings.warn(f"quantize_: exclude pattern {pattern!r} matches no nn.Linear of the model", stacklevel=2)
+    uses: dict[int, int] = {}
+    for child in model.modules():
+        for param in child._parameters.values():
+            uses[id(param)] = uses.get(id(param), 0) + 1
+    chosen = {
+        f"{fqn}.weight".lstrip("."): child
+        for fqn, child in linears.items()
+        if any(fnmatch.fnmatch(fqn, pattern) for pattern in include)
+        and not any(fnmatch.fnmatch(fqn, pattern) for pattern in exclude)
+        and not isinstance(child.weight, QuantizedTensor)
+        and uses[id(child.weight)] == 1
+    }
+    for fqn, child in chosen.items():
+        if isinstance(child.weight, DTensor):
+            raise ValueError(f"quantize_: {fqn} is a DTensor already; quantize before fully_shard and parallelize_module")
+        check_shape(child.weight.shape, recipe, fqn)
+    for child in chosen.values():
+        weight = child.weight
+        q = _meta(weight, recipe) if weight.is_meta else quantize(weight, recipe)
+        child.weight = nn.Parameter(q, requires_grad=weight.requires_grad)
+    return list(chosen)
+
+
+def high_precision_init_val(param: Tensor) -> Tensor | None:
+    """What was written into a parameter in high precision (its dtype and shape; a shard's rows for a DTensor's shard), or None.
+
+    Only parameters built under `quantized_model_init(preserve_high_precision_init_val=True)` have one.
+    """
+    local = _holder(param)
+    return local.init_value if isinstance(local, QuantizedTensor) else None
+
+
+def clear_high_precision_init_val(param: Tensor) -> None:
+    """Free the preserved value. Call it once the optimizer is built."""
+    local = _holder(param)
+    if isinstance(local, QuantizedTensor):
+        local.init_value = None
+
+
+def _holder(param: Tensor) -> Tensor:
+    """The very tensor that carries the value: a DTensor's local tensor (to_local() returns a new view of it while grad is enabled)."""
+    with torch.no_grad():
+        return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _meta(param: Tensor, recipe: Recipe) -> QuantizedTensor:
+    """A quantized tensor without bytes, shaped like `param`."""
+    parts = {
+        spec.name: torch.empty(spec.shape(param.shape), dtype=spec.dtype, device="meta") for spec in format_of(recipe).parts(recipe)
+    }
+    return QuantizedTensor.from_parts(parts, recipe, param.dtype)

@@ -1,0 +1,209 @@
+"""MasterWeightOptimizer: any torch optimizer on fp32 masters, its result quantized back into the shards.
+
+    step:   grad (q.dtype) -> fp32 -> inner.step() on the masters -> amax of each master shard
+            -> one all-reduce for all tensor-wide scales of the model -> requantize every shard in place
+
+A master is the shard in fp32, a DTensor where the parameter is one; parameters in fp32 are their own masters. The bytes of a parameter are a
+function of its full master and the recipe alone, so they are the same for every world size, and a step that moves no master moves no byte:
+
+    bytes == quantize(master)                     once a step has written the parameter
+    master == dequantize(bytes), still "fresh"    before, where the master was made from the bytes (quantizing again could choose other codes
+                                                  for the same values, so a fresh parameter is written only when some shard's master moved)
+
+`param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an ordinary optimizer);
+`state[p]` holds "master_weight" beside the inner optimizer's own entries.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_hooks.scale_sync import local_of, max_over_shards, sync_scales
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["MasterWeightOptimizer"]
+
+MASTER = "master_weight"
+
+
+class MasterWeightOptimizer(torch.optim.Optimizer):
+    """An optimizer with fp32 master weights for quantized (and other low-precision) parameters.
+
+    Building it is a collective where parameters have tensor-wide scales (they are agreed on first, see `fsdp_hooks.sync_scales`); so is `step`.
+
+    Args:
+        optimizer_cls: the optimizer that updates the masters, such as torch.optim.AdamW.
+        params: parameters or parameter groups, as for any torch optimizer; DTensors after fully_shard.
+        **optimizer_kwargs: passed to `optimizer_cls`.
+
+    Raises:
+        ValueError: a parameter is on the meta device.
+    """
+
+    def __init__(self, optimizer_cls: type[torch.optim.Optimizer], params: Iterable[Any], **optimizer_kwargs: Any) -> None:
+        self._inner: torch.optim.Optimizer | None = None
+        self._masters: dict[Tensor, Tensor] = {}
+        self._fresh: set[Tensor] = set()
+        super().__init__(params, {})
+        everything = [param for group in self.param_groups for param in group["params"]]
+        if any(param.is_meta for param in everything):
+            raise ValueError("MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them first")
+        sync_scales(everything)
+        self._inner = optimizer_cls([self._master_group(group) for group in self.param_groups], **optimizer_kwargs)
+        self.defaults = self._inner.defaults
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key not in ("params", "param_names")})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; a collective where they have tensor-wide scales."""
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            group = self.param_groups[-1]
+            sync_scales(group["params"])
+            self._inner.add_param_group(self._master_group(group))
+            group.update({key: value for key, value in self._inner.param_groups[-1].items() if key not in ("params", "param_names")})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the masters and requantize the parameters in place. Call on all ranks; at most one all-reduce a group of shards."""
+        assert self._inner is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped = [param for param in self._masters if param.grad is not None]
+        self._lend_grads(stepped)
+        try:
+            self._inner.step()
+        finally:
+            for param in stepped:
+                if self._masters[param] is not param:
+                    self._masters[param].grad = None
+        self._write_back(stepped)
+        self._publish_state()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` returned. Masters keep fp32 (the base class would cast them to the parameter's dtype).
+
+        Raises:
+            ValueError: groups or parameters differ, or a master weight is missing or has another shape; nothing has been loaded then.
+        """
+        assert self._inner is not None
+        params = [param for group in self.param_groups for param in group["params"]]
+        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        saved = {param: state_dict["state"][index] for param, index in zip(params, ids, strict=False) if index in state_dict["state"]}
+        self._check_masters(saved)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for param, values in saved.items():
+            master = self._masters[param]
+            if master is not param:
+                with torch.no_grad():
+                    master.copy_(values[MASTER])
+        position = {param: index for index, param in enumerate(params)}
+        self._inner.load_state_dict(
+            {
+                "state": {
+                    position[param]: {key: value for key, value in values.items() if key != MASTER} for param, values in saved.items()
+                },
+                "param_groups": [
+                    {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": indices}
+                    for group, indices in zip(self.param_groups, self._positions(), strict=True)
+                ],
+            }
+        )
+        self._fresh = {param for param in self._masters if isinstance(local_of(param), QuantizedTensor)}
+        if saved:
+            self._publish_state()
+
+    def _positions(self) -> list[list[int]]:
+        """The parameter ids of each group, numbered as Optimizer.state_dict numbers them."""
+        numbers = iter(range(len(self._masters)))
+        return [[next(numbers) for _ in group["params"]] for group in self.param_groups]
+
+    def _check_masters(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        for number, (param, values) in enumerate(saved.items()):
+            if self._masters[param] is param:
+                continue
+            found = values.get(MASTER)
+            if found is None or found.shape != param.shape:
+                what = "no master weight" if found is None else f"a master weight of shape {tuple(found.shape)}"
+                raise ValueError(
+                    f"MasterWeightOptimizer.load_state_dict: state {number} holds {what}, expected one of shape {tuple(param.shape)}; "
+                    "was it saved by another optimizer?"
+                )
+
+    def _master_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The same group over masters."""
+        for param in group["params"]:
+            self._masters[param] = _master_of(param)
+            if isinstance(local_of(param), QuantizedTensor):
+                self._fresh.add(param)
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        return {**options, "params": [self._masters[param] for param in group["params"]]}
+
+    def _lend_grads(self, stepped: list[Tensor]) -> None:
+        assert self._inner is not None
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        for param in stepped:
+            master = self._masters[param]
+            if master is not param:
+                assert param.grad is not None
+                master.grad = param.grad.to(master.dtype)
+
+    def _write_back(self, stepped: list[Tensor]) -> None:
+        """Masters -> parameters; the amaxes of tensor-wide formats, and whether fresh parameters moved, travel in one all-reduce."""
+        quantized: list[tuple[Tensor, Any, Tensor]] = []
+        for param in stepped:
+            local, master = local_of(param), self._masters[param]
+            if isinstance(local, QuantizedTensor):
+                quantized.append((param, local, local_of(master)))
+            elif master is not param:
+                local.copy_(local_of(master))
+        shared = [entry for entry in quantized if entry[0] in self._fresh or entry[1].tensor_wide()]
+        amaxes: dict[Tensor, Tensor] = {}
+        if shared:
+            columns = torch.stack([self._report(*entry) for entry in shared])  # [params, 2]: amax, moved
+            agreed, _ = max_over_shards(columns, [param for param, _, _ in shared])
+            amaxes = {param: row[0] for (param, _, _), row in zip(shared, agreed, strict=True)}
+            if self._fresh:  # the only host sync, and only until every parameter has been written once
+                still = {param for (param, _, _), moved in zip(shared, agreed[:, 1].tolist(), strict=True) if not moved}
+                quantized = [entry for entry in quantized if entry[0] not in still]
+                self._fresh -= {param for param, _, _ in quantized}
+        for param, local, master in quantized:
+            local.write(master, amaxes[param] if local.tensor_wide() else None)
+
+    def _report(self, param: Tensor, local: QuantizedTensor, master: Tensor) -> Tensor:
+        """[2] fp32: the shard's amax (0 where the format has no tensor-wide scale), and 1 unless it is fresh and did not move."""
+        zero = torch.zeros((), dtype=torch.float32, device=master.device)
+        amax = local.tensor_amax(master) if local.tensor_wide() else zero
+        still = param in self._fresh and torch.equal(local.dequantize(torch.float32), master)
+        return torch.stack([amax, zero if still else zero + 1])
+
+    def _publish_state(self) -> None:
+        """Fill `state` with what state_dict() must hold; references only."""
+        assert self._inner is not None
+        for param, master in self._masters.items():
+            entries = self._inner.state.get(master)
+            if entries is None and param.grad is None:
+                continue
+            self.state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
+
+
+def _master_of(param: Tensor) -> Tensor:
+    """fp32 master of a parameter: itself in fp32, else its preserved initial value, else its dequantized value."""
+    local = local_of(param)
+    if not isinstance(local, QuantizedTensor) and param.dtype == torch.float32:
+        return param
+    with torch.no_grad():
+        master = torch.zeros_like(param, dtype=torch.float32).detach()
+        target = master.to_local() if isinstance(master, DTensor) else master
+        if isinstance(local, QuantizedTensor):
+            target.copy_(local.init_value if local.init_value is not None else local.dequantize(torch.float32))
+        else:
+            target.copy_(local)
+    return master
