@@ -1,0 +1,117 @@
+"""Quantized leaves of a state dict as the plain part tensors they consist of.
+
+    w: DTensor(MXFP8 [N, K])  ->  w.payload: DTensor(float8 [N, K]),  w.scale: DTensor(uint8 [N, K // 32])
+
+The parts alias the live bytes, and keep the mesh and the placements of the weight, except that a mesh dim which cuts the weight along a dim the part does not
+extend along replicates the part (0-dim scales; `[N, 1]` scales under column cuts). So stock DCP deduplicates, validates, reshards and writes them, and
+reading into them writes the weight. Both planners stand on this one function.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around
+from qtensor.formats import PartSpec
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["expand", "expand_flat", "expand_leaf", "quantized_local"]
+
+
+def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict, nested or flat, with each quantized leaf F replaced by its parts F.payload, F.scale, ...
+
+    The parts alias the weight's bytes; they are DTensors where F was a DTensor. Everything else is passed through as it is.
+
+    Raises:
+        ValueError: a part's name is taken already; a column cut does not fall on block boundaries; the shards of a gathered weight hold
+            different tensor-wide scales.
+    """
+    out: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, Mapping):
+            new: dict[str, Any] = {name: expand(value)}
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            new = {name: type(value)([expand(item) if isinstance(item, Mapping) else item for item in value])}
+        else:
+            new = {f"{name}.{part}": tensor for part, tensor in expand_leaf(str(name), value).items()} or {name: value}
+        _merge(out, new)
+    return out
+
+
+def expand_flat(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """`expand` for a flattened state dict; also returns part name -> the name F of the weight it belongs to."""
+    out: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    for name, value in flat.items():
+        parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(name, value).items()}
+        owner.update(dict.fromkeys(parts, name))
+        _merge(out, parts or {name: value})
+    return out, owner
+
+
+def expand_leaf(name: str, value: Any) -> dict[str, Tensor]:
+    """Part name -> part tensor of a quantized leaf; empty for any other value."""
+    local = quantized_local(value)
+    if local is None:
+        return {}
+    parts = _settled_parts(name, local)
+    if not isinstance(value, DTensor):
+        return parts
+    return {spec.name: _part_dtensor(name, spec, parts[spec.name], value) for spec in local.specs()}
+
+
+def quantized_local(value: Any) -> QuantizedTensor | None:
+    """The quantized tensor behind a leaf (itself, or the local tensor of a DTensor); None for any other value."""
+    if not isinstance(value, Tensor):
+        return None
+    local = local_of(value) if isinstance(value, DTensor | QuantizedTensor) else value
+    return local if isinstance(local, QuantizedTensor) else None
+
+
+def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> DTensor:
+    placements = tuple(_placement(spec, placement, weight.ndim) for placement in weight.placements)
+    shape = spec.shape(weight.shape)
+    cuts_columns = any(placement.is_shard(weight.ndim - 1) for placement in weight.placements)
+    if cuts_columns and weight.device_mesh.get_coordinate() is not None:
+        expected, _ = compute_local_shape_and_global_offset(shape, weight.device_mesh, placements)
+        if tuple(expected) != tuple(part.shape):
+            raise ValueError(
+                f"{name}: a shard of {tuple(local_of(weight).shape)} out of {tuple(weight.shape)} has a {spec.name} of {tuple(part.shape)}, expected "
+                f"{tuple(expected)}: column cuts must fall on multiples of {spec.block}; choose a mesh that divides K into such pieces"
+            )
+    return dtensor_around(part, weight.device_mesh, placements, shape)
+
+
+def _placement(spec: PartSpec, placement: Placement, ndim: int) -> Placement:
+    """How a part is placed on a mesh dim on which the weight has `placement`."""
+    dim = getattr(placement, "dim", None)
+    if dim is None or (spec.extends_along(dim % ndim, ndim)):
+        return placement
+    return Replicate()
+
+
+def _settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
+    """The parts; of a gathered weight, whose tensor-wide part is a vector, the one value all shards share."""
+    parts, wide = q.parts(), q.tensor_wide()
+    if wide is None or q.arrangement.shards is None:
+        return parts
+    values = parts[wide]
+    if not torch.equal(values, values[:1].expand_as(values)):
+        raise ValueError(
+            f"{name}: the shards of this gathered weight hold different values of {wide}: {values.tolist()}; call fsdp_hooks.sync_scales on the "
+            "sharded model first"
+        )
+    return {**parts, wide: values[0]}
+
+
+def _merge(out: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for name, value in new.items():
+        if name in out:
+            raise ValueError(f"the state dict holds {name!r} twice: as an entry and as a part of a quantized weight; rename the entry")
+        out[name] = value

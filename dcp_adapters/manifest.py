@@ -1,0 +1,148 @@
+"""The manifest: what a checkpoint says about its quantized tensors, as versioned JSON.
+
+    {"format_version": 1,
+     "recipes": [{"type": "MXFP8BlockScaling", ...all fields...}],
+     "tensors": {fqn: {"recipe": 0, "shape": [N, K], "dtype": "bfloat16", "parts": {name: {"dtype": ..., "shape": [...]}}}}}
+
+It is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch reads, and in the planner data where the storage
+keeps that. Unknown keys are ignored, an unknown version is refused. Reading it needs neither the model nor a process group.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from qtensor.formats import format_of
+from qtensor.recipes import Recipe
+
+__all__ = ["FORMAT_VERSION", "MANIFEST", "MANIFEST_JSON", "Manifest", "TensorEntry", "manifest_of", "read_manifest"]
+
+FORMAT_VERSION = 1
+MANIFEST = "qtensor.manifest"
+MANIFEST_JSON = "qtensor.manifest.json"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One quantized tensor: its recipe, logical shape and appearance dtype."""
+
+    recipe: Recipe
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Part name -> (dtype, global shape)."""
+        return {spec.name: (spec.dtype, spec.shape(self.shape)) for spec in format_of(self.recipe).parts(self.recipe)}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All quantized tensors of a checkpoint, by state-dict name."""
+
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of the module docstring; deterministic, whatever the order the tensors came in."""
+        recipes: list[Recipe] = []
+        tensors = {}
+        for name, entry in sorted(self.tensors.items()):
+            if entry.recipe not in recipes:
+                recipes.append(entry.recipe)
+            parts = {part: {"dtype": _name(dtype), "shape": list(shape)} for part, (dtype, shape) in entry.parts().items()}
+            index = recipes.index(entry.recipe)
+            tensors[name] = {"recipe": index, "shape": list(entry.shape), "dtype": _name(entry.dtype), "parts": parts}
+        return {"format_version": self.format_version, "recipes": [recipe.to_json() for recipe in recipes], "tensors": tensors}
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> "Manifest":
+        """The manifest of a JSON object.
+
+        Raises:
+            ValueError: an unknown format version or recipe type, parts that are not those of the recipe, or something that is no manifest.
+        """
+        version = record.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"the checkpoint's qtensor.manifest has format_version {version!r}; this library reads version {FORMAT_VERSION}. "
+                "Use a library version that knows it"
+            )
+        try:
+            recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]
+            tensors = {name: _entry(name, value, recipes) for name, value in record["tensors"].items()}
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}") from error
+        return Manifest(tensors)
+
+    def to_tensor(self) -> Tensor:
+        """uint8 [bytes]: UTF-8 JSON with sorted keys."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    @staticmethod
+    def from_tensor(data: Tensor) -> "Manifest":
+        """The inverse of `to_tensor`. Raises ValueError for bytes that are no manifest."""
+        try:
+            record = json.loads(bytes(data.tolist()).decode())
+        except ValueError as error:
+            raise ValueError(f"the checkpoint's qtensor.manifest is not JSON: {error}") from error
+        return Manifest.from_json(record)
+
+
+def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifest:
+    """What a checkpoint says about its quantized tensors; needs no model and no process group.
+
+    Args:
+        checkpoint: a directory, or a StorageReader.
+
+    Raises:
+        FileNotFoundError: there is no `.metadata`: the directory holds no checkpoint, or one whose saving never finished.
+        ValueError: the checkpoint was not saved with QuantizedSavePlanner, or its manifest can not be read.
+    """
+    reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
+    try:
+        metadata = reader.read_metadata()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{checkpoint}: no .metadata, so this is no checkpoint or one whose saving never finished; use the one before it"
+        ) from error
+    manifest = manifest_of(metadata)
+    if manifest is not None:
+        return manifest
+    entry = metadata.state_dict_metadata.get(MANIFEST)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise ValueError(f"{checkpoint}: no entry {MANIFEST}: it was not saved with QuantizedSavePlanner")
+    buffer = torch.empty(entry.size, dtype=torch.uint8)
+    with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({MANIFEST: buffer}, storage_reader=reader, no_dist=True)
+    return Manifest.from_tensor(buffer)
+
+
+def manifest_of(metadata: Metadata) -> Manifest | None:
+    """The manifest in a checkpoint's planner data, None where the storage dropped it or there is none."""
+    data = metadata.planner_data
+    record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
+    return None if record is None else Manifest.from_json(record)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _entry(name: str, value: Mapping[str, Any], recipes: list[Recipe]) -> TensorEntry:
+    entry = TensorEntry(recipes[value["recipe"]], tuple(value["shape"]), getattr(torch, value["dtype"]))
+    found = {part: (record["dtype"], tuple(record["shape"])) for part, record in value["parts"].items()}
+    expected = {part: (_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
+    if found != expected:
+        raise ValueError(f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}")
+    return entry

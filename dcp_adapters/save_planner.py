@@ -1,0 +1,182 @@
+"""QuantizedSavePlanner: raw payloads and scales into a DCP checkpoint, with stock DCP doing the rest.
+
+    set_up_planner       every rank         flatten as DCP does, then expand quantized leaves into parts
+    create_local_plan    every rank         stock write items; beside them, one byte an item for the recipe and the values of the tensor-wide scales
+    create_global_plan   the coordinator    recipes and scales must agree over all ranks; merge the manifest; add it as one more entry
+    finish_plan ...      every rank         stock
+
+All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan exchange.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.expand import expand_flat, quantized_local
+from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest, TensorEntry
+from qtensor.formats import format_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["QuantizedSavePlanner"]
+
+PLAIN = 255  # the kind of an item that is not the payload of a quantized tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """What a rank tells the coordinator beside its items (plain values; nothing of ours reaches the disk).
+
+    kinds: for each item an index into `recipes` where it is a payload, else PLAIN.
+    scales: bit patterns of the tensor-wide scales, one for each payload whose format has one, in item order.
+    """
+
+    mappings: Any
+    recipes: list[tuple[dict[str, Any], torch.dtype]]
+    kinds: bytes
+    scales: list[int]
+
+
+class QuantizedSavePlanner(DefaultSavePlanner):
+    """Saves quantized tensors as their parts plus a manifest (checkpoint format version 1); everything else as stock DCP does.
+
+    Use it with `dcp.save` and `dcp.async_save` on state dicts of plain or sharded models, nested or flat. Give `async_save` a process group of
+    its own (`dist.new_group(backend="gloo")`): its upload thread exchanges plans while training uses the default one.
+
+    Args:
+        **kwargs: those of DefaultSavePlanner, except enable_plan_caching=True.
+
+    Raises:
+        ValueError: with enable_plan_caching=True (DCP's cache compares neither dtypes nor formats, so a second save could be described by the
+            first one's metadata). While saving, on all ranks and before anything is written: ranks disagree on a recipe or a tensor-wide scale;
+            a name is taken; a column cut does not fall on block boundaries.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        if kwargs.get("enable_plan_caching"):
+            raise ValueError(
+                "QuantizedSavePlanner: enable_plan_caching=True is not supported: DCP's plan cache compares neither dtypes nor formats"
+            )
+        super().__init__(**kwargs)
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Flatten, then expand every quantized leaf."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        if MANIFEST in self.state_dict:
+            raise ValueError(f"the state dict holds an entry {MANIFEST!r}, which is the name of the checkpoint's own manifest; rename it")
+        self.quantized = {name: q for name, value in self.state_dict.items() if (q := quantized_local(value)) is not None}
+        self.state_dict, owner = expand_flat(self.state_dict)
+        if self.flatten_state_dict:
+            self.mappings = _part_paths(self.mappings, owner)
+
+    def create_local_plan(self) -> SavePlan:
+        """Stock items (a replicated scalar only on one rank), and this rank's record as planner data."""
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if self._lists(item)]
+        payloads = {f"{name}.payload": q for name, q in self.quantized.items()}
+        recipes: list[tuple[Recipe, torch.dtype]] = []
+        kinds = bytearray()
+        listed: list[QuantizedTensor] = []
+        for item in items:
+            q = payloads.get(item.index.fqn)
+            if q is None:
+                kinds.append(PLAIN)
+                continue
+            if (q.recipe, q.dtype) not in recipes:
+                recipes.append((q.recipe, q.dtype))
+            kinds.append(recipes.index((q.recipe, q.dtype)))
+            listed.append(q)
+        record = _Record(
+            mappings=self.mappings,
+            recipes=[(recipe.to_json(), dtype) for recipe, dtype in recipes],
+            kinds=bytes(kinds),
+            scales=_scale_bits(listed),
+        )
+        self.plan = dataclasses.replace(plan, items=items, planner_data=record)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Coordinator only: check that ranks agree, add the manifest, then plan as stock DCP does."""
+        manifest = _merge(all_plans)
+        data = manifest.to_tensor()
+        self.state_dict[MANIFEST] = data
+        plans = [dataclasses.replace(plan, planner_data=plan.planner_data.mappings) for plan in all_plans]
+        plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, _manifest_item(data)])
+        plans, metadata = super().create_global_plan(plans)
+        planner_data = {**(metadata.planner_data or {}), MANIFEST: (MANIFEST,), MANIFEST_JSON: manifest.to_json()}
+        self.metadata = dataclasses.replace(metadata, planner_data=planner_data)
+        return plans, self.metadata
+
+    def _lists(self, item: WriteItem) -> bool:
+        """Whether this rank lists the item: of a scalar that every rank of a mesh holds, only the mesh's first rank does."""
+        value = self.state_dict[item.index.fqn]
+        if not isinstance(value, DTensor) or value.ndim:
+            return True
+        return not any(value.device_mesh.get_coordinate() or ())
+
+
+def _part_paths(mappings: Any, owner: dict[str, str]) -> Any:
+    """Flat name -> path in the nested dict, with the paths of parts in place of the paths of their weights."""
+    weights = set(owner.values())
+    paths = {name: path for name, path in mappings.items() if name not in weights}
+    for part, weight in owner.items():
+        path = mappings[weight]
+        paths[part] = (*path[:-1], f"{path[-1]}{part[len(weight) :]}")
+    return paths
+
+
+def _scale_bits(tensors: list[QuantizedTensor]) -> list[int]:
+    """Bit patterns of the tensor-wide scales, read back from the device at once."""
+    values = [getattr(q, wide).reshape(-1)[:1] for q in tensors if (wide := q.tensor_wide())]
+    return torch.cat(values).view(torch.int32).tolist() if values else []
+
+
+def _merge(all_plans: list[SavePlan]) -> Manifest:
+    """The manifest of all ranks. Raises ValueError where ranks disagree on a weight's recipe or tensor-wide scale."""
+    entries: dict[str, TensorEntry] = {}
+    scales: dict[str, tuple[int, int]] = {}  # name -> (bits, the rank they came from)
+    for rank, plan in enumerate(all_plans):
+        record: _Record = plan.planner_data
+        recipes = [(Recipe.from_json(recipe), dtype) for recipe, dtype in record.recipes]
+        bits = iter(record.scales)
+        for kind, item in zip(record.kinds, plan.items, strict=True):
+            if kind == PLAIN:
+                continue
+            recipe, dtype = recipes[kind]
+            specs = format_of(recipe).parts(recipe)
+            name, size = item.index.fqn.removesuffix(".payload"), item.tensor_data.size  # type: ignore[union-attr]
+            entry = TensorEntry(recipe, (*size[:-1], size[-1] * specs[0].block), dtype)
+            if entries.setdefault(name, entry) != entry:
+                raise ValueError(f"{name}: rank {rank} holds {entry}, an earlier rank {entries[name]}; all ranks must quantize it alike")
+            wide = next((spec.name for spec in specs if not spec.per_row), None)
+            if wide is not None:
+                _check_agreed(f"{name}.{wide}", next(bits), rank, scales)
+    return Manifest(entries)
+
+
+def _check_agreed(name: str, bits: int, rank: int, scales: dict[str, tuple[int, int]]) -> None:
+    first, first_rank = scales.setdefault(name, (bits, rank))
+    if first != bits:
+        values = torch.tensor([first, bits], dtype=torch.int32).view(torch.float32).tolist()
+        raise ValueError(
+            f"{name}: rank {first_rank} holds {values[0]!r}, rank {rank} {values[1]!r}; a tensor-wide scale must be the same in all shards. "
+            "Call fsdp_hooks.sync_scales(model) before saving"
+        )
+
+
+def _manifest_item(data: torch.Tensor) -> WriteItem:
+    offsets = torch.Size([0])
+    return WriteItem(
+        index=MetadataIndex(MANIFEST, offsets),
+        type=WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=data.size()),
+            properties=TensorProperties.create_from_tensor(data),
+            size=data.size(),
+        ),
+    )
