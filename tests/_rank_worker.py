@@ -1,0 +1,272 @@
+"""One rank of a distributed test: the code that runs where `fn` runs.
+
+A rank is a worker of the pool (`serve`) or, under torchrun, this very process (`TorchrunRank`). A
+call reaches it as a `Call` and leaves it as an `Outcome`, in four steps that are the same in both:
+
+    load     unpickle fn and its arguments; imports happen here, outside the warnings rule
+    join     make the DEFAULT process group over exactly the call's ranks
+    run      fn(*args, **kwargs), seeded, every warning an error
+    leave    destroy the group and drop what torch cached about it, when told to
+
+`leave` is a step of its own because a rank that closes its connections early makes its peers fail
+with "connection closed" instead of with their own error: ranks leave when all of them have an
+outcome. A group lives for one call (a few ms to make, about 20 ms to destroy), so no test sees the
+groups, meshes or random state of another.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+Body = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # fn, args, kwargs
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+UNBLOCK_AFTER = 2.0  # seconds that a failed rank stays in its group for the others' sake
+CHUNK = 1 << 20  # bytes; TCPStore refuses values over 8 MB
+
+READY = b"ready"  # worker -> pool: imports done, connected to the store
+LEAVE = b"leave"  # pool -> worker: all outcomes are in, or a peer must be unblocked
+LEFT = b"left"  # worker -> pool: the group is gone, the next call may come
+
+
+@dataclass(frozen=True, kw_only=True)
+class TolerateWarning:
+    """An upstream warning that is no error; `message` is a regex without ':' (pytest splits at it)."""
+
+    message: str
+    category: type[Warning]
+
+
+# The one list of exceptions to "a warning is an error": it holds in the ranks, and tests/conftest.py
+# hands it to pytest. Each entry says who warns and why we cannot help it.
+TOLERATED_WARNINGS: tuple[TolerateWarning, ...] = (
+    # torch 2.13: its own compiler, when it is imported
+    TolerateWarning(message=r".torch\.jit\.script_method. is deprecated", category=DeprecationWarning),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What one rank is asked to do."""
+
+    key: str  # unique; prefixes the group's keys in the store
+    rank: int
+    world_size: int
+    backend: str
+    body: bytes  # pickle of (fn, args, kwargs)
+    sys_path: tuple[str, ...]  # where the test modules are found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one rank: a value, or an error with its traceback.
+
+    lost = the rank did not answer by itself (it died, hung or was stopped)
+    """
+
+    rank: int
+    value: bytes = b""  # pickle of fn's return value
+    error: str = ""  # "TypeName: message"
+    trace: str = ""
+    lost: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error)
+
+
+@contextmanager
+def warnings_as_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tolerated in TOLERATED_WARNINGS:
+            warnings.filterwarnings("ignore", tolerated.message, tolerated.category)
+        yield
+
+
+def run_call(call: Call, store: dist.Store) -> Outcome:
+    """Load, join and run; the caller must call `leave_group` once every rank has an outcome."""
+    try:
+        sys.path.extend(entry for entry in call.sys_path if entry not in sys.path)
+        fn, args, kwargs = pickle.loads(call.body)
+        _join_group(call, store)
+        torch.manual_seed(0)
+        with warnings_as_errors():
+            value = fn(*args, **kwargs)
+        return Outcome(rank=call.rank, value=pickle.dumps(value))
+    except BaseException as error:  # SystemExit and pytest's own outcomes are a test's failure too
+        # The first frame is this function: of no use to a reader.
+        frames = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
+        return Outcome(
+            rank=call.rank,
+            error=f"{type(error).__name__}: {error}",
+            trace="".join(traceback.format_exception(type(error), error, frames)).rstrip(),
+        )
+
+
+def _join_group(call: Call, store: dist.Store) -> None:
+    # torchrun sets this too; DeviceMesh reads it to choose a GPU.
+    os.environ["LOCAL_RANK"] = str(call.rank)
+    on_gpu = call.backend == "nccl"
+    if on_gpu:
+        torch.cuda.set_device(call.rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else call.backend,
+        store=dist.PrefixStore(call.key, store),
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=GROUP_TIMEOUT,
+        device_id=torch.device("cuda", call.rank) if on_gpu else None,
+    )
+
+
+def leave_group() -> None:
+    # A group that a failing fn broke may well complain; its rank has reported by now.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        from torch.distributed.tensor import debug
+
+        # DTensor keeps the output of each sharding rule it has run, mesh included, and finds it
+        # again by the mesh's SHAPE: without this, an op in the next call returns a DTensor on this
+        # call's mesh, whose group names mean other groups by then. There is no public way to clear
+        # it; tests/test_ranks.py fails when this one goes.
+        debug._clear_sharding_prop_cache()
+        gc.collect()
+
+
+def serve(conn: Connection, store_port: int, stacks_path: str) -> None:
+    """A pool worker's life: one call after the other, until the pool closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    # On SIGUSR1 the pool reads from this file where a hung rank hangs.
+    stacks = Path(stacks_path).open("w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=GROUP_TIMEOUT)
+    # What the imports left is here to stay: not looking at it again makes a collection 1 ms, not 70.
+    gc.collect()
+    gc.freeze()
+    try:
+        conn.send_bytes(READY)
+        while True:
+            call: Call = pickle.loads(conn.recv_bytes())
+            conn.send_bytes(pickle.dumps(run_call(call, store)))
+            conn.recv_bytes()  # LEAVE
+            leave_group()
+            conn.send_bytes(LEFT)
+    except (EOFError, ConnectionError):
+        return  # the pool is gone
+
+
+class TorchrunRank:
+    """This process as one of torchrun's ranks.
+
+    Every exchange has a key made of the running test's id and a count within it, so a test that
+    goes astray on one rank (an import that fails there, say) costs that test, not those after it.
+    """
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=self.rank == 0 and not agent_serves,
+            timeout=GROUP_TIMEOUT,
+            wait_for_workers=False,
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = dist.PrefixStore(f"tests.ranks/{attempt}", store)
+        self._exchanges: Counter[str] = Counter()
+
+    def agreed(self, value: T) -> T:
+        key = self._next_key()
+        if self.rank == 0:
+            self._put(key, pickle.dumps(value))
+            return value
+        return pickle.loads(self._get(key, GROUP_TIMEOUT.total_seconds()))  # type: ignore[no-any-return]
+
+    def run(self, world_size: int, backend: str, timeout: float, body: Body) -> list[Outcome]:
+        if world_size > self.world_size:
+            pytest.skip(f"needs {world_size} ranks, torchrun gave {self.world_size}")
+        # Rank 0's arguments count: paths and random values differ between pytest processes.
+        pickled = self.agreed(pickle.dumps(body))
+        key = self._next_key()
+        mine = None
+        if self.rank < world_size:
+            call = Call(
+                key=f"{key}/group",
+                rank=self.rank,
+                world_size=world_size,
+                backend=backend,
+                body=pickled,
+                sys_path=(),
+            )
+            mine = run_call(call, self._store)
+            self._put(f"{key}/{self.rank}", pickle.dumps(mine))
+        keys = [f"{key}/{rank}" for rank in range(world_size)]
+        if mine is not None:
+            # As in the pool: stay in the group until all have an outcome, unless this one failed.
+            self._wait(keys, UNBLOCK_AFTER if mine.failed else timeout)
+            leave_group()
+        # A rank that hangs in a collective fails by itself when its group times out.
+        self._wait(keys, timeout + GROUP_TIMEOUT.total_seconds())
+        return [self._outcome(rank, keys[rank], timeout) for rank in range(world_size)]
+
+    def _outcome(self, rank: int, key: str, timeout: float) -> Outcome:
+        if not self._store.check([key]):
+            return Outcome(rank=rank, error=f"hung for {timeout:g} s", lost=True)
+        outcome: Outcome = pickle.loads(self._get(key, GROUP_TIMEOUT.total_seconds()))
+        return outcome
+
+    def _next_key(self) -> str:
+        test = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+        self._exchanges[test] += 1
+        return f"{test}/{self._exchanges[test]}"
+
+    def _put(self, key: str, data: bytes) -> None:
+        chunks = range(0, len(data), CHUNK)
+        for start in chunks:
+            self._store.set(f"{key}/{start // CHUNK}", data[start : start + CHUNK])
+        self._store.set(key, str(len(chunks)))  # last: whoever sees it may read the chunks
+
+    def _get(self, key: str, timeout: float) -> bytes:
+        self._store.wait([key], timedelta(seconds=timeout))
+        return b"".join(self._store.get(f"{key}/{i}") for i in range(int(self._store.get(key))))
+
+    def _wait(self, keys: list[str], timeout: float) -> None:
+        """Until all keys are there or the time is up; the caller finds out which."""
+        with suppress(dist.DistStoreError):
+            self._store.wait(keys, timedelta(seconds=timeout))
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "MASTER_PORT" in os.environ
+
+
+@cache
+def torchrun_rank() -> TorchrunRank:
+    return TorchrunRank()

@@ -1,0 +1,58 @@
+"""What all tests share: the environment, the warnings rule, markers' skips and the common paths.
+
+Every warning is an error (pyproject's `filterwarnings`); the upstream ones we have to live with are
+listed once, in tests/_rank_worker.py, and hold in this process and in the ranks alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+# Before torch is imported, and inherited by the rank workers: several ranks share few cores, and no
+# test may depend on a network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from tests import ranks
+from tests._rank_worker import TOLERATED_WARNINGS
+
+REPO = Path(__file__).resolve().parent.parent
+GOLDEN = Path(os.environ.get("QTENSOR_GOLDEN", REPO.parent / "shared" / "golden"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tolerated in TOLERATED_WARNINGS:
+        category = f"{tolerated.category.__module__}.{tolerated.category.__name__}"
+        config.addinivalue_line("filterwarnings", f"ignore:{tolerated.message}:{category}")
+
+
+def pytest_unconfigure() -> None:
+    ranks.close()
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def shared_tmp_path(tmp_path: Path) -> Path:
+    """A `tmp_path` that is the same directory on every rank, under torchrun too."""
+    return ranks.agreed(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """The directory of golden files, which is no part of the repository."""
+    if not GOLDEN.is_dir():
+        pytest.skip(f"no golden files at {GOLDEN} (set QTENSOR_GOLDEN)")
+    return GOLDEN

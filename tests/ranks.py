@@ -1,0 +1,364 @@
+"""Run a function on several ranks: `run_ranks(world_size, fn, *args, **kwargs)`.
+
+    def sums(n):                       # module level: ranks find it by import
+        x = torch.ones(n)
+        dist.all_reduce(x)             # the default group spans exactly these ranks
+        return x
+
+    def test_sums():
+        for x in run_ranks(2, sums, 3):    # values in rank order
+            ...
+
+The ranks are processes of one pool that lives as long as the pytest process (each pytest-xdist
+worker has its own) and starts on first use, with as many workers as the largest world size so far.
+Nothing is spawned per test. What happens inside a rank is in tests/_rank_worker.py.
+
+A call ends in one of three ways:
+
+    every rank returned         -> the list of values
+    some rank raised            -> RankFailure with every failing rank's traceback
+    some rank died or hung      -> RankFailure with its exit code, or the stack it hung in
+
+No call outlasts its `timeout` by more than seconds. Once a rank has failed, the others are told to
+leave their group after UNBLOCK_AFTER seconds (which breaks the collectives that wait for them) and
+are stopped GRACE seconds after the failure. Stopped workers are replaced at the next call.
+
+Under torchrun the processes exist already: every torchrun rank runs the same pytest session, runs
+its own part of each call in-process, and shares outcomes through torchrun's store, so that all of
+them see the same values or the same failure and stay in step.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests._rank_worker import (
+    LEAVE,
+    LEFT,
+    READY,
+    UNBLOCK_AFTER,
+    Body,
+    Call,
+    Outcome,
+    serve,
+    torchrun_rank,
+    under_torchrun,
+)
+
+T = TypeVar("T")
+
+MAX_RANKS = 8
+START_TIMEOUT = 180.0  # importing torch in 8 processes at once on a busy machine
+GRACE = 8.0
+# What nearly every test imports; slow, so not within a test's time, nor in the pytest process unasked.
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "tests._rank_worker"]
+
+
+class RankFailure(AssertionError):  # a test outcome, named as pytest names its own
+    """Ranks of one call failed; the message holds what each of them had to say."""
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout: float = 120,
+    backend: str = "gloo",
+    **kwargs: Any,
+) -> list[T]:
+    """Call `fn(*args, **kwargs)` on `world_size` ranks; returns their values in rank order."""
+    __tracebackhide__ = True
+    outcomes = _outcomes(world_size, backend, timeout, (fn, args, kwargs))
+    if any(outcome.failed for outcome in outcomes):
+        raise _failure(fn, outcomes)
+    return [pickle.loads(outcome.value) for outcome in outcomes]
+
+
+def run_ranks_catching(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    backend: str = "gloo",
+    **kwargs: Any,
+) -> list[str]:
+    """Like `run_ranks`, but returns for each rank "" or its error as "TypeName: message".
+
+    A rank that died, hung or had to be stopped has no error to return: RankFailure, as above.
+    """
+    __tracebackhide__ = True
+    outcomes = _outcomes(world_size, backend, timeout, (fn, args, kwargs))
+    if any(outcome.lost for outcome in outcomes):
+        raise _failure(fn, outcomes)
+    return [outcome.error for outcome in outcomes]
+
+
+def agreed(value: T) -> T:
+    """Rank 0's `value` on every torchrun rank; `value` itself where there is no torchrun."""
+    return torchrun_rank().agreed(value) if under_torchrun() else value
+
+
+def close() -> None:
+    """Stop the workers; a later call would start new ones."""
+    _POOL.close()
+
+
+def _outcomes(world_size: int, backend: str, timeout: float, body: Body) -> list[Outcome]:
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"world_size must be 1..{MAX_RANKS}, got {world_size}")
+    if backend == "nccl" and torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices, there are {torch.cuda.device_count()}")
+    if under_torchrun():
+        return torchrun_rank().run(world_size, backend, timeout, body)
+    return _POOL.run(world_size, backend, timeout, body)
+
+
+def _failure(fn: Callable[..., Any], outcomes: Sequence[Outcome]) -> RankFailure:
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    name = getattr(fn, "__qualname__", repr(fn))
+    parts = [f"{len(failed)} of {len(outcomes)} ranks failed in {name}"]
+    for outcome in failed:
+        head = f"rank {outcome.rank} of {len(outcomes)}:"
+        parts.append(f"{head} {outcome.error}\n{outcome.trace}" if outcome.lost else f"{head}\n{outcome.trace}")
+    return RankFailure("\n\n".join(part.rstrip() for part in parts))
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    conn: Connection
+    stacks: Path  # where its stack appears on SIGUSR1
+
+    def answer(self) -> bytes | None:
+        """The next message, None if the process died. Call when `wait` says there is something."""
+        try:
+            if self.conn.poll():
+                return self.conn.recv_bytes()
+        except (EOFError, ConnectionError):
+            pass
+        self.process.join(5)  # its connection closed before it ended
+        return None
+
+    def death(self) -> str:
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"died, killed by {signal.Signals(-code).name}"
+        return f"died with exit code {code}"
+
+    def stack(self) -> str:
+        """Its python stack, asked for with a signal: works while it hangs in C code, too."""
+        try:
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        except ProcessLookupError:
+            return ""
+        text, before = "", None
+        for _ in range(40):  # until the file has something and no longer grows
+            time.sleep(0.05)
+            before, text = text, self.stacks.read_text(encoding="utf-8", errors="replace")
+            if text and text == before:
+                break
+        return text
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.conn.close()
+
+
+@dataclass
+class _Watch:
+    """One call as the pool sees it: who has answered, and since when a failure is known."""
+
+    workers: list[_Worker]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)
+    failed_at: float | None = None
+
+    def pending(self) -> list[int]:
+        return [rank for rank in range(len(self.workers)) if rank not in self.outcomes]
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.rank] = outcome
+        if outcome.failed and self.failed_at is None:
+            self.failed_at = time.monotonic()
+
+    def let_leave(self) -> None:
+        """Tell the ranks that have answered to leave their group, each once."""
+        for rank, outcome in self.outcomes.items():
+            if rank not in self.leaving and not outcome.lost:
+                self.leaving.add(rank)
+                with suppress(ConnectionError):  # died just now; the wait for LEFT notices
+                    self.workers[rank].conn.send_bytes(LEAVE)
+
+
+class _Pool:
+    """Up to MAX_RANKS workers and the store through which their groups find each other."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker | None] = [None] * MAX_RANKS
+        self._calls = 0
+        self._started = 0
+
+    @cached_property
+    def _store(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    @cached_property
+    def _stacks(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="ranks-")
+
+    def run(self, world_size: int, backend: str, timeout: float, body: Body) -> list[Outcome]:
+        pickled = pickle.dumps(body)
+        workers = self._ready(world_size)
+        self._calls += 1
+        try:
+            for rank, worker in enumerate(workers):
+                call = Call(
+                    key=f"call{self._calls}",
+                    rank=rank,
+                    world_size=world_size,
+                    backend=backend,
+                    body=pickled,
+                    sys_path=tuple(sys.path),
+                )
+                worker.conn.send_bytes(pickle.dumps(call))
+            outcomes = self._collect(_Watch(workers), timeout)
+        except BaseException:  # Ctrl-C, pytest-timeout: the workers are in the middle of something
+            for worker in workers:
+                worker.kill()
+            raise
+        return outcomes
+
+    def close(self) -> None:
+        workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.conn.close()  # which a waiting worker takes as the end
+        deadline = time.monotonic() + 5
+        for worker in workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            worker.kill()
+        self._workers = [None] * MAX_RANKS
+
+    def _ready(self, count: int) -> list[_Worker]:
+        """The first `count` workers; starts those that are not there (or no longer)."""
+        started = []
+        for slot in range(count):
+            worker = self._workers[slot]
+            if worker is None or not worker.process.is_alive():
+                if worker is not None:
+                    worker.kill()  # dead already; closes its connection
+                self._workers[slot] = worker = self._start(slot)
+                started.append(worker)
+        try:
+            self._await_ready(started)
+        except BaseException:
+            for worker in started:
+                worker.kill()
+            raise
+        return [worker for worker in self._workers[:count] if worker is not None]
+
+    @staticmethod
+    def _await_ready(started: Sequence[_Worker]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        for worker in started:
+            if not worker.conn.poll(max(0.0, deadline - time.monotonic())):
+                raise RankFailure(f"a worker started for over {START_TIMEOUT:g} s\n{worker.stack()}")
+            if worker.answer() != READY:
+                raise RankFailure(f"a worker {worker.death()} while it started")
+
+    def _start(self, slot: int) -> _Worker:
+        # A clean process imports torch once and forks the workers, which makes one in 20 ms. spawn
+        # would import torch in each of them: 2.5 s of CPU time a worker.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        ours, theirs = context.Pipe()
+        self._started += 1
+        stacks = Path(self._stacks.name, f"{self._started}.txt")
+        process = context.Process(
+            target=serve,
+            args=(theirs, self._store.port, str(stacks)),
+            name=f"rank-{slot}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()  # so that the worker's death closes the pipe
+        return _Worker(process, ours, stacks)
+
+    def _collect(self, watch: _Watch, timeout: float) -> list[Outcome]:
+        deadline = time.monotonic() + timeout
+        while pending := watch.pending():
+            now = time.monotonic()
+            limit, wake = deadline, deadline
+            if watch.failed_at is not None:
+                limit = min(deadline, watch.failed_at + GRACE)
+                wake = min(limit, watch.failed_at + UNBLOCK_AFTER)
+                if now >= watch.failed_at + UNBLOCK_AFTER:
+                    watch.let_leave()
+                    wake = limit
+            if now >= limit:
+                why = f"hung for {timeout:g} s"
+                if now < deadline:
+                    why = f"still busy {GRACE:g} s after another rank failed"
+                self._stop(watch, pending, why)
+                break
+            self._receive(watch, pending, wake - now)
+        watch.let_leave()
+        self._await_left(watch)
+        return [watch.outcomes[rank] for rank in range(len(watch.workers))]
+
+    @staticmethod
+    def _receive(watch: _Watch, pending: Sequence[int], timeout: float) -> None:
+        waiting: dict[Any, int] = {}
+        for rank in pending:
+            worker = watch.workers[rank]
+            waiting |= {worker.conn: rank, worker.process.sentinel: rank}
+        for rank in sorted({waiting[ready] for ready in wait(list(waiting), timeout)}):
+            worker = watch.workers[rank]
+            answer = worker.answer()
+            if answer is None:
+                watch.add(Outcome(rank=rank, error=worker.death(), lost=True))
+            else:
+                watch.add(pickle.loads(answer))
+
+    @staticmethod
+    def _stop(watch: _Watch, ranks: Sequence[int], why: str) -> None:
+        stacks = {rank: watch.workers[rank].stack() for rank in ranks}  # all before the first kill
+        for rank, stack in stacks.items():
+            watch.workers[rank].kill()
+            watch.add(Outcome(rank=rank, error=f"{why}, stopped in", trace=stack, lost=True))
+
+    def _await_left(self, watch: _Watch) -> None:
+        """A group that cannot be left (say, an async collective is pending) fails its rank."""
+        deadline = time.monotonic() + GRACE
+        for rank in sorted(watch.leaving):
+            worker = watch.workers[rank]
+            if not worker.conn.poll(max(0.0, deadline - time.monotonic())):
+                outcome = watch.outcomes[rank]
+                if outcome.failed:  # it has said what is wrong; this is a consequence
+                    worker.kill()
+                else:
+                    self._stop(watch, [rank], f"could not leave its group within {GRACE:g} s")
+            elif worker.answer() != LEFT:
+                error = f"{worker.death()} on leaving its group"
+                watch.add(Outcome(rank=rank, error=error, lost=True))
+
+
+_POOL = _Pool()  # starts nothing before its first call

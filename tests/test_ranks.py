@@ -1,0 +1,299 @@
+"""The rank pool itself: what it returns, how it reports ranks that raise, die or hang, and that the
+call after a failure works. The last tests run it as pytest-xdist and torchrun would.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests import _rank_worker, ranks
+from tests.ranks import RankFailure, run_ranks, run_ranks_catching
+
+REPO = Path(__file__).resolve().parent.parent
+
+# The tests of dead and hung ranks would kill torchrun's own.
+pool_only = pytest.mark.skipif(_rank_worker.under_torchrun(), reason="tests the pool, torchrun has none")
+
+
+def _sum_of_ranks() -> tuple[int, int, float]:
+    x = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(x)
+    return dist.get_rank(), dist.get_world_size(), x.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_in_rank_order(world_size: int) -> None:
+    total = sum(range(world_size))
+    assert run_ranks(world_size, _sum_of_ranks) == [(rank, world_size, total) for rank in range(world_size)]
+
+
+def _scale(x: torch.Tensor, *, by: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x * factor + dist.get_rank() for name, factor in by.items()}
+
+
+def test_tensors_go_in_and_out() -> None:
+    x = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    for rank, result in enumerate(run_ranks(2, _scale, x, by={"a": torch.tensor(2.0), "b": torch.ones(3)})):
+        torch.testing.assert_close(result["a"], x * torch.tensor(2.0) + rank)
+        torch.testing.assert_close(result["b"], x * torch.ones(3) + rank)
+
+
+def _draw() -> torch.Tensor:
+    return torch.rand(3)
+
+
+def test_every_call_is_seeded_alike() -> None:
+    first, again = run_ranks(2, _draw), run_ranks(2, _draw)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    assert all(torch.equal(drawn, expected) for drawn in first + again)
+
+
+def test_world_size_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"world_size must be 1\.\.8, got 9"):
+        run_ranks(9, _draw)
+
+
+def _raise_on(bad: set[int]) -> str:
+    if dist.get_rank() in bad:
+        raise ValueError(f"bad luck on {dist.get_rank()}")
+    return "fine"
+
+
+def test_every_failing_rank_is_reported() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(3, _raise_on, {1, 2})
+    message = str(failure.value)
+    assert message.startswith("2 of 3 ranks failed in _raise_on")
+    assert "rank 0 of 3:" not in message
+    for rank in (1, 2):
+        assert f"rank {rank} of 3:\nTraceback (most recent call last):\n" in message
+        assert f"ValueError: bad luck on {rank}" in message
+    assert 'raise ValueError(f"bad luck on {dist.get_rank()}")' in message
+
+
+def test_errors_can_be_caught_per_rank() -> None:
+    assert run_ranks_catching(3, _raise_on, {0, 2}) == ["ValueError: bad luck on 0", "", "ValueError: bad luck on 2"]
+    assert run_ranks_catching(2, _raise_on, set()) == ["", ""]
+
+
+def _raise_while_others_reduce() -> None:
+    if dist.get_rank() == 0:
+        raise KeyError("lost")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_ranks_left_waiting_in_a_collective_are_freed() -> None:
+    start = time.monotonic()
+    errors = run_ranks_catching(2, _raise_while_others_reduce)
+    assert errors[0] == "KeyError: 'lost'"
+    assert "Connection closed by peer" in errors[1]
+    assert time.monotonic() - start < _rank_worker.UNBLOCK_AFTER + ranks.GRACE
+    assert run_ranks(2, _sum_of_ranks)[1] == (1, 2, 1.0)
+
+
+def _return_what_cannot_travel() -> object:
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
+    (error,) = run_ranks_catching(1, _return_what_cannot_travel)
+    assert "pickle" in error
+
+
+def _warn(category: type[Warning]) -> None:
+    warnings.warn("look out", category, stacklevel=1)
+
+
+@pytest.mark.parametrize("category", [UserWarning, FutureWarning, DeprecationWarning])
+def test_a_warning_is_an_error(category: type[Warning]) -> None:
+    assert run_ranks_catching(1, _warn, category) == [f"{category.__name__}: look out"]
+
+
+def _die(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+    dist.barrier()
+
+
+@pool_only
+def test_a_dead_rank_is_named() -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2: died with exit code 3"):
+        run_ranks(2, _die, 1)
+    with pytest.raises(RankFailure, match="rank 0 of 1: died with exit code 3"):
+        run_ranks_catching(1, _die, 0)
+    assert run_ranks(2, _sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def _get_stuck(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(600)
+
+
+@pool_only
+def test_a_hung_rank_is_named_and_its_stack_shown() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of 2: hung for 1 s, stopped in") as failure:
+        run_ranks(2, _get_stuck, 1, timeout=1)
+    assert time.monotonic() - start < 20
+    assert "rank 0 of 2" not in str(failure.value)
+    assert "in _get_stuck" in str(failure.value)
+    assert run_ranks(2, _sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def _raise_beside_a_stuck_rank() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("first")
+    time.sleep(600)
+
+
+@pool_only
+def test_a_failure_beside_a_hung_rank_shows_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE", 1.0)
+    with pytest.raises(RankFailure) as failure:
+        run_ranks_catching(2, _raise_beside_a_stuck_rank)
+    assert "ValueError: first" in str(failure.value)
+    assert "rank 1 of 2: still busy 1 s after another rank failed, stopped in" in str(failure.value)
+
+
+def _mesh_of_a_sum(groups_before: int) -> tuple[bool, list[float]]:
+    for _ in range(groups_before):  # so that the mesh's groups get other names than in the last call
+        dist.new_group([0])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    total = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)]) + 1
+    assert isinstance(total, DTensor)
+    return total.device_mesh is mesh, total.full_tensor().tolist()
+
+
+def test_no_mesh_survives_its_call() -> None:
+    for groups_before in (2, 0):
+        assert run_ranks(2, _mesh_of_a_sum, groups_before) == [(True, [1.0, 2.0, 3.0, 4.0])] * 2
+
+
+def _train_and_save(path: Path) -> float:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(2):
+        loss = model(torch.ones(4, 8)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.save(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return loss.item()
+
+
+def test_fsdp_and_dcp_work_without_a_warning(shared_tmp_path: Path) -> None:
+    losses = run_ranks(2, _train_and_save, shared_tmp_path)
+    assert losses[0] == losses[1]
+    assert (shared_tmp_path / ".metadata").exists()
+
+
+PROBE = """
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import RankFailure, run_ranks, run_ranks_catching
+
+
+def gather(path, big):
+    seen = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, (str(path), big.numel()))
+    return dist.get_rank(), seen, os.getpid()
+
+
+def fail_on_one():
+    if dist.get_rank() == 1:
+        raise ValueError("bad luck")
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_values(shared_tmp_path, attempt):
+    big = torch.zeros(3 << 20)  # more than a store takes as one value
+    (rank0, seen0, pid0), (rank1, seen1, pid1) = run_ranks(2, gather, shared_tmp_path, big)
+    assert (rank0, rank1) == (0, 1)
+    assert pid0 != pid1
+    assert seen0 == seen1 == [(str(shared_tmp_path), 3 << 20)] * 2
+
+
+def test_fewer_ranks():
+    ((rank, seen, _),) = run_ranks(1, gather, "", torch.zeros(1))
+    assert (rank, len(seen)) == (0, 1)
+
+
+@pytest.mark.xfail(strict=True, raises=RankFailure)
+def test_failure():
+    run_ranks(2, fail_on_one)
+
+
+def test_failure_is_told():
+    with pytest.raises(RankFailure, match="(?s)1 of 2 ranks failed.*rank 1 of 2:.*ValueError: bad luck"):
+        run_ranks(2, fail_on_one)
+    assert run_ranks_catching(2, fail_on_one) == ["", "ValueError: bad luck"]
+
+
+def test_ranks_that_are_not_there():
+    assert len(run_ranks(3, gather, "", torch.zeros(1))) == 3
+"""
+
+
+def _run_probe(tmp_path: Path, *launcher: str, options: tuple[str, ...] = ()) -> str:
+    """Run PROBE in fresh pytest processes with this repository's plugins; returns their output."""
+    probe = tmp_path / "test_probe.py"
+    probe.write_text(PROBE, encoding="utf-8")
+    pytest_options = ["-c", str(REPO / "pyproject.toml"), "--rootdir", str(REPO), "-p", "tests.conftest"]
+    pytest_options += ["-p", "pytest_timeout"]  # pyproject configures it
+    # prepend: the probe is no part of the repository, so its directory must be importable.
+    pytest_options += ["--import-mode=prepend", "-p", "no:cacheprovider", "-rA", *options]
+    own = ("PYTEST_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GROUP_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    env |= {"PYTHONPATH": str(REPO), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # only what is used: starts faster
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "pytest", *pytest_options, str(probe)],
+        cwd=REPO,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
+
+
+@pool_only
+@pytest.mark.slow
+def test_under_xdist(tmp_path: Path) -> None:
+    assert "6 passed, 1 xfailed" in _run_probe(tmp_path, options=("-p", "xdist", "-n", "2"))
+
+
+@pool_only
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    output = _run_probe(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert output.count("5 passed, 1 skipped, 1 xfailed") == 2, output
+    assert output.count("needs 3 ranks, torchrun gave 2") == 2, output
