@@ -127,6 +127,12 @@ def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> lis
         and name != MANIFEST
         and name not in expected
         and owners.get(name, name) not in expected
-        and tuple(saved_paths.get(name, (name,)))[:-1] in containers
+        and _container(name, tuple(saved_paths.get(name, (name,))), owners) in containers
     }
     return [f"{name}: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)" for name in extra]
+
+
+def _container(name: str, path: tuple[Any, ...], owners: Mapping[str, str]) -> tuple[Any, ...]:
+    """Where in the nested dict a tensor stood; a part stands where its weight did, which in a list is one step up: (.., 0, "payload")."""
+    in_list = name in owners and path[-1] == name[len(owners[name]) + 1 :]
+    return path[:-2] if in_list else path[:-1]

@@ -26,7 +26,8 @@ __all__ = ["expand", "expand_flat", "expand_leaf", "quantized_local"]
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict, nested or flat, with each quantized leaf F replaced by its parts F.payload, F.scale, ...
 
-    The parts alias the weight's bytes; they are DTensors where F was a DTensor. Everything else is passed through as it is.
+    The parts alias the weight's bytes; they are DTensors where F was a DTensor. In a list a quantized leaf becomes a dict of its parts, so that DCP
+    flattens it to the same names. Everything else is passed through as it is.
 
     Raises:
         ValueError: a part's name is taken already; a column cut does not fall on block boundaries; the shards of a gathered weight hold
@@ -34,21 +35,25 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for name, value in state_dict.items():
-        if isinstance(value, Mapping):
-            new: dict[str, Any] = {name: expand(value)}
-        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-            new = {name: type(value)([expand(item) if isinstance(item, Mapping) else item for item in value])}
-        else:
-            new = {f"{name}.{part}": tensor for part, tensor in expand_leaf(str(name), value).items()} or {name: value}
-        _merge(out, new)
+        parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(str(name), value).items()}
+        _merge(out, parts or {name: _expand_container(str(name), value)})
     return out
 
 
 def expand_flat(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """`expand` for a flattened state dict; also returns part name -> the name F of the weight it belongs to."""
+    """`expand` for a flattened state dict; also returns part name -> the name F of the weight it belongs to.
+
+    Raises:
+        ValueError: as `expand`; or a leaf that DCP would pickle (a tuple, say) holds a quantized tensor.
+    """
     out: dict[str, Any] = {}
     owner: dict[str, str] = {}
     for name, value in flat.items():
+        if _hides_quantized(value):
+            raise ValueError(
+                f"{name}: a {type(value).__name__} holds a quantized tensor, and DCP would pickle it whole; use dicts and lists, "
+                "which it flattens (with flatten_state_dict=True)"
+            )
         parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(name, value).items()}
         owner.update(dict.fromkeys(parts, name))
         _merge(out, parts or {name: value})
@@ -70,8 +75,23 @@ def quantized_local(value: Any) -> QuantizedTensor | None:
     """The quantized tensor behind a leaf (itself, or the local tensor of a DTensor); None for any other value."""
     if not isinstance(value, Tensor):
         return None
-    local = local_of(value) if isinstance(value, DTensor | QuantizedTensor) else value
+    local = local_of(value) if isinstance(value, DTensor) else value
     return local if isinstance(local, QuantizedTensor) else None
+
+
+def _expand_container(name: str, value: Any) -> Any:
+    """`expand` of a dict or list; any other value as it is."""
+    if isinstance(value, Mapping):
+        return expand(value)
+    if isinstance(value, list):
+        return [expand_leaf(f"{name}.{i}", item) or _expand_container(f"{name}.{i}", item) for i, item in enumerate(value)]
+    return value
+
+
+def _hides_quantized(leaf: Any) -> bool:
+    """Whether a leaf that is no tensor has a quantized tensor inside."""
+    items = leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, list | tuple | set) else ()
+    return any(quantized_local(item) is not None or _hides_quantized(item) for item in items)
 
 
 def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> DTensor:

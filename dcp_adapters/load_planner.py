@@ -12,6 +12,7 @@ Where the storage drops planner data the manifest is read first, as a tensor, an
 
 import dataclasses
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from dcp_adapters.differences import Target, differences, recipe_differences
 from dcp_adapters.expand import expand_flat, quantized_local
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from fsdp_hooks.torch_private import flatten_state_dict
+from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedLoadPlanner"]
 
@@ -67,7 +69,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             )
         self.target = target
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.quantized = [q for value in self.state_dict.values() if (q := quantized_local(value)) is not None]
+        self.quantized = {name: q for name, value in self.state_dict.items() if (q := quantized_local(value)) is not None}
+        self.vectors = _vectors(self.quantized)
         self.state_dict, _ = expand_flat(self.state_dict)
         entry = metadata.state_dict_metadata.get(MANIFEST)
         self.awaits_manifest = self.manifest is None and bool(self.quantized) and isinstance(entry, TensorStorageMetadata)
@@ -76,12 +79,13 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             self.state_dict = {MANIFEST: buffer, **self.state_dict}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Put the probes in front; forget preserved initial values, which the load makes stale."""
+        """Put the probes in front."""
         plan = super().finish_plan(new_plan)
-        for q in self.quantized:
-            q.init_value = None
         assert self.metadata is not None
-        return dataclasses.replace(plan, items=[*_probes(self.metadata, plan), *plan.items])
+        probes = _probes(self.metadata, plan)
+        self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
+        self._passed(0)
+        return dataclasses.replace(plan, items=[*probes, *plan.items])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Check a probe, or load a bytes entry as stock does."""
@@ -94,15 +98,38 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 f"{info.relative_path} of the checkpoint is truncated: it should hold at least {info.offset + 1} bytes. Nothing has been loaded; "
                 "use another checkpoint"
             )
-        return None
+        return self._passed(1)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Stock, except that the manifest is compared as soon as it is there (it is read first)."""
+        """Compare the manifest as soon as it is there (it is read first); spread a tensor-wide scale over its vector."""
         super().commit_tensor(read_item, tensor)
-        if self.awaits_manifest and read_item.dest_index.fqn == MANIFEST:
+        name = read_item.dest_index.fqn
+        if self.awaits_manifest and name == MANIFEST:
             problems = recipe_differences(self.target, Manifest.from_tensor(self.state_dict[MANIFEST]))
             if problems:
                 raise ValueError("the checkpoint does not fit the target:\n" + "\n".join(f"  {problem}" for problem in problems))
+            self._passed(1)
+        elif name in self.vectors:
+            self.vectors[name].copy_(tensor.clone())
+
+    def _passed(self, checks: int) -> None:
+        """Behind the last check preserved initial values are forgotten: the load makes them stale."""
+        self.checks -= checks
+        if not self.checks:
+            for q in self.quantized.values():
+                q.init_value = None
+
+
+def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
+    """Part name -> the vector of a gathered weight's tensor-wide values, all of which the checkpoint's one value replaces."""
+    vectors = {}
+    for name, q in quantized.items():
+        wide = q.tensor_wide()
+        if wide and q.arrangement.partial:
+            raise ValueError(f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all of it at once")
+        if wide and q.arrangement.shards is not None:
+            vectors[f"{name}.{wide}"] = q.parts()[wide]
+    return vectors
 
 
 class _ProbePath(str):
@@ -125,7 +152,8 @@ def _probes(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
         return []
     everything = len(stored) <= PROBE_ALL_BELOW
     ends: dict[str, Any] = {}
-    for index in list(stored) if everything else {item.storage_index for item in plan.items}:
+    indices = stored if everything else {item.storage_index for item in plan.items}
+    for index in [index for index in indices if index.fqn != PROBE]:  # metadata that a reader kept has the probes of an earlier load
         info = stored[index]
         last = ends.get(info.relative_path)
         if info.length and (last is None or info.offset + info.length > last.offset + last.length):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from qtensor.formats import format_of
+from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
 __all__ = ["FORMAT_VERSION", "MANIFEST", "MANIFEST_JSON", "Manifest", "TensorEntry", "manifest_of", "read_manifest"]
@@ -41,7 +41,7 @@ class TensorEntry:
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Part name -> (dtype, global shape)."""
-        return {spec.name: (spec.dtype, spec.shape(self.shape)) for spec in format_of(self.recipe).parts(self.recipe)}
+        return {spec.name: (spec.dtype, spec.shape(self.shape)) for spec in specs_of(self.recipe)}
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Manifest:
         Raises:
             ValueError: an unknown format version or recipe type, parts that are not those of the recipe, or something that is no manifest.
         """
+        if not isinstance(record, Mapping):
+            raise ValueError(f"the checkpoint's qtensor.manifest is malformed: it holds a {type(record).__name__}, expected an object")
         version = record.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(
@@ -140,7 +142,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _entry(name: str, value: Mapping[str, Any], recipes: list[Recipe]) -> TensorEntry:
-    entry = TensorEntry(recipes[value["recipe"]], tuple(value["shape"]), getattr(torch, value["dtype"]))
+    dtype = getattr(torch, value["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{value['dtype']!r} is no dtype")
+    entry = TensorEntry(recipes[value["recipe"]], tuple(value["shape"]), dtype)
     found = {part: (record["dtype"], tuple(record["shape"])) for part, record in value["parts"].items()}
     expected = {part: (_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
     if found != expected:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.expand import expand_flat, quantized_local
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest, TensorEntry
-from qtensor.formats import format_of
+from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -125,8 +125,8 @@ def _part_paths(mappings: Any, owner: dict[str, str]) -> Any:
     weights = set(owner.values())
     paths = {name: path for name, path in mappings.items() if name not in weights}
     for part, weight in owner.items():
-        path = mappings[weight]
-        paths[part] = (*path[:-1], f"{path[-1]}{part[len(weight) :]}")
+        path, suffix = mappings[weight], part[len(weight) :]
+        paths[part] = (*path, suffix[1:]) if isinstance(path[-1], int) else (*path[:-1], f"{path[-1]}{suffix}")
     return paths
 
 
@@ -140,6 +140,7 @@ def _merge(all_plans: list[SavePlan]) -> Manifest:
     """The manifest of all ranks. Raises ValueError where ranks disagree on a weight's recipe or tensor-wide scale."""
     entries: dict[str, TensorEntry] = {}
     scales: dict[str, tuple[int, int]] = {}  # name -> (bits, the rank they came from)
+    listed = {item.index.fqn for plan in all_plans for item in plan.items}
     for rank, plan in enumerate(all_plans):
         record: _Record = plan.planner_data
         recipes = [(Recipe.from_json(recipe), dtype) for recipe, dtype in record.recipes]
@@ -148,7 +149,7 @@ def _merge(all_plans: list[SavePlan]) -> Manifest:
             if kind == PLAIN:
                 continue
             recipe, dtype = recipes[kind]
-            specs = format_of(recipe).parts(recipe)
+            specs = specs_of(recipe)
             name, size = item.index.fqn.removesuffix(".payload"), item.tensor_data.size  # type: ignore[union-attr]
             entry = TensorEntry(recipe, (*size[:-1], size[-1] * specs[0].block), dtype)
             if entries.setdefault(name, entry) != entry:
@@ -156,6 +157,8 @@ def _merge(all_plans: list[SavePlan]) -> Manifest:
             wide = next((spec.name for spec in specs if not spec.per_row), None)
             if wide is not None:
                 _check_agreed(f"{name}.{wide}", next(bits), rank, scales)
+                if f"{name}.{wide}" not in listed:
+                    raise ValueError(f"{name}.{wide}: the rank that saves it, the first of the weight's mesh, takes no part; save on all ranks of the mesh")
     return Manifest(entries)
 
 

@@ -111,7 +111,7 @@ class AllGatherHooks:
             gathered: Any = out.to_local() if isinstance(out, DTensor) else out
             with torch.no_grad():
                 for name in missing:
-                    target = gathered.parts()[name]
+                    target = gathered.parts()[name].data  # a refill is no write that version counters should see
                     target.copy_(shard[name].reshape(target.shape))
             return None
         along, device = self.row_parts(), all_gather_outputs[0].device

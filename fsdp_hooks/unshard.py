@@ -1,41 +1,62 @@
 """`unsharded(module)`: the parameters of one module gathered and plain to use, for as long as a `with` block lasts.
 
-    enter   remember every sharded parameter -> unshard the module and the FSDP modules nested in it (unshard is not recursive)
+    enter   reshard what a forward left gathered -> unshard the module and the FSDP modules nested in it (unshard is not recursive)
+            -> remember every parameter that this replaced
     body    parameters are full tensors; N forwards of `module.forward` cost one all-gather
     exit    changed parameters -> with writeback, this rank's rows go into its shards; without, an error (an update is never lost
             quietly) -> everything is sharded again, also after an exception (which writes nothing back)
 
-"Changed" covers in-place writes, `param.data = ...` and a replaced Parameter. Two traps of FSDP2 are handled: after `.data =` FSDP goes on
-using its own buffers, so the alias is restored; and `reshard()` is silently ignored in a group whose forward was left by an exception.
+"Changed" covers in-place writes, through `param.data` too (which no version counter counts, so this rank's rows are compared with its
+shard), `param.data = ...` and a replaced Parameter. Two traps of FSDP2 are handled: after `.data =` FSDP goes on using its own buffers, so
+the alias is restored; and `reshard()` is silently ignored in a group that keeps its weights after forward, once a forward of it was left
+by an exception.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
 
-__all__ = ["shard_rows", "unsharded"]
+__all__ = ["unsharded"]
+
+# FSDP modules inside some unsharded() at this moment; an inner one leaves them to the outer.
+_held: WeakSet[Any] = WeakSet()
 
 
 @dataclass
 class _Slot:
-    """One place a parameter is registered at, and what stood there."""
+    """One place a parameter is registered at: what stands there sharded and gathered, and what tells whether the latter was written."""
 
+    group: FSDPModule
     owner: nn.Module
     name: str
     fqn: str
     sharded: DTensor
-    full: Any = None  # the unsharded parameter
-    data: Any = None  # its data at entry, an alias of FSDP's buffers
-    stamp: tuple[int, ...] = ()
+    full: Any  # the unsharded parameter
+    data: Any  # its data at entry, an alias of FSDP's buffers
+    stamp: tuple[int, ...]
+    sharded_stamp: tuple[int, ...]
+
+    def now(self) -> Any:
+        """What stands there at this moment; None where the body removed it."""
+        return self.owner._parameters.get(self.name)
+
+    def changed(self) -> bool:
+        """Whether the body wrote into the parameter or replaced it."""
+        return self.lost() if self.now() is self.sharded else _stamp(self.now()) != self.stamp or _differs(self)
+
+    def lost(self) -> bool:
+        """Whether the body wrote into the parameter and then had it sharded again, which frees the buffers."""
+        count = 2 + len(_plain_parts(self.full))
+        return self.now() is self.sharded and _stamp(self.full)[:count] != self.stamp[:count]
 
 
 @contextmanager
@@ -43,124 +64,185 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
     """Context manager in which `module`'s parameters are gathered and plain to use. A no-op for a module without FSDP.
 
     Call it on all ranks. Under tensor parallelism x FSDP the weights stay DTensors on the TP mesh. On exit everything is sharded again.
+    What an enclosing `unsharded` holds already is left to that one, its `writeback` included.
 
     Args:
         module: an FSDP module, or a module that contains FSDP modules.
         writeback: store what the body changed into the shards. All ranks must have made the same changes.
 
     Raises:
-        RuntimeError: parameters were changed although writeback is False (nothing was stored), or FSDP refuses to reshard.
-        ValueError: a changed parameter has another shape than before.
+        RuntimeError: parameters were changed although writeback is False (nothing was stored), or were changed and then sharded again by
+            the body.
+        ValueError: a changed parameter is gone or has another shape than before (nothing was stored).
     """
-    groups = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    groups = [child for child in module.modules() if isinstance(child, FSDPModule) and child not in _held]
     if not groups:
         yield module
         return
-    _reshard(groups)
-    slots = [
-        _Slot(owner, name, f"{prefix}.{name}".lstrip("."), param)
-        for prefix, owner in module.named_modules(remove_duplicate=True)
-        for name, param in owner._parameters.items()
-        if isinstance(param, DTensor)
-    ]
-    for group in groups:
-        group.unshard()
-    for slot in slots:
-        slot.full = slot.owner._parameters[slot.name]
-        slot.data, slot.stamp = slot.full.data, _stamp(slot.full)
-    finished = False
+    slots = _gather(module, groups)
+    _held.update(groups)
     try:
         yield module
-        finished = True
-    finally:
-        changed = [slot for slot in slots if _changed(slot)]
-        if finished and writeback:
-            _check_shapes(changed)
-            for slot in changed:
-                _write_back(slot)
+        changed = [slot for slot in slots if slot.changed()]
+        if changed and not writeback:
+            raise RuntimeError(
+                f"parameters were changed inside unsharded(writeback=False): {_names(changed)}. Their shards are untouched; pass "
+                "writeback=True to store such changes"
+            )
+        _check_lost(changed)
+        _check_shapes(changed)
         for slot in changed:
-            _restore(slot)
-        _reshard(groups)
-    if changed and not writeback:
-        names = ", ".join(slot.fqn for slot in changed)
-        raise RuntimeError(
-            f"parameters were changed inside unsharded(writeback=False): {names}. Their shards are untouched; pass writeback=True to "
-            "store such changes"
-        )
+            _write_back(slot)
+    finally:
+        _held.difference_update(groups)
+        _release(groups, slots)
 
 
-def shard_rows(rows: int, mesh: DeviceMesh, dims: range, placements: tuple[Any, ...]) -> tuple[int, int]:
-    """First and one-past-last row that this rank holds, of `rows` cut over the mesh dims `dims` as torch.chunk cuts."""
-    start, end = 0, rows
-    for dim in dims:
-        if placements[dim].is_shard():
-            size = -(-(end - start) // mesh.size(dim))
-            rank = mesh.get_local_rank(dim)
-            start, end = min(start + rank * size, end), min(start + (rank + 1) * size, end)
-    return start, end
+def _gather(module: nn.Module, groups: Sequence[FSDPModule]) -> list[_Slot]:
+    """Unshard every group, from its shards. Returns the places whose parameter that replaced."""
+    places = list(_places(module, groups))
+    for group in groups:
+        group.reshard()
+    sharded = _standing(places)
+    for group in groups:
+        group.unshard()
+    # A group in which neither did anything ignored reshard(), and holds what it gathered earlier.
+    full = _standing(places)
+    for group in groups:
+        own = [index for index, place in enumerate(places) if place[0] is group]
+        if own and all(full[index] is sharded[index] for index in own):
+            _insist_on_reshard(group)
+            standing = _standing(places)
+            for index in own:
+                sharded[index] = standing[index]
+            group.unshard()
+    return [
+        _Slot(*place, before, after, after.data, _stamp(after), _stamp(before))
+        for place, before, after in zip(places, sharded, _standing(places), strict=True)
+        if after is not before
+    ]
 
 
-def _stamp(param: Tensor) -> tuple[int, ...]:
-    """Identity, version counters and addresses: differs after any write that torch can see."""
+def _release(groups: Sequence[FSDPModule], slots: Sequence[_Slot]) -> None:
+    """Put FSDP's own parameters, over FSDP's own buffers, back into their places, and reshard every group."""
+    for slot in slots:
+        if slot.now() is not slot.sharded and slot.changed():
+            slot.owner._parameters[slot.name] = slot.full
+            if not isinstance(slot.data, AllGatherHooks | DTensor):
+                slot.full.data = slot.data
+    for group in groups:
+        group.reshard()
+        if any(slot.group is group and slot.now() is slot.full for slot in slots):
+            _insist_on_reshard(group)
+
+
+def _places(module: nn.Module, groups: Sequence[FSDPModule]) -> Iterator[tuple[FSDPModule, nn.Module, str, str]]:
+    """(group, owner, name, fqn) of every parameter; a module belongs to the nearest FSDP module above it."""
+    nearest: dict[nn.Module, FSDPModule] = {}
+    wanted = set(groups)
+    for group in (child for child in module.modules() if isinstance(child, FSDPModule)):  # outer ones first
+        assert isinstance(group, nn.Module)
+        nearest |= dict.fromkeys(group.modules(), group)
+    for prefix, owner in module.named_modules():
+        if nearest.get(owner) in wanted:
+            for name, param in owner._parameters.items():
+                if param is not None:
+                    yield nearest[owner], owner, name, f"{prefix}.{name}".lstrip(".")
+
+
+def _standing(places: Iterable[tuple[FSDPModule, nn.Module, str, str]]) -> list[Any]:
+    return [owner._parameters[name] for _, owner, name, _ in places]
+
+
+def _insist_on_reshard(group: FSDPModule) -> None:
+    """Reshard a group that ignored reshard(): only one that does not reshard after forward does, so that is what it is set back to."""
+    group.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
+    group.reshard()
+    group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
+
+
+def _plain_parts(param: Tensor) -> list[Tensor]:
     local: Any = param.to_local() if isinstance(param, DTensor) else param
-    tensors = [*local.parts().values()] if isinstance(local, AllGatherHooks) else [local]
+    return [*local.parts().values()] if isinstance(local, AllGatherHooks) else [local]
+
+
+def _stamp(param: Tensor | None) -> tuple[int, ...]:
+    """Identity, version counters and addresses: differs after any write that torch can see."""
+    if param is None:
+        return ()
+    tensors = _plain_parts(param)
     versions = [0 if tensor.is_inference() else tensor._version for tensor in (param, *tensors)]
     return (id(param), *versions, *(tensor.data_ptr() for tensor in tensors))
 
 
-def _changed(slot: _Slot) -> bool:
-    return _stamp(slot.owner._parameters[slot.name]) != slot.stamp  # type: ignore[arg-type]
+def _check_lost(changed: Sequence[_Slot]) -> None:
+    lost = [slot for slot in changed if slot.lost()]
+    if lost:
+        raise RuntimeError(
+            f"{_names(lost)} were changed inside unsharded() and then sharded again, so the changes are lost. state_dict(), .to() and a "
+            "complete forward do that: take the first two outside, and call module.forward(...) instead of module(...)"
+        )
 
 
-def _check_shapes(changed: list[_Slot]) -> None:
+def _check_shapes(changed: Sequence[_Slot]) -> None:
     for slot in changed:
-        now = slot.owner._parameters[slot.name]
+        now = slot.now()
         if now is None or now.shape != slot.sharded.shape:
-            found = None if now is None else tuple(now.shape)
+            found = "is gone" if now is None else f"has shape {tuple(now.shape)}"
             raise ValueError(
-                f"{slot.fqn} has shape {found} after unsharded(writeback=True), expected {tuple(slot.sharded.shape)}; a write-back "
+                f"{slot.fqn} {found} after unsharded(writeback=True), expected shape {tuple(slot.sharded.shape)}; a write-back "
                 "can not change shapes"
             )
 
 
 @torch.no_grad()
+def _differs(slot: _Slot) -> bool:
+    """Whether this rank's rows are no longer what its shard holds, where nobody wrote into the shard meanwhile."""
+    if _stamp(slot.sharded) != slot.sharded_stamp:
+        return False
+    rows, shard = _own_rows(slot, _local(slot.full)), _local(slot.sharded)
+    if isinstance(shard, AllGatherHooks):
+        here, there = rows.parts(), shard.parts()  # type: ignore[attr-defined]
+        return any(not torch.equal(_bytes(here[name]), _bytes(there[name]).to(rows.device)) for name in shard.row_parts())
+    there = shard.to(rows.device, rows.dtype)
+    return not bool(((rows == there) | (rows.isnan() & there.isnan())).all())
+
+
+@torch.no_grad()
 def _write_back(slot: _Slot) -> None:
     """Copy this rank's rows of the changed parameter into its shard."""
-    now: Any = slot.owner._parameters[slot.name]
-    full = now.to_local() if isinstance(now, DTensor) else now
-    mesh, tensor_parallel = slot.sharded.device_mesh, slot.full.device_mesh.ndim if isinstance(slot.full, DTensor) else 0
-    start, end = shard_rows(full.shape[0], mesh, range(mesh.ndim - tensor_parallel), slot.sharded.placements)
-    slot.sharded.to_local().copy_(full[start:end])
+    now, own = _local(slot.now()), _local(slot.full)
+    if isinstance(own, AllGatherHooks) and now is not own:
+        own.copy_(now)  # type: ignore[attr-defined]  # quantized as a whole, so that all shards agree on a tensor-wide scale
+        now = own
+    _local(slot.sharded).copy_(_own_rows(slot, now))
 
 
-def _restore(slot: _Slot) -> None:
-    """Put FSDP's own parameter, over FSDP's own buffers, back into its place."""
-    slot.owner._parameters[slot.name] = slot.full
-    if not isinstance(slot.data, AllGatherHooks) and not isinstance(slot.data, DTensor):
-        slot.full.data = slot.data
+def _own_rows(slot: _Slot, full: Tensor) -> Tensor:
+    """The part of a gathered tensor that this rank's shard holds, an alias."""
+    mesh = slot.sharded.device_mesh
+    tensor_parallel = slot.full.device_mesh.ndim if isinstance(slot.full, DTensor) else 0
+    for dim, placement in enumerate(slot.sharded.placements[: mesh.ndim - tensor_parallel]):
+        if placement.is_shard():
+            along = placement.dim  # type: ignore[attr-defined]
+            full = full.narrow(along, *_chunk(full.shape[along], mesh.size(dim), mesh.get_local_rank(dim)))
+    return full
 
 
-def _reshard(groups: list[FSDPModule]) -> None:
-    """Reshard all groups, and make sure that they are: after an exception in a forward, reshard() may do nothing."""
-    for group in groups:
-        group.reshard()
-        if not _is_sharded(group) and hasattr(group, "reset_iter_state"):
-            group.reset_iter_state()
-    stuck = [type(group).__name__ for group in groups if not _is_sharded(group)]
-    if stuck:
-        raise RuntimeError(
-            f"FSDP does not reshard {', '.join(stuck)}: a forward of it was left by an exception or is still running; finish "
-            "the forward (or build the model anew) before unsharded()"
-        )
+def _chunk(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First row and number of rows of a rank's chunk, cut as torch.chunk cuts."""
+    size = -(-rows // ranks)
+    start = min(rank * size, rows)
+    return start, min(size, rows - start)
 
 
-def _is_sharded(group: FSDPModule) -> bool:
-    assert isinstance(group, nn.Module)
-    own = [
-        param
-        for child in group.modules()
-        if child is group or not isinstance(child, FSDPModule)
-        for param in child._parameters.values()
-        if param is not None
-    ]
-    return all(isinstance(param, DTensor) for param in own) or not own
+def _bytes(part: Tensor) -> Tensor:
+    return part.contiguous().view(torch.uint8)
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _names(slots: Iterable[_Slot]) -> str:
+    return ", ".join(slot.fqn for slot in slots)

@@ -7,7 +7,7 @@ tensor: `448.0 / t` is computed by torch as reciprocal(t) * 448 and rounds twice
 import torch
 from torch import Tensor
 
-__all__ = ["FLT_MAX", "canonical_nan", "finite_amax", "finite_magnitude", "power_of_two_floor", "quotient", "scatter_blocks", "tile"]
+__all__ = ["FLT_MAX", "canonical_nan", "finite_amax", "finite_magnitude", "power_of_two_floor", "quotient", "row_amax", "scatter_blocks", "tile"]
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -27,6 +27,13 @@ def finite_amax(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return finite_magnitude(x).amax()
+
+
+def row_amax(x: Tensor) -> Tensor:
+    """Largest finite |x| of each row, [.., 1]; 0 for rows without elements."""
+    if x.shape[-1] == 0:
+        return x.new_zeros(*x.shape[:-1], 1)
+    return finite_magnitude(x).amax(dim=-1, keepdim=True)
 
 
 def tile(x: Tensor, block: int) -> Tensor:

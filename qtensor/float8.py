@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.blocks import FLT_MAX, finite_amax, finite_magnitude, power_of_two_floor, quotient
+from qtensor.blocks import FLT_MAX, finite_amax, power_of_two_floor, quotient, row_amax
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
@@ -60,7 +60,7 @@ class _Float8:
     def encode(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
         _, largest = FLOAT8_ELEMENTS[recipe.element]
         if amax is None:
-            amax = finite_magnitude(x).amax(dim=-1, keepdim=True)  # [.., 1]
+            amax = row_amax(x)  # [.., 1]
         enc = torch.where(amax == 0, torch.ones_like(amax), quotient(largest, amax)).clamp(max=FLT_MAX)
         if recipe.power_of_two:
             enc = power_of_two_floor(enc)

@@ -5,6 +5,7 @@ derived from it, so no other code needs to know a format by name. A format is on
 recipe, its numerics and its tensor class; `register` makes it known.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from qtensor.recipes import Recipe
 
-__all__ = ["Format", "PartSpec", "describe", "format_of", "register", "registered"]
+__all__ = ["Format", "PartSpec", "describe", "format_of", "register", "registered", "specs_of"]
 
 APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -101,9 +102,16 @@ def format_of(recipe: Recipe) -> Format:
     return registered(recipe).format
 
 
+@functools.cache
+def specs_of(recipe: Recipe) -> tuple[PartSpec, ...]:
+    """The specs of a recipe's parts, payload first."""
+    return format_of(recipe).parts(recipe)
+
+
+@functools.cache
 def block_multiple(recipe: Recipe) -> int:
     """What K must be a multiple of (1, 16 or 32)."""
-    return math.lcm(*(spec.block for spec in format_of(recipe).parts(recipe) if spec.per_row and spec.block))
+    return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block))
 
 
 def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, full: bool = True) -> None:

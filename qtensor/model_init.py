@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, format_of, registered
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
 
@@ -187,6 +187,6 @@ def _holder(param: Tensor) -> Tensor:
 def _meta(param: Tensor, recipe: Recipe) -> QuantizedTensor:
     """A quantized tensor without bytes, shaped like `param`."""
     parts = {
-        spec.name: torch.empty(spec.shape(param.shape), dtype=spec.dtype, device="meta") for spec in format_of(recipe).parts(recipe)
+        spec.name: torch.empty(spec.shape(param.shape), dtype=spec.dtype, device="meta") for spec in specs_of(recipe)
     }
     return QuantizedTensor.from_parts(parts, recipe, param.dtype)

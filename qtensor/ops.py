@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement, ShardRows
 from qtensor.formats import APPEARANCE_DTYPES, block_multiple, check_shape, describe, registered
-from qtensor.tensor import OPS, QuantizedTensor, dense
+from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -52,7 +52,9 @@ def _map_parts(q: QuantizedTensor, fn: Callable[[Tensor], Tensor], arrangement: 
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same bytes in a new wrapper."""
     q = args[0]
-    return _map_parts(q, torch.Tensor.detach, q.arrangement)
+    out = _map_parts(q, torch.Tensor.detach, q.arrangement)
+    out.preserved = q.preserved
+    return out
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
@@ -120,6 +122,13 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return q.with_parts(parts, arrangement=Arrangement(partial=q.shape[0] > 1))
 
 
+@implements(aten.unbind.int)
+def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All matrices of a stack: what iterating over it gives."""
+    q, dim = (*args, *(0,)[len(args) - 1 :])
+    return [select(func, (q, dim, index), {}) for index in range(q.shape[dim])]
+
+
 @implements(aten.as_strided.default)
 def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first rows of a gathered weight: how FSDP crops its padding."""
@@ -131,7 +140,11 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"as_strided of {describe(q.shape, q.recipe)} to size {size}, stride {tuple(stride)}: only its first rows are defined. "
             "FSDP2 asks for this with Shard(dim > 0) placements, which quantized weights do not support; shard on dim 0"
         )
-    return cut(q, 0, 0, size[0])
+    cropped, wide = cut(q, 0, 0, size[0]), q.tensor_wide()
+    if q.arrangement.shards is None:
+        return cropped
+    # only padding goes: every shard keeps its tensor-wide value, and this is still the whole weight
+    return q.with_parts(cropped.parts() | ({wide: getattr(q, wide)} if wide else {}), arrangement=q.arrangement)
 
 
 def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
@@ -148,9 +161,9 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
         )
     parts = {spec.name: _cut_part(getattr(q, spec.name), spec, q, dim, start, end) for spec in q.specs()}
     wide, shards = q.tensor_wide(), q.arrangement.shards
-    if wide and shards is not None and dim == 0:
-        parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
     whole = start == 0 and end == q.shape[dim]
+    if wide and shards is not None and dim == 0 and not whole:
+        parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
     keeps_padding = dim == 0 and start == 0
     init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
     arrangement = Arrangement(
@@ -172,10 +185,10 @@ def _cut_part(part: Tensor, spec: Any, q: QuantizedTensor, dim: int, start: int,
 
 
 def _cut_vector(vector: Tensor, shards: ShardRows, start: int, end: int) -> tuple[Tensor, ShardRows | None]:
-    """The tensor-wide values of rows start:end of a gathered weight; one value where they all come from one shard."""
+    """The tensor-wide values of rows start:end of a gathered weight; one value where they all come from one shard (or are none)."""
     first, last = (start + shards.offset) // shards.rows, (max(end - 1, start) + shards.offset) // shards.rows
-    if first == last and first < vector.shape[0] and start > 0:
-        return vector[first], None
+    if first == last:
+        return vector[min(first, vector.shape[0] - 1)], None
     return vector, ShardRows(shards.rows, shards.offset + start)
 
 
@@ -221,7 +234,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(src.dequantize(), *args[2:])
     same = isinstance(src, QuantizedTensor) and src.recipe == dst.recipe and src.shape == dst.shape
-    if same and src.arrangement.flat == dst.arrangement.flat and (src.arrangement.shards is None or src.arrangement.shards == dst.arrangement.shards):
+    if same and src.arrangement.flat == dst.arrangement.flat and _scales_fit(dst, src):
         dst.store({name: _fit(part, getattr(dst, name)) for name, part in src.parts().items()})
         if dst.init_value is not None:
             dst.init_value.copy_(src.init_value if src.init_value is not None else src.dequantize())
@@ -229,6 +242,11 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = src.dequantize(torch.float32) if isinstance(src, QuantizedTensor) else src
     dst.write(values.to(dst.device).expand(dst.shape))
     return dst
+
+
+def _scales_fit(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
+    """Whether the tensor-wide value of src can be stored in dst: not a vector of shards' values in a tensor that has one."""
+    return dst.tensor_wide() is None or src.arrangement.shards is None or src.arrangement.shards == dst.arrangement.shards
 
 
 def _fit(part: Tensor, like: Tensor) -> Tensor:
@@ -363,3 +381,15 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for q, value in zip(args[0], values, strict=True):
         if isinstance(q, QuantizedTensor):
             q.write(value)
+
+
+def refuse_data(q: Tensor, value: Tensor) -> None:
+    """`q.data = value` would exchange an outside without bytes and leave the parts as they are: the write would be lost."""
+    what = describe(q.shape, q.recipe) if isinstance(q, QuantizedTensor) else "a plain tensor's .data to a quantized weight"
+    raise NotImplementedError(
+        f"assigning .data of {what} is not defined; call .copy_(value) on it under torch.no_grad() (it requantizes in place, and copies "
+        "the bytes where the recipes agree), or assign a new nn.Parameter to the module"
+    )
+
+
+TORCH_FUNCTIONS[Tensor.data.__set__] = refuse_data  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
 from fsdp_hooks.torch_private import make_wrapper, without_torch_function
 from qtensor.blocks import canonical_nan, finite_amax
-from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, describe, format_of, registered
+from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, describe, format_of, registered, specs_of
 from qtensor.recipes import Recipe
 
 __all__ = ["OPS", "QuantizedTensor", "quantize", "rebuild"]
@@ -46,7 +46,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     recipe: Recipe
     payload: Tensor
     scale: Tensor
-    init_value: Tensor | None  # the high-precision value it was initialised with, where that is to be preserved
+    preserved: list[Tensor | None]  # [init_value]; aliases share the list, so that what is forgotten through one is forgotten by all
 
     @staticmethod
     def __new__(
@@ -64,7 +64,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         if shape is None:
             shape = arrangement.flat or _logical_shape(payload, recipe)
         self: Any = make_wrapper(cls, shape, dtype, payload.device)
-        self.recipe, self.arrangement, self.init_value = recipe, arrangement, init_value
+        self.recipe, self.arrangement, self.preserved = recipe, arrangement, [init_value]
         for name, part in parts.items():
             setattr(self, name, part)
         return self  # type: ignore[no-any-return]
@@ -86,7 +86,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         Raises:
             ValueError: for missing, extra, misshapen or wrongly typed parts, naming each.
         """
-        specs = {spec.name: spec for spec in format_of(recipe).parts(recipe)}
+        specs = {spec.name: spec for spec in specs_of(recipe)}
         problems = _part_problems(parts, specs, recipe)
         if dtype not in APPEARANCE_DTYPES:
             problems.append(f"the appearance dtype {dtype} is not one of bfloat16, float16, float32")
@@ -111,11 +111,20 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         """What `torch.serialization.safe_globals` must allow for `torch.load(weights_only=True)` of a pickled quantized tensor."""
         return [rebuild, *Recipe.registry.values()]
 
+    @property
+    def init_value(self) -> Tensor | None:
+        """The high-precision value it was initialised with, where that is preserved."""
+        return self.preserved[0]
+
+    @init_value.setter
+    def init_value(self, value: Tensor | None) -> None:
+        self.preserved[0] = value
+
     # -- what ops, hooks and adapters build on --------------------------------------------------------------------------------
 
     def specs(self) -> tuple[PartSpec, ...]:
         """The specs of the parts."""
-        return format_of(self.recipe).parts(self.recipe)
+        return specs_of(self.recipe)
 
     def tensor_wide(self) -> str | None:
         """The name of the tensor-wide scale, None for formats without one."""
@@ -182,7 +191,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     def store(self, parts: Mapping[str, Tensor]) -> None:
         """Copy new bytes into the parts. A view of some rows refuses to change the tensor-wide scale of all rows."""
         wide = self.tensor_wide()
-        if wide and self.arrangement.partial and not torch.equal(getattr(self, wide).reshape(-1)[:1], parts[wide].reshape(-1)[:1]):
+        if wide and self.arrangement.partial and not bool((getattr(self, wide) == parts[wide]).all()):
             raise RuntimeError(
                 f"writing into some rows of {describe(self.shape, self.recipe)} would change its {wide}, which the other rows "
                 "share; write the whole tensor, or use a recipe whose scales belong to rows"
@@ -216,12 +225,20 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = OPS.get(func)
+        if handler is None and torch.is_inference_mode_enabled():  # composite ops arrive whole there, elsewhere in pieces
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         if handler is None:
             names = ", ".join(sorted({kind.__name__ for kind in types}))
             raise NotImplementedError(
                 f"{func} is not defined for quantized tensors (got {names}); call .dequantize() on them first if a dense "
                 "result is what you want"
             )
+        if torch.is_inference_mode_enabled() and any(isinstance(arg, QuantizedTensor) and not arg.is_inference() for arg in args):
+            # a view must be the kind of tensor its base is, and what is made here would be an inference tensor
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return handler(func, args, kwargs or {})
         return handler(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -275,11 +292,11 @@ class QuantizedTensor(AllGatherHooks, Tensor):
             "it by dcp.save with planner=QuantizedSavePlanner() (or expand the state dict first)"
         )
 
-    def tolist(self) -> Any:
-        """Raises: call .dequantize() first."""
-        raise NotImplementedError("tolist is not defined for quantized tensors; call .dequantize() first")
+    def tolist(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises, as do numpy() and __dlpack__() (which would hand out a null pointer): call .dequantize() first."""
+        raise NotImplementedError("tolist, numpy and DLPack are not defined for quantized tensors; call .dequantize() first")
 
-    numpy = tolist
+    numpy = __dlpack__ = tolist
 
 
 def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
@@ -328,7 +345,7 @@ def dense(value: Any) -> Any:
 
 
 def _logical_shape(payload: Tensor, recipe: Recipe) -> torch.Size:
-    packing = format_of(recipe).parts(recipe)[0].block
+    packing = specs_of(recipe)[0].block
     return torch.Size((*payload.shape[:-1], payload.shape[-1] * packing))
 
 

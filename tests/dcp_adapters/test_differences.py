@@ -1,0 +1,185 @@
+"""The comparison of a target with a checkpoint, as pure functions of records: which sentences it finds, word for word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_adapters.differences import Target, differences, recipe_differences
+from dcp_adapters.manifest import Manifest, TensorEntry
+from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
+
+MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling()
+MX_TEXT = "MXFP8BlockScaling(element='e4m3', blocks='row', scale_rounding='up')"
+NV_TEXT = "NVFP4BlockScaling(blocks='row')"
+
+
+def entry(recipe: Any = MX, shape: tuple[int, ...] = (48, 64)) -> TensorEntry:
+    return TensorEntry(recipe, shape, torch.bfloat16)
+
+
+def stored(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> tuple[Metadata, Manifest]:
+    """A checkpoint of quantized entries, dense shapes and (None) bytes, all of them at the top level unless `paths` says."""
+    manifest = Manifest({name: value for name, value in tensors.items() if isinstance(value, TensorEntry)})
+    records: dict[str, Any] = {}
+    for name, value in tensors.items():
+        if value is None:
+            records[name] = BytesStorageMetadata()
+            continue
+        parts = value.parts() if isinstance(value, TensorEntry) else {"": (torch.float32, value)}
+        for part, (dtype, shape) in parts.items():
+            key = f"{name}.{part}" if part else name
+            records[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+    planner_data = {name: (name,) for name in records} | (paths or {})
+    return Metadata(records, planner_data=planner_data), manifest
+
+
+def target(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> Target:
+    quantized = {name: value for name, value in tensors.items() if isinstance(value, TensorEntry)}
+    dense = {name: value for name, value in tensors.items() if isinstance(value, tuple)}
+    others = frozenset(name for name, value in tensors.items() if value is None)
+    return Target(quantized, dense, others, {name: (name,) for name in tensors} | (paths or {}))
+
+
+def compare(have: dict[str, Any], want: dict[str, Any], **options: Any) -> list[str]:
+    metadata, manifest = stored(have)
+    if options.pop("dropped", False):
+        metadata.planner_data, manifest = None, None
+    return differences(target(want), metadata, manifest, partial=options.pop("partial", False))
+
+
+EVERYTHING = {"w": entry(), "v": entry(NV), "b": (5,), "step": None}
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "equal": (EVERYTHING, EVERYTHING, []),
+    "recipe": (
+        {"w": entry()},
+        {"w": entry(NV)},
+        [f"w: the checkpoint holds {MX_TEXT}, the target is {NV_TEXT}; build the target with the checkpoint's recipe"],
+    ),
+    "recipe and shape": (
+        {"w": entry()},
+        {"w": entry(NV, (4, 64))},
+        [
+            f"w: the checkpoint holds {MX_TEXT}, the target is {NV_TEXT}; build the target with the checkpoint's recipe",
+            "w: the checkpoint holds shape (48, 64), the target has (4, 64)",
+        ],
+    ),
+    "dense for quantized": (
+        {"w": (48, 64)},
+        {"w": entry()},
+        [
+            f"w: the checkpoint holds a dense tensor, the target is quantized ({MX_TEXT}); load into a dense model, then quantize",
+        ],
+    ),
+    "quantized for dense": (
+        {"w": entry()},
+        {"w": (48, 64)},
+        [f"w: the checkpoint holds it quantized ({MX_TEXT}), the target is dense; build the target with that recipe"],
+    ),
+    "missing": (
+        {"b": (5,)},
+        {"b": (5,), "w": entry(), "c": (2,), "n": None},
+        ["c: missing in the checkpoint", "n: missing in the checkpoint", "w: missing in the checkpoint"],
+    ),
+    "extra": (
+        {"b": (5,), "w": entry(), "c": (2,), "n": None},
+        {"b": (5,)},
+        [
+            "c: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)",
+            "w: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)",
+        ],
+    ),
+    "dense shape": ({"b": (5,)}, {"b": (6,)}, ["b: the checkpoint holds shape (5,), the target has (6,)"]),
+    "no tensor": ({"b": None}, {"b": (6,)}, ["b: the checkpoint holds no tensor, the target is a tensor of shape (6,)"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_difference_is_one_sentence(case: str) -> None:
+    have, want, sentences = CASES[case]
+    assert compare(have, want) == sentences
+
+
+def test_partial_permits_what_only_one_side_has_and_nothing_else() -> None:
+    assert compare(CASES["missing"][0], CASES["missing"][1], partial=True) == []
+    assert compare(CASES["extra"][0], CASES["extra"][1], partial=True) == []
+    for case in ("recipe", "dense for quantized", "quantized for dense", "dense shape", "no tensor"):
+        have, want, sentences = CASES[case]
+        assert compare(have, want, partial=True) == sentences
+
+
+def test_without_planner_data_parts_are_compared_by_name_dtype_and_shape() -> None:
+    assert compare(EVERYTHING, EVERYTHING, dropped=True) == []
+    assert compare({"w": entry()}, {"w": entry(NV)}, dropped=True) == ["w: the checkpoint lacks w.global_scale"]
+    e5m2 = entry(MXFP8BlockScaling(element="e5m2"))
+    assert compare({"w": entry()}, {"w": e5m2}, dropped=True) == [
+        "w.payload: the checkpoint holds torch.float8_e4m3fn (48, 64), the target needs torch.float8_e5m2 (48, 64)"
+    ]
+    assert compare({"w": entry(shape=(4, 64))}, {"w": entry()}, dropped=True) == [
+        "w.payload: the checkpoint holds torch.float8_e4m3fn (4, 64), the target needs torch.float8_e4m3fn (48, 64)",
+        "w.scale: the checkpoint holds torch.uint8 (4, 2), the target needs torch.uint8 (48, 2)",
+    ]
+    assert compare({"w": (48, 64)}, {"w": entry()}, dropped=True) == CASES["dense for quantized"][2]
+    assert compare({"w": entry()}, {"w": (48, 64)}, dropped=True) == [
+        "w.payload: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)",
+        "w.scale: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)",
+        "w: missing in the checkpoint",
+    ]
+
+
+def test_a_part_that_is_gone_is_named() -> None:
+    metadata, manifest = stored({"w": entry(NV)})
+    del metadata.state_dict_metadata["w.global_scale"]
+    assert differences(target({"w": entry(NV)}), metadata, manifest, partial=False) == ["w: the checkpoint lacks w.global_scale"]
+
+
+def test_only_containers_the_target_has_can_hold_extra_tensors() -> None:
+    metadata, manifest = stored(
+        {"model.w": entry(), "model.b": (5,), "optim.m": (5,), "items.0": entry(), "items.1": entry()},
+        {
+            "model.w.payload": ("model", "w.payload"),
+            "model.w.scale": ("model", "w.scale"),
+            "model.b": ("model", "b"),
+            "optim.m": ("optim", "m"),
+        }
+        | {f"items.{i}.{part}": ("items", i, part) for i in range(2) for part in ("payload", "scale")},
+    )
+    model = target({"model.w": entry()}, {"model.w": ("model", "w")})
+    assert differences(model, metadata, manifest, partial=False) == [
+        "model.b: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)"
+    ]
+    items = target({"items.0": entry()}, {"items.0": ("items", 0)})
+    assert differences(items, metadata, manifest, partial=False) == [
+        "items.1: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)"
+    ]
+    metadata.planner_data = None  # which container an entry belongs to is not known then
+    assert differences(model, metadata, manifest, partial=False) == []
+
+
+def test_recipe_differences_are_of_tensors_both_sides_have_quantized() -> None:
+    manifest = Manifest({"w": entry(), "v": entry(NV), "only": entry()})
+    assert recipe_differences(target({"w": entry(), "b": (5,), "more": entry()}), manifest) == []
+    floor = entry(MXFP8BlockScaling(scale_rounding="floor"))
+    assert recipe_differences(target({"w": floor, "v": entry(NV, (4, 64))}), manifest) == [
+        "v: the checkpoint holds shape (48, 64), the target has (4, 64)",
+        f"w: the checkpoint holds {MX_TEXT}, the target is MXFP8BlockScaling(element='e4m3', blocks='row', scale_rounding='floor'); "
+        "build the target with the checkpoint's recipe",
+    ]
+
+
+def test_target_of_a_flattened_state_dict() -> None:
+    flat = {"m.w": quantize(torch.ones(48, 64), NV), "m.b": torch.ones(5), "step": 3}
+    found = Target.of(flat, {"m.w": ["m", "w"], "m.b": ("m", "b"), "step": ("step",)})
+    assert found.quantized == {"m.w": TensorEntry(NV, (48, 64), torch.float32)}
+    assert found.dense == {"m.b": (5,)}
+    assert found.others == {"step"}
+    assert found.paths == {"m.w": ("m", "w"), "m.b": ("m", "b"), "step": ("step",)}

@@ -1,0 +1,171 @@
+"""expand: a quantized leaf becomes the parts that alias it, on the same mesh, cut where the weight is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dcp_adapters import expand
+from fsdp_hooks import sync_scales, unsharded
+from qtensor import quantize
+from tests.dcp_adapters.cases import (
+    RECIPES,
+    assert_holds,
+    bits,
+    held,
+    load,
+    local_of,
+    model,
+    models,
+    placed,
+    reference,
+    save,
+    sharded,
+    values,
+)
+from tests.ranks import run_ranks, run_ranks_catching
+
+
+def weight(name: str, seed: int = 0) -> Any:
+    return quantize(values((96, 64), seed), RECIPES[name])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_parts_alias_the_weight(name: str) -> None:
+    w = weight(name)
+    expanded = expand({"w": w})
+    assert list(expanded) == [f"w.{part}" for part in w.parts()]
+    for part, tensor in w.parts().items():
+        found = expanded[f"w.{part}"]
+        assert type(found) is torch.Tensor
+        assert found.data_ptr() == tensor.data_ptr()
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        found.view(-1).view(torch.uint8).fill_(7)
+        assert set(bits(w.parts()[part])) == {7}
+
+
+def test_nested_dicts_and_lists_expand_to_the_names_dcp_gives_them() -> None:
+    dense = torch.ones(3)
+    state = {"model": {"w": weight("mxfp8"), "b": dense}, "list": [weight("mxfp8"), dense, {"v": weight("mxfp8")}], "n": 3, "pair": (1, 2)}
+    expanded = expand(state)
+    assert list(expanded) == ["model", "list", "n", "pair"]
+    assert list(expanded["model"]) == ["w.payload", "w.scale", "b"]
+    assert list(expanded["list"][0]) == ["payload", "scale"]
+    assert list(expanded["list"][2]) == ["v.payload", "v.scale"]
+    assert expanded["model"]["b"] is dense
+    assert expanded["list"][1] is dense
+    assert expanded["pair"] is state["pair"]
+    assert list(state["model"]) == ["w", "b"]  # the state dict itself is as it was
+
+
+def test_what_is_not_quantized_is_passed_through() -> None:
+    state = {"b": torch.ones(3), "s": "text", "none": None, "nested": {"x": torch.zeros(1)}}
+    expanded = expand(state)
+    assert expanded["b"] is state["b"]
+    assert expanded["nested"]["x"] is state["nested"]["x"]
+    assert expanded == state
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    for state in ({"w": weight("mxfp8"), "w.scale": 1}, {"w.scale": 1, "w": weight("mxfp8")}):
+        with pytest.raises(ValueError, match=r"the state dict holds 'w.scale' twice: as an entry and as a part of a quantized weight"):
+            expand(state)
+
+
+# weight placements -> placements of a row part, of a [N, 1] part and of a tensor-wide part
+PLACEMENTS = {
+    (Shard(0), Shard(0)): ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())),
+    (Shard(0), Shard(1)): ((Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Replicate())),
+    (Replicate(), Shard(0)): ((Replicate(), Shard(0)), (Replicate(), Shard(0)), (Replicate(), Replicate())),
+    (Replicate(), Shard(1)): ((Replicate(), Shard(1)), (Replicate(), Replicate()), (Replicate(), Replicate())),
+    (Shard(-2), Shard(-1)): ((Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Replicate())),
+}
+GLOBAL_SHAPES = {
+    "float8_row": {"payload": (96, 64), "scale": (96, 1)},
+    "float8_tensor": {"payload": (96, 64), "scale": ()},
+    "mxfp8": {"payload": (96, 64), "scale": (96, 2)},
+    "nvfp4": {"payload": (96, 32), "scale": (96, 4), "global_scale": ()},
+    "nvfp4_square": {"payload": (96, 32), "scale": (96, 4), "global_scale": ()},
+    "mxfp8_square": {"payload": (96, 64), "scale": (96, 2)},
+}
+
+
+def parts_are_placed_as_the_weight() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for name in RECIPES:
+        for placements, (rows, row_scale, wide) in PLACEMENTS.items():
+            w = placed(weight(name), mesh, *placements)
+            expanded = expand({"w": w})
+            for part, shape in GLOBAL_SHAPES[name].items():
+                found = expanded[f"w.{part}"]
+                assert isinstance(found, DTensor)
+                assert found.device_mesh == mesh
+                assert tuple(found.shape) == shape, (name, part)
+                expected = wide if shape == () else row_scale if shape == (96, 1) else rows
+                assert tuple(found.placements) == expected, (name, part, placements)
+                alias = w.to_local().parts()[part]
+                assert found.to_local().data_ptr() == alias.data_ptr()
+                assert found.to_local().shape == alias.shape
+
+
+def test_parts_are_placed_as_the_weight_and_replicated_where_they_do_not_extend() -> None:
+    run_ranks(4, parts_are_placed_as_the_weight)
+
+
+def gathered_weights(base: Path) -> None:
+    for name in RECIPES:
+        net = sharded(model(name, 0))
+        with unsharded(net):
+            state = net.state_dict()
+            save(state, base / name)
+        target = {name: sharded(model(name, 1)).state_dict()}
+        load(target[name], base / name)
+        assert_holds(target, reference(0, names={name: None}))
+        net = sharded(model(name, 1))
+        with unsharded(net, writeback=True):
+            load(net.state_dict(), base / name)
+        assert_holds({name: net.state_dict()}, reference(0, names={name: None}))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gathered_weights_save_and_load_as_the_whole_tensor(world: int, shared_tmp_path: Path) -> None:
+    run_ranks(world, gathered_weights, shared_tmp_path)
+
+
+def gathered_with_other_scales() -> None:
+    net = sharded(model("nvfp4", 0))
+    for layer in net.layers:
+        local = layer.weight.to_local()
+        local.global_scale.mul_(1 + dist.get_rank())
+    with unsharded(net):
+        try:
+            expand(net.state_dict())
+        except ValueError as error:
+            message = str(error)
+    sync_scales(net)
+    with unsharded(net):
+        expand(net.state_dict())
+    raise ValueError(message)
+
+
+def test_a_gathered_weight_whose_shards_disagree_is_refused_until_they_agree() -> None:
+    for error in run_ranks_catching(2, gathered_with_other_scales):
+        assert "layers.0.weight: the shards of this gathered weight hold different values of global_scale: [" in error
+        assert "call fsdp_hooks.sync_scales on the sharded model first" in error
+
+
+def staged_parts_stay_on_the_cpu() -> None:
+    state = models(0, names={"nvfp4": None})
+    expanded = expand(state)
+    assert all(local_of(value).device.type == "cpu" for value in expanded["nvfp4"].values())
+    assert held(expanded) == held(state)
+
+
+def test_expanding_changes_no_byte() -> None:
+    run_ranks(2, staged_parts_stay_on_the_cpu)

@@ -1,0 +1,183 @@
+"""The bytes are frozen: every golden case, eager and compiled, whole and in row shards.
+
+The golden files hold `<case>.input` and the parts and the decoded values it must give, as raw bytes.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qtensor import QuantizedTensor, quantize
+from qtensor.blocks import canonical_nan
+from qtensor.formats import format_of
+from tests.qtensor.recipes_under_test import RECIPES, raw, row_multiple, same_bytes
+
+GOLDEN_RECIPES = ["float8_row", "float8_tensor", "mxfp8_row", "mxfp8_square", "nvfp4_row", "nvfp4_square"]
+CASES = [
+    "normal_bf16",
+    "normal_fp32",
+    "heavy_tail_bf16",
+    "tiny_fp32",
+    "subnormal_fp32",
+    "huge_fp32",
+    "zeros_bf16",
+    "zero_blocks_bf16",
+    "experts_3d_bf16",
+    "ties_fp32",
+    "powers_of_two_fp32",
+    "non_finite_fp32",
+]
+# Other backends and compiled code may flush subnormal inputs to zero.
+COMPILED_CASES = [case for case in CASES if case != "subnormal_fp32"]
+
+golden_recipes = pytest.mark.parametrize("name", GOLDEN_RECIPES)
+
+
+class Golden:
+    """One golden file."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.recipe = RECIPES[name]
+        self.tensors = load_file(directory / f"{name}.safetensors")
+
+    def input(self, case: str) -> Tensor:
+        return self.tensors[f"{case}.input"]
+
+    def decoded(self, case: str) -> Tensor:
+        return self.tensors[f"{case}.dequantized"]
+
+    def parts(self, case: str) -> dict[str, Tensor]:
+        """The parts in the dtypes of the format."""
+        specs = format_of(self.recipe).parts(self.recipe)
+        return {spec.name: self.tensors[f"{case}.{spec.name}"].view(spec.dtype) for spec in specs}
+
+
+@pytest.fixture
+def golden(golden_dir: Path, name: str) -> Golden:
+    return Golden(golden_dir, name)
+
+
+def assert_parts(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
+    assert found.keys() == wanted.keys()
+    for name, part in wanted.items():
+        assert same_bytes(found[name].cpu(), part), f"{where}: {name} differs"
+
+
+def test_the_cases_are_all_of_the_file(golden_dir: Path) -> None:
+    for name in GOLDEN_RECIPES:
+        assert {key.split(".")[0] for key in Golden(golden_dir, name).tensors} == set(CASES)
+
+
+@golden_recipes
+@pytest.mark.parametrize("case", CASES)
+def test_quantize_gives_the_golden_parts(golden: Golden, case: str) -> None:
+    q = quantize(golden.input(case), golden.recipe)
+    assert_parts(q.parts(), golden.parts(case), case)
+    assert q.dtype == golden.input(case).dtype
+
+
+@golden_recipes
+@pytest.mark.parametrize("case", CASES)
+def test_golden_parts_decode_to_the_golden_values(golden: Golden, case: str) -> None:
+    q = QuantizedTensor.from_parts(golden.parts(case), golden.recipe, torch.float32)
+    assert same_bytes(q.dequantize(), golden.decoded(case))  # NaN bits and signs of zeros included
+
+
+@golden_recipes
+@pytest.mark.parametrize("case", CASES)
+def test_shards_quantized_with_the_agreed_amax_are_slices_of_the_whole(golden: Golden, case: str) -> None:
+    """For every number of rows a shard can have; stacks are cut between matrices and, flattened to rows, within them."""
+    whole = golden.input(case)
+    for x in (whole, whole.flatten(0, -2)) if whole.ndim == 3 else (whole,):
+        parts = {
+            part: value.reshape(*x.shape[:-1], value.shape[-1]) if value.ndim else value for part, value in golden.parts(case).items()
+        }
+        multiple = row_multiple(golden.recipe) if x.ndim == 2 else 1
+        for rows in range(multiple, x.shape[0], multiple):
+            assert_shards(golden.recipe, x, parts, rows)
+
+
+def assert_shards(recipe: Any, x: Tensor, parts: dict[str, Tensor], rows: int) -> None:
+    fmt, dense = format_of(recipe), x.float()
+    shards = dense.split(rows)
+    amaxes = [fmt.tensor_amax(shard, recipe) for shard in shards]
+    agreed = None if amaxes[0] is None else torch.stack(amaxes).amax()
+    for start, shard in zip(range(0, x.shape[0], rows), shards, strict=True):
+        encoded = fmt.encode(shard, recipe, agreed)
+        expected = {name: part[start : start + rows] if part.ndim else part for name, part in parts.items()}
+        assert_parts(encoded, expected, f"rows {start}:{start + rows}")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(recipe: Any) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
+    """x fp32 -> parts and decoded values, in one graph for all shapes."""
+    fmt = format_of(recipe)
+
+    def encode_and_decode(x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts = fmt.encode(x, recipe, fmt.tensor_amax(x, recipe))
+        return parts, canonical_nan(fmt.decode(parts, recipe))  # as QuantizedTensor.dequantize does
+
+    return torch.compile(encode_and_decode, fullgraph=True, dynamic=True)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """fp32 [rows, K]; short cases twice, for the compiler makes code of its own for a single group of rows."""
+    x = x.float().flatten(0, -2)
+    return torch.cat([x, x]) if x.shape[0] == 32 else x
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@golden_recipes
+def test_compiled_code_gives_the_golden_bytes(golden: Golden) -> None:
+    assert_compiled(golden, "cpu")
+
+
+@pytest.mark.gpu
+@golden_recipes
+@pytest.mark.parametrize("case", COMPILED_CASES)
+def test_cuda_gives_the_golden_bytes(golden: Golden, case: str) -> None:
+    q = quantize(golden.input(case).cuda(), golden.recipe)
+    assert_parts(q.parts(), golden.parts(case), case)
+    assert same_bytes(q.dequantize(torch.float32).cpu(), golden.decoded(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@golden_recipes
+def test_compiled_cuda_code_gives_the_golden_bytes(golden: Golden) -> None:
+    assert_compiled(golden, "cuda")
+
+
+def assert_compiled(golden: Golden, device: str) -> None:
+    run = compiled(golden.recipe)
+    for case in COMPILED_CASES:
+        x = as_matrix(golden.input(case))
+        parts, values = run(x.to(device))
+        rows = golden.input(case).flatten(0, -2).shape[0]
+        for name, part in golden.parts(case).items():
+            found = parts[name].cpu()
+            wanted = part.flatten(0, -2) if part.ndim else part
+            assert torch.equal(raw(found[:rows] if part.ndim else found), raw(wanted)), f"{case}: {name} differs"
+        assert torch.equal(raw(values[:rows].cpu()), raw(golden.decoded(case))), f"{case}: decoded values differ"
+
+
+def test_one_block_worked_by_hand() -> None:
+    """Codes 0..7 and their negatives: 6 is the block's and the tensor's amax, so S = 2688/6 and the block's scale is 448."""
+    x = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0.25])
+    q = quantize(x, RECIPES["nvfp4_row"])
+    assert q.payload.numpy().tobytes().hex() == "10325476a9cbed0f"
+    assert q.scale.float().tolist() == [448.0]
+    assert q.global_scale.item() == torch.tensor(6 / 2688).item()

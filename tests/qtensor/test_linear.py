@@ -1,0 +1,191 @@
+"""F.linear with a quantized weight: the arithmetic of F.linear on its dequantized values, and nothing dense kept for backward."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qtensor import MXFP8BlockScaling, QuantizedTensor, quantize
+from tests.qtensor.recipes_under_test import all_recipes, same_bytes, weight
+
+INPUT_SHAPES = [(96,), (7, 96), (3, 5, 96), (2, 3, 5, 96), (0, 96)]
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+
+
+def run(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Output and the gradients of x, w and b."""
+    y = F.linear(x, w, b)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype))
+    return y, x.grad, w.grad, b.grad if b is not None else None
+
+
+@all_recipes
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
+def test_forward_and_backward_are_those_of_the_dequantized_weight(recipe: Any, shape: tuple[int, ...], with_bias: bool) -> None:
+    """Bitwise: the same products of the same operands."""
+    q = quantize(weight(), recipe)
+    bias = weight(1, 64)[0] if with_bias else None
+
+    def arguments(w: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return inputs(*shape), nn.Parameter(w), nn.Parameter(bias.clone()) if with_bias else None
+
+    found, expected = run(*arguments(q)), run(*arguments(q.dequantize()))
+    for name, a, b in zip(("y", "dx", "dw", "db"), found, expected, strict=True):
+        if b is None:
+            assert a is None
+            continue
+        assert type(a) is Tensor, name
+        assert same_bytes(a, b), name
+
+
+@all_recipes
+def test_gradients_are_plain_and_have_the_appearance_dtype(recipe: Any) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        w = nn.Parameter(quantize(weight(dtype=dtype), recipe))
+        _, dx, dw, _ = run(inputs(4, 96, dtype=dtype), w, None)
+        assert (dx.dtype, dw.dtype) == (dtype, dtype)
+        assert type(dw) is Tensor
+        assert w.grad is dw
+
+
+@all_recipes
+def test_gradients_accumulate(recipe: Any) -> None:
+    w = nn.Parameter(quantize(weight(), recipe))
+    run(inputs(4, 96), w, None)
+    once = w.grad.clone()
+    run(inputs(4, 96), w, None)
+    assert same_bytes(w.grad, once + once)
+
+
+@all_recipes
+def test_a_frozen_weight_gets_no_gradient_and_passes_it_on(recipe: Any) -> None:
+    w, x = nn.Parameter(quantize(weight(), recipe), requires_grad=False), inputs(4, 96)
+    F.linear(x, w).sum().backward()
+    assert w.grad is None
+    assert x.grad is not None
+    y = F.linear(x.detach(), w)
+    assert not y.requires_grad
+
+
+@all_recipes
+def test_an_input_without_gradient_trains_the_weight(recipe: Any) -> None:
+    w, x = nn.Parameter(quantize(weight(), recipe)), inputs(4, 96).detach()
+    F.linear(x, w).sum().backward()
+    assert x.grad is None
+    assert w.grad is not None
+
+
+@all_recipes
+def test_backward_keeps_the_input_and_the_parts_and_nothing_dense(recipe: Any) -> None:
+    x, w = inputs(4, 96), nn.Parameter(quantize(weight(), recipe))
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        F.linear(x, w).sum().backward()
+    quantized = [tensor for tensor in saved if isinstance(tensor, QuantizedTensor)]
+    plain = [tensor for tensor in saved if not isinstance(tensor, QuantizedTensor)]
+    assert len(quantized) == 1
+    own = {part.data_ptr() for part in w.parts().values()}
+    assert {part.data_ptr() for part in quantized[0].parts().values()} == own
+    assert sum(tensor.numel() for tensor in plain) <= x.numel()
+
+
+@all_recipes
+def test_a_linear_module_trains(recipe: Any) -> None:
+    module = nn.Linear(96, 64, dtype=torch.bfloat16)
+    module.weight = nn.Parameter(quantize(weight(), recipe))
+    y = module(inputs(4, 96))
+    assert type(y) is Tensor
+    y.sum().backward()
+    assert module.weight.grad.shape == (64, 96)
+    assert module.bias.grad.shape == (64,)
+    with torch.no_grad():
+        assert same_bytes(module(inputs(4, 96)), y)
+    with torch.inference_mode():
+        assert same_bytes(module(inputs(4, 96)), y.detach())
+
+
+@all_recipes
+def test_autocast_computes_in_its_dtype(recipe: Any) -> None:
+    """As for an fp32 module: output in autocast's dtype, gradients in the parameters' own."""
+    w, dense = nn.Parameter(quantize(weight(dtype=torch.float32), recipe)), None
+    dense = nn.Parameter(w.dequantize())
+    results = []
+    for one in (w, dense):
+        x = inputs(4, 96, dtype=torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = F.linear(x, one)
+        y.backward(torch.ones_like(y))
+        assert y.dtype == torch.bfloat16
+        assert one.grad.dtype == torch.float32
+        assert x.grad.dtype == torch.float32
+        results.append((y, one.grad, x.grad))
+    for a, b in zip(*results, strict=True):
+        assert same_bytes(a, b)
+
+
+@all_recipes
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_recomputes_the_same(recipe: Any, use_reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    w = nn.Parameter(quantize(weight(), recipe))
+    plain = run(inputs(4, 96), w, None)
+    w.grad = None
+    x = inputs(4, 96)
+    y = checkpoint(F.linear, x, w, use_reentrant=use_reentrant)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype))
+    for a, b in zip((y, x.grad, w.grad), plain, strict=False):
+        assert same_bytes(a, b)
+
+
+@all_recipes
+def test_only_the_weight_may_be_quantized(recipe: Any) -> None:
+    q, dense = quantize(weight(64, 64), recipe), weight(64, 64)
+    for call, what in (
+        (lambda: F.linear(q, dense), "input"),
+        (lambda: F.linear(q, q), "input"),
+        (lambda: F.linear(dense, dense, q), "bias"),
+    ):
+        with pytest.raises(TypeError, match=rf"F.linear: the {what} is a quantized weight.*call .dequantize"):
+            call()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def step(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    x = inputs(5, 96)
+    module.zero_grad()
+    y = forward(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype))
+    return y.detach(), x.grad, module.weight.grad
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_linear_compiles_into_one_graph(backend: str) -> None:
+    """The dense weight is made of exact products (an MXFP8 scale is a power of two), so the compiled one is the same."""
+    module = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
+    module.weight = nn.Parameter(quantize(weight(), MXFP8BlockScaling()))
+    expected = step(module, module)
+    found = step(module, torch.compile(module, fullgraph=True, backend=backend))
+    for a, b in zip(found, expected, strict=True):
+        assert type(a) is Tensor
+        assert same_bytes(a, b)
