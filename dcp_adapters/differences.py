@@ -1,7 +1,7 @@
 """What keeps a checkpoint from being loaded into a target: a pure comparison over plain records, no tensor is touched.
 
-Every function returns sentences, one for each difference, naming the tensor, what the checkpoint holds and what the target expects; an empty list means
-that the two fit.
+Every function returns sentences, one for each difference, naming the tensor, what the checkpoint holds and what the
+target expects; an empty list means that the two fit.
 """
 
 from collections.abc import Mapping
@@ -68,19 +68,25 @@ def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
 def _against(name: str, want: TensorEntry, found: TensorEntry) -> list[str]:
     problems = []
     if found.recipe != want.recipe:
-        problems.append(f"{name}: the checkpoint holds {found.recipe}, the target is {want.recipe}; build the target with the checkpoint's recipe")
+        problems.append(
+            f"{name}: the checkpoint holds {found.recipe}, the target is {want.recipe}; build the target with the checkpoint's recipe"
+        )
     if found.shape != want.shape:
         problems.append(f"{name}: the checkpoint holds shape {found.shape}, the target has {want.shape}")
     return problems
 
 
-def _quantized(name: str, want: TensorEntry, stored: Mapping[str, Any], manifest: Manifest | None, partial: bool) -> list[str]:
+def _quantized(
+    name: str, want: TensorEntry, stored: Mapping[str, Any], manifest: Manifest | None, partial: bool
+) -> list[str]:
     parts = {f"{name}.{part}": spec for part, spec in want.parts().items()}
     found = manifest.tensors.get(name) if manifest is not None else None
     if found is not None and (problems := _against(name, want, found)):
         return problems
     if name in stored:
-        return [f"{name}: the checkpoint holds a dense tensor, the target is quantized ({want.recipe}); load into a dense model, then quantize"]
+        return [
+            f"{name}: the checkpoint holds a dense tensor, the target is quantized ({want.recipe}); load into a dense model, then quantize"
+        ]
     missing = [part for part in parts if part not in stored]
     if len(missing) == len(parts):
         return [] if partial else [f"{name}: missing in the checkpoint"]
@@ -89,8 +95,16 @@ def _quantized(name: str, want: TensorEntry, stored: Mapping[str, Any], manifest
     problems = []
     for part, (dtype, shape) in parts.items():
         entry = stored[part]
-        if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype != dtype or tuple(entry.size) != shape:
-            held = f"{entry.properties.dtype} {tuple(entry.size)}" if isinstance(entry, TensorStorageMetadata) else "no tensor"
+        if (
+            not isinstance(entry, TensorStorageMetadata)
+            or entry.properties.dtype != dtype
+            or tuple(entry.size) != shape
+        ):
+            held = (
+                f"{entry.properties.dtype} {tuple(entry.size)}"
+                if isinstance(entry, TensorStorageMetadata)
+                else "no tensor"
+            )
             problems.append(f"{part}: the checkpoint holds {held}, the target needs {dtype} {shape}")
     return problems
 
@@ -107,7 +121,9 @@ def _dense(
         return [f"{name}: the checkpoint holds no tensor, the target is a tensor of shape {shape}"]
     found = manifest.tensors.get(name) if manifest is not None else None
     if found is not None:
-        return [f"{name}: the checkpoint holds it quantized ({found.recipe}), the target is dense; build the target with that recipe"]
+        return [
+            f"{name}: the checkpoint holds it quantized ({found.recipe}), the target is dense; build the target with that recipe"
+        ]
     return [] if partial else [f"{name}: missing in the checkpoint"]
 
 
@@ -119,7 +135,11 @@ def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> lis
     if not saved_paths and containers != {()}:
         return []  # the storage dropped the paths: which container an entry belongs to is not known
     expected = set(tensors) | {f"{name}.{part}" for name, want in target.quantized.items() for part in want.parts()}
-    owners = {f"{name}.{part}": name for name, entry in (manifest.tensors if manifest else {}).items() for part in entry.parts()}
+    owners = {
+        f"{name}.{part}": name
+        for name, entry in (manifest.tensors if manifest else {}).items()
+        for part in entry.parts()
+    }
     extra = {
         owners.get(name, name)
         for name, entry in metadata.state_dict_metadata.items()
@@ -129,7 +149,10 @@ def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> lis
         and owners.get(name, name) not in expected
         and _container(name, tuple(saved_paths.get(name, (name,))), owners) in containers
     }
-    return [f"{name}: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)" for name in extra]
+    return [
+        f"{name}: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)"
+        for name in extra
+    ]
 
 
 def _container(name: str, path: tuple[Any, ...], owners: Mapping[str, str]) -> tuple[Any, ...]:

@@ -2,9 +2,10 @@
 
     w: DTensor(MXFP8 [N, K])  ->  w.payload: DTensor(float8 [N, K]),  w.scale: DTensor(uint8 [N, K // 32])
 
-The parts alias the live bytes, and keep the mesh and the placements of the weight, except that a mesh dim which cuts the weight along a dim the part does not
-extend along replicates the part (0-dim scales; `[N, 1]` scales under column cuts). So stock DCP deduplicates, validates, reshards and writes them, and
-reading into them writes the weight. Both planners stand on this one function.
+The parts alias the live bytes, and keep the mesh and the placements of the weight, except that a mesh dim which cuts
+the weight along a dim the part does not extend along replicates the part (0-dim scales; `[N, 1]` scales under column
+cuts). So stock DCP deduplicates, validates, reshards and writes them, and reading into them writes the weight. Both
+planners stand on this one function.
 """
 
 from collections.abc import Mapping
@@ -26,12 +27,12 @@ __all__ = ["expand", "expand_flat", "expand_leaf", "quantized_local"]
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict, nested or flat, with each quantized leaf F replaced by its parts F.payload, F.scale, ...
 
-    The parts alias the weight's bytes; they are DTensors where F was a DTensor. In a list a quantized leaf becomes a dict of its parts, so that DCP
-    flattens it to the same names. Everything else is passed through as it is.
+    The parts alias the weight's bytes; they are DTensors where F was a DTensor. In a list a quantized leaf becomes a
+    dict of its parts, so that DCP flattens it to the same names. Everything else is passed through as it is.
 
     Raises:
-        ValueError: a part's name is taken already; a column cut does not fall on block boundaries; the shards of a gathered weight hold
-            different tensor-wide scales.
+        ValueError: a part's name is taken already; a column cut does not fall on block boundaries; the shards of a
+            gathered weight hold different tensor-wide scales.
     """
     out: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -84,7 +85,9 @@ def _expand_container(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return expand(value)
     if isinstance(value, list):
-        return [expand_leaf(f"{name}.{i}", item) or _expand_container(f"{name}.{i}", item) for i, item in enumerate(value)]
+        return [
+            expand_leaf(f"{name}.{i}", item) or _expand_container(f"{name}.{i}", item) for i, item in enumerate(value)
+        ]
     return value
 
 
@@ -133,5 +136,7 @@ def _settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
 def _merge(out: dict[str, Any], new: Mapping[str, Any]) -> None:
     for name, value in new.items():
         if name in out:
-            raise ValueError(f"the state dict holds {name!r} twice: as an entry and as a part of a quantized weight; rename the entry")
+            raise ValueError(
+                f"the state dict holds {name!r} twice: as an entry and as a part of a quantized weight; rename the entry"
+            )
         out[name] = value

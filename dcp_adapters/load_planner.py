@@ -1,7 +1,8 @@
 """QuantizedLoadPlanner: payloads and scales from a DCP checkpoint straight into the live shards, on any world size, mesh or shard dim.
 
     set_up_planner       every rank   compare target and checkpoint; all differences in one error, before anything is touched; then expand:
-                                      the parts alias the live shards, so that stock resharding writes the weights in place
+                                      the parts alias the live shards, so that stock resharding writes the weights in
+                                      place
     create_local_plan    every rank   stock read items
     finish_plan          every rank   in front of them, one byte from the end of every file: a missing or truncated file stops the load before
                                       the first byte is written
@@ -38,16 +39,19 @@ PROBE_ALL_BELOW = 100_000
 class QuantizedLoadPlanner(DefaultLoadPlanner):
     """Loads checkpoints written with QuantizedSavePlanner, bit for bit, into quantized targets of the same recipes.
 
-    Use it with `dcp.load` on state dicts of plain or sharded models, nested or flat; the tensors in them are written in place.
+    Use it with `dcp.load` on state dicts of plain or sharded models, nested or flat; the tensors in them are written in
+    place.
 
     Args:
         on_mismatch: "raise", a target whose recipe is not the checkpoint's is an error.
-        **kwargs: those of DefaultLoadPlanner. allow_partial_load=True permits tensors that only the target or only the checkpoint has.
+        **kwargs: those of DefaultLoadPlanner. allow_partial_load=True permits tensors that only the target or only the
+            checkpoint has.
 
     Raises:
-        ValueError: an unknown on_mismatch. While loading, on all ranks and before anything is written: one error that lists every missing, extra,
-            misshapen or differently quantized tensor. A tensor of the checkpoint is extra if the target has its container (the dict that held it)
-            but not the tensor; so loading only {"model": ...} of a checkpoint with an optimizer in it is fine.
+        ValueError: an unknown on_mismatch. While loading, on all ranks and before anything is written: one error that
+            lists every missing, extra, misshapen or differently quantized tensor. A tensor of the checkpoint is extra
+            if the target has its container (the dict that held it) but not the tensor; so loading only {"model": ...}
+            of a checkpoint with an optimizer in it is fine.
         EOFError, FileNotFoundError: a file of the checkpoint is truncated or missing.
     """
 
@@ -59,21 +63,30 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Compare, then flatten and expand."""
         assert metadata is not None
-        flat, paths = flatten_state_dict(state_dict) if self.flatten_state_dict else (state_dict, {name: (name,) for name in state_dict})
+        flat, paths = (
+            flatten_state_dict(state_dict)
+            if self.flatten_state_dict
+            else (state_dict, {name: (name,) for name in state_dict})
+        )
         self.manifest = manifest_of(metadata)
         target = Target.of(flat, paths)
         problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load)
         if problems:
             raise ValueError(
-                "the checkpoint does not fit the target; nothing has been loaded:\n" + "\n".join(f"  {problem}" for problem in problems)
+                "the checkpoint does not fit the target; nothing has been loaded:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
             )
         self.target = target
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.quantized = {name: q for name, value in self.state_dict.items() if (q := quantized_local(value)) is not None}
+        self.quantized = {
+            name: q for name, value in self.state_dict.items() if (q := quantized_local(value)) is not None
+        }
         self.vectors = _vectors(self.quantized)
         self.state_dict, _ = expand_flat(self.state_dict)
         entry = metadata.state_dict_metadata.get(MANIFEST)
-        self.awaits_manifest = self.manifest is None and bool(self.quantized) and isinstance(entry, TensorStorageMetadata)
+        self.awaits_manifest = (
+            self.manifest is None and bool(self.quantized) and isinstance(entry, TensorStorageMetadata)
+        )
         if self.awaits_manifest:
             buffer = torch.empty(entry.size, dtype=torch.uint8)  # type: ignore[union-attr]
             self.state_dict = {MANIFEST: buffer, **self.state_dict}
@@ -107,7 +120,9 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         if self.awaits_manifest and name == MANIFEST:
             problems = recipe_differences(self.target, Manifest.from_tensor(self.state_dict[MANIFEST]))
             if problems:
-                raise ValueError("the checkpoint does not fit the target:\n" + "\n".join(f"  {problem}" for problem in problems))
+                raise ValueError(
+                    "the checkpoint does not fit the target:\n" + "\n".join(f"  {problem}" for problem in problems)
+                )
             self._passed(1)
         elif name in self.vectors:
             self.vectors[name].copy_(tensor.clone())
@@ -126,7 +141,9 @@ def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
     for name, q in quantized.items():
         wide = q.tensor_wide()
         if wide and q.arrangement.partial:
-            raise ValueError(f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all of it at once")
+            raise ValueError(
+                f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all of it at once"
+            )
         if wide and q.arrangement.shards is not None:
             vectors[f"{name}.{wide}"] = q.parts()[wide]
     return vectors
@@ -148,12 +165,16 @@ def _probes(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
     DCP offers planners no hook on the reader, but a read item it would accept from anyone is enough.
     """
     stored = metadata.storage_data
-    if not isinstance(stored, dict) or not all(hasattr(info, "relative_path") and hasattr(info, "length") for info in stored.values()):
+    if not isinstance(stored, dict) or not all(
+        hasattr(info, "relative_path") and hasattr(info, "length") for info in stored.values()
+    ):
         return []
     everything = len(stored) <= PROBE_ALL_BELOW
     ends: dict[str, Any] = {}
     indices = stored if everything else {item.storage_index for item in plan.items}
-    for index in [index for index in indices if index.fqn != PROBE]:  # metadata that a reader kept has the probes of an earlier load
+    for index in [
+        index for index in indices if index.fqn != PROBE
+    ]:  # metadata that a reader kept has the probes of an earlier load
         info = stored[index]
         last = ends.get(info.relative_path)
         if info.length and (last is None or info.offset + info.length > last.offset + last.length):
@@ -161,7 +182,11 @@ def _probes(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
     probes = []
     for number, (path, info) in enumerate(sorted(ends.items())):
         index = MetadataIndex(PROBE, index=number, offset=torch.Size([number]))
-        changes: dict[str, Any] = {"relative_path": _ProbePath(path), "offset": info.offset + info.length - 1, "length": 1}
+        changes: dict[str, Any] = {
+            "relative_path": _ProbePath(path),
+            "offset": info.offset + info.length - 1,
+            "length": 1,
+        }
         if hasattr(info, "transform_descriptors"):
             changes["transform_descriptors"] = None
         stored[index] = dataclasses.replace(info, **changes)

@@ -2,10 +2,12 @@
 
     {"format_version": 1,
      "recipes": [{"type": "MXFP8BlockScaling", ...all fields...}],
-     "tensors": {fqn: {"recipe": 0, "shape": [N, K], "dtype": "bfloat16", "parts": {name: {"dtype": ..., "shape": [...]}}}}}
+     "tensors": {fqn: {"recipe": 0, "shape": [N, K], "dtype": "bfloat16", "parts": {name: {"dtype": ..., "shape":
+     [...]}}}}}
 
-It is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch reads, and in the planner data where the storage
-keeps that. Unknown keys are ignored, an unknown version is refused. Reading it needs neither the model nor a process group.
+It is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch reads, and in
+the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused. Reading it needs
+neither the model nor a process group.
 """
 
 import json
@@ -58,20 +60,29 @@ class Manifest:
         for name, entry in sorted(self.tensors.items()):
             if entry.recipe not in recipes:
                 recipes.append(entry.recipe)
-            parts = {part: {"dtype": _name(dtype), "shape": list(shape)} for part, (dtype, shape) in entry.parts().items()}
+            parts = {
+                part: {"dtype": _name(dtype), "shape": list(shape)} for part, (dtype, shape) in entry.parts().items()
+            }
             index = recipes.index(entry.recipe)
             tensors[name] = {"recipe": index, "shape": list(entry.shape), "dtype": _name(entry.dtype), "parts": parts}
-        return {"format_version": self.format_version, "recipes": [recipe.to_json() for recipe in recipes], "tensors": tensors}
+        return {
+            "format_version": self.format_version,
+            "recipes": [recipe.to_json() for recipe in recipes],
+            "tensors": tensors,
+        }
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> "Manifest":
         """The manifest of a JSON object.
 
         Raises:
-            ValueError: an unknown format version or recipe type, parts that are not those of the recipe, or something that is no manifest.
+            ValueError: an unknown format version or recipe type, parts that are not those of the recipe, or something
+                that is no manifest.
         """
         if not isinstance(record, Mapping):
-            raise ValueError(f"the checkpoint's qtensor.manifest is malformed: it holds a {type(record).__name__}, expected an object")
+            raise ValueError(
+                f"the checkpoint's qtensor.manifest is malformed: it holds a {type(record).__name__}, expected an object"
+            )
         version = record.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(
@@ -82,7 +93,9 @@ class Manifest:
             recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]
             tensors = {name: _entry(name, value, recipes) for name, value in record["tensors"].items()}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}"
+            ) from error
         return Manifest(tensors)
 
     def to_tensor(self) -> Tensor:
@@ -107,22 +120,24 @@ def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifes
         checkpoint: a directory, or a StorageReader.
 
     Raises:
-        FileNotFoundError: there is no `.metadata`: the directory holds no checkpoint, or one whose saving never finished.
+        FileNotFoundError: there is no `.metadata`: the directory holds no checkpoint, or one whose saving never
+            finished.
         ValueError: the checkpoint was not saved with QuantizedSavePlanner, or its manifest can not be read.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
+    where = getattr(reader, "checkpoint_id", checkpoint)
     try:
         metadata = reader.read_metadata()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{checkpoint}: no .metadata, so this is no checkpoint or one whose saving never finished; use the one before it"
+            f"{where}: no .metadata, so this is no checkpoint or one whose saving never finished; use the one before it"
         ) from error
     manifest = manifest_of(metadata)
     if manifest is not None:
         return manifest
     entry = metadata.state_dict_metadata.get(MANIFEST)
     if not isinstance(entry, TensorStorageMetadata):
-        raise ValueError(f"{checkpoint}: no entry {MANIFEST}: it was not saved with QuantizedSavePlanner")
+        raise ValueError(f"{where}: no entry {MANIFEST}: it was not saved with QuantizedSavePlanner")
     buffer = torch.empty(entry.size, dtype=torch.uint8)
     with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -149,5 +164,7 @@ def _entry(name: str, value: Mapping[str, Any], recipes: list[Recipe]) -> Tensor
     found = {part: (record["dtype"], tuple(record["shape"])) for part, record in value["parts"].items()}
     expected = {part: (_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
     if found != expected:
-        raise ValueError(f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}")
+        raise ValueError(
+            f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}"
+        )
     return entry

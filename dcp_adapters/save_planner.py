@@ -5,7 +5,8 @@
     create_global_plan   the coordinator    recipes and scales must agree over all ranks; merge the manifest; add it as one more entry
     finish_plan ...      every rank         stock
 
-All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan exchange.
+All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
+exchange.
 """
 
 import dataclasses
@@ -45,16 +46,18 @@ class _Record:
 class QuantizedSavePlanner(DefaultSavePlanner):
     """Saves quantized tensors as their parts plus a manifest (checkpoint format version 1); everything else as stock DCP does.
 
-    Use it with `dcp.save` and `dcp.async_save` on state dicts of plain or sharded models, nested or flat. Give `async_save` a process group of
-    its own (`dist.new_group(backend="gloo")`): its upload thread exchanges plans while training uses the default one.
+    Use it with `dcp.save` and `dcp.async_save` on state dicts of plain or sharded models, nested or flat. Give
+    `async_save` a process group of its own (`dist.new_group(backend="gloo")`): its upload thread exchanges plans while
+    training uses the default one.
 
     Args:
         **kwargs: those of DefaultSavePlanner, except enable_plan_caching=True.
 
     Raises:
-        ValueError: with enable_plan_caching=True (DCP's cache compares neither dtypes nor formats, so a second save could be described by the
-            first one's metadata). While saving, on all ranks and before anything is written: ranks disagree on a recipe or a tensor-wide scale;
-            a name is taken; a column cut does not fall on block boundaries.
+        ValueError: with enable_plan_caching=True (DCP's cache compares neither dtypes nor formats, so a second save
+            could be described by the first one's metadata). While saving, on all ranks and before anything is written:
+            ranks disagree on a recipe or a tensor-wide scale; a name is taken; a column cut does not fall on block
+            boundaries.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -68,8 +71,12 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         """Flatten, then expand every quantized leaf."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if MANIFEST in self.state_dict:
-            raise ValueError(f"the state dict holds an entry {MANIFEST!r}, which is the name of the checkpoint's own manifest; rename it")
-        self.quantized = {name: q for name, value in self.state_dict.items() if (q := quantized_local(value)) is not None}
+            raise ValueError(
+                f"the state dict holds an entry {MANIFEST!r}, which is the name of the checkpoint's own manifest; rename it"
+            )
+        self.quantized = {
+            name: q for name, value in self.state_dict.items() if (q := quantized_local(value)) is not None
+        }
         self.state_dict, owner = expand_flat(self.state_dict)
         if self.flatten_state_dict:
             self.mappings = _part_paths(self.mappings, owner)
@@ -78,6 +85,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         """Stock items (a replicated scalar only on one rank), and this rank's record as planner data."""
         plan = super().create_local_plan()
         items = [item for item in plan.items if self._lists(item)]
+        self.unlisted = [item for item in plan.items if not self._lists(item)]
         payloads = {f"{name}.payload": q for name, q in self.quantized.items()}
         recipes: list[tuple[Recipe, torch.dtype]] = []
         kinds = bytearray()
@@ -102,6 +110,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator only: check that ranks agree, add the manifest, then plan as stock DCP does."""
+        all_plans = [_with_unlisted(all_plans, self.unlisted), *all_plans[1:]]
         manifest = _merge(all_plans)
         data = manifest.to_tensor()
         self.state_dict[MANIFEST] = data
@@ -118,6 +127,15 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         if not isinstance(value, DTensor) or value.ndim:
             return True
         return not any(value.device_mesh.get_coordinate() or ())
+
+
+def _with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem]) -> SavePlan:
+    """The coordinator's plan, with the replicated scalars it left to a rank that takes no part (one replica group saves, or each rank its own)."""
+    listed = {item.index.fqn for plan in all_plans for item in plan.items}
+    missing = [item for item in unlisted if item.index.fqn not in listed]
+    plan, record = all_plans[0], all_plans[0].planner_data
+    record = dataclasses.replace(record, kinds=record.kinds + bytes([PLAIN] * len(missing)))
+    return dataclasses.replace(plan, items=[*plan.items, *missing], planner_data=record)
 
 
 def _part_paths(mappings: Any, owner: dict[str, str]) -> Any:
@@ -153,12 +171,16 @@ def _merge(all_plans: list[SavePlan]) -> Manifest:
             name, size = item.index.fqn.removesuffix(".payload"), item.tensor_data.size  # type: ignore[union-attr]
             entry = TensorEntry(recipe, (*size[:-1], size[-1] * specs[0].block), dtype)
             if entries.setdefault(name, entry) != entry:
-                raise ValueError(f"{name}: rank {rank} holds {entry}, an earlier rank {entries[name]}; all ranks must quantize it alike")
+                raise ValueError(
+                    f"{name}: rank {rank} holds {entry}, an earlier rank {entries[name]}; all ranks must quantize it alike"
+                )
             wide = next((spec.name for spec in specs if not spec.per_row), None)
             if wide is not None:
                 _check_agreed(f"{name}.{wide}", next(bits), rank, scales)
                 if f"{name}.{wide}" not in listed:
-                    raise ValueError(f"{name}.{wide}: the rank that saves it, the first of the weight's mesh, takes no part; save on all ranks of the mesh")
+                    raise ValueError(
+                        f"{name}.{wide}: the rank that saves it, the first of the weight's mesh, takes no part; save on all ranks of the mesh"
+                    )
     return Manifest(entries)
 
 

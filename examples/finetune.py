@@ -3,8 +3,11 @@
     torchrun --nproc-per-node 2 examples/finetune.py --recipe mxfp8 --out runs/mxfp8
     torchrun --nproc-per-node 1 examples/finetune.py --recipe mxfp8 --out runs/mxfp8-resumed --resume runs/mxfp8/step-10
 
-The whole life of a quantized weight: built on the meta device, sharded, filled from the file one tensor at a time (quantize the full tensor, keep
-this rank's rows), gathered as quantized bytes, updated through fp32 masters, saved raw, loaded bit for bit. `make demo` runs it all.
+The whole life of a quantized weight: built on the meta device, sharded, filled from the file one tensor at a time, gathered as quantized
+bytes, updated through fp32 masters, saved raw, loaded bit for bit. `make demo` runs it all.
+
+The masters start from the values in the file, not from the quantized ones: a master that sits in the middle of a quantization step has to travel
+half a step before the weight moves at all, and a fine-tuning run is over by then.
 """
 
 import argparse
@@ -32,8 +35,7 @@ from qtensor import (
     MasterWeightOptimizer,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
-    QuantizedTensor,
-    quantize,
+    clear_high_precision_init_val,
     quantized_model_init,
 )
 
@@ -42,7 +44,8 @@ RECIPES = {"bf16": None, "float8": Float8CurrentScaling(), "mxfp8": MXFP8BlockSc
 
 def sharded_model(recipe: Any) -> LlamaForCausalLM:
     """An unmodified transformers model, its linear weights quantized, one FSDP group a decoder layer; no bytes yet."""
-    with torch.device("meta"), quantized_model_init(recipe or RECIPES["mxfp8"], enabled=recipe is not None):
+    init = quantized_model_init(recipe or MXFP8BlockScaling(), enabled=recipe is not None, preserve_high_precision_init_val=True)
+    with torch.device("meta"), init:
         model = LlamaForCausalLM(smollm2.config()).to(torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -53,13 +56,12 @@ def sharded_model(recipe: Any) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def load_pretrained(model: nn.Module, recipe: Any) -> None:
-    """Fill the shards from the file; one full tensor exists at a time."""
+def load_pretrained(model: nn.Module) -> None:
+    """Fill the shards from the file, each rank its rows; one full tensor exists at a time."""
     params = dict(model.named_parameters())
     for fqn, weight in smollm2.iter_weights(params):
         param = params[fqn]
-        full = quantize(weight, recipe) if isinstance(param.to_local(), QuantizedTensor) else weight
-        param.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None))
+        param.copy_(distribute_tensor(weight, param.device_mesh, param.placements, src_data_rank=None))
 
 
 @torch.no_grad()
@@ -90,7 +92,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--global-batch", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=2e-5)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", help="checkpoint to resume from")
     args = parser.parse_args()
@@ -103,8 +105,10 @@ def main() -> None:
     gathers = CountingAllGather.attach(model)
     start, report = 0, {"recipe": args.recipe, "ranks": world}
     if args.resume is None:
-        load_pretrained(model, recipe)
+        load_pretrained(model)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=args.lr)
+    for param in model.parameters():
+        clear_high_precision_init_val(param)  # the masters have it now
     if args.resume is not None:
         state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": 0}
         dcp.load(state, checkpoint_id=args.resume, planner=QuantizedLoadPlanner())

@@ -202,8 +202,12 @@ def _differs(slot: _Slot) -> bool:
         return False
     rows, shard = _own_rows(slot, _local(slot.full)), _local(slot.sharded)
     if isinstance(shard, AllGatherHooks):
-        here, there = rows.parts(), shard.parts()  # type: ignore[attr-defined]
-        return any(not torch.equal(_bytes(here[name]), _bytes(there[name]).to(rows.device)) for name in shard.row_parts())
+        here, along = rows.parts(), shard.row_parts()  # type: ignore[attr-defined]
+        return not all(
+            torch.equal(_bytes(here[name]), _bytes(part).to(rows.device)) if name in along
+            else bool((_local(slot.full).parts()[name] == part.to(rows.device)).any())  # type: ignore[attr-defined]  # one value a shard
+            for name, part in shard.parts().items()
+        )
     there = shard.to(rows.device, rows.dtype)
     return not bool(((rows == there) | (rows.isnan() & there.isnan())).all())
 

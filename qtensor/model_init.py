@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, specs_of
@@ -74,7 +75,7 @@ class _Registrations:
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None:
             return None
-        is_linear_weight = isinstance(module, nn.Linear) and name == "weight"
+        is_linear_weight = _uses_linear(module) and name == "weight"
         if isinstance(param, QuantizedTensor):
             if is_linear_weight:
                 self.linears.setdefault(id(param), []).append(weakref.ref(module))
@@ -91,9 +92,7 @@ class _Registrations:
         return quantized
 
     def _quantize(self, param: nn.Parameter) -> nn.Parameter:
-        check_shape(param.shape, self.recipe, "weight of nn.Linear")
-        if param.dtype not in APPEARANCE_DTYPES:
-            raise TypeError(f"weight of nn.Linear is {param.dtype}; expected bfloat16, float16 or float32")
+        _check_weight(param, self.recipe, "weight of nn.Linear")
         if param.is_meta:
             q = _meta(param, self.recipe)
         else:
@@ -129,10 +128,14 @@ def quantize_(
     Raises:
         ValueError: an include pattern matches no nn.Linear; a shape does not fit the blocks; a weight is sharded already. Nothing has been
             changed then. An exclude pattern that matches nothing warns.
+        TypeError: a weight is not bf16, fp16 or fp32; a string instead of a list of patterns. Nothing has been changed.
     """
     registered(recipe)
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        if isinstance(patterns, str):
+            raise TypeError(f"quantize_: {argument} is a list of patterns, got {patterns!r}; write [{patterns!r}]")
     include, exclude = tuple(include), tuple(exclude)
-    linears = {fqn: child for fqn, child in model.named_modules() if isinstance(child, nn.Linear)}
+    linears: dict[str, nn.Linear] = {fqn: child for fqn, child in model.named_modules() if _uses_linear(child)}  # type: ignore[misc]
     for pattern in include:
         if not fnmatch.filter(linears, pattern):
             raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
@@ -154,7 +157,7 @@ def quantize_(
     for fqn, child in chosen.items():
         if isinstance(child.weight, DTensor):
             raise ValueError(f"quantize_: {fqn} is a DTensor already; quantize before fully_shard and parallelize_module")
-        check_shape(child.weight.shape, recipe, fqn)
+        _check_weight(child.weight, recipe, fqn)
     for child in chosen.values():
         weight = child.weight
         q = _meta(weight, recipe) if weight.is_meta else quantize(weight, recipe)
@@ -176,6 +179,17 @@ def clear_high_precision_init_val(param: Tensor) -> None:
     local = _holder(param)
     if isinstance(local, QuantizedTensor):
         local.init_value = None
+
+
+def _uses_linear(module: nn.Module) -> bool:
+    """Whether a module hands its weight to F.linear. The output projection of nn.MultiheadAttention does not: it is read past the module."""
+    return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def _check_weight(weight: Tensor, recipe: Recipe, what: str) -> None:
+    check_shape(weight.shape, recipe, what)
+    if weight.dtype not in APPEARANCE_DTYPES:
+        raise TypeError(f"{what} is {weight.dtype}; expected bfloat16, float16 or float32")
 
 
 def _holder(param: Tensor) -> Tensor:

@@ -245,12 +245,13 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _scales_fit(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
-    """Whether the tensor-wide value of src can be stored in dst: not a vector of shards' values in a tensor that has one."""
-    return dst.tensor_wide() is None or src.arrangement.shards is None or src.arrangement.shards == dst.arrangement.shards
+    """Whether the tensor-wide values of src can be stored in dst: not those of several shards in a tensor that has one."""
+    wide = dst.tensor_wide()
+    return wide is None or src.arrangement.shards == dst.arrangement.shards or getattr(src, wide).numel() == 1
 
 
 def _fit(part: Tensor, like: Tensor) -> Tensor:
-    return part.to(like.device).expand_as(like) if part.ndim == 0 else part
+    return part.to(like.device).reshape(()).expand_as(like) if part.numel() == 1 and part.ndim < 2 else part
 
 
 # -- allocate -------------------------------------------------------------------------------------------------------------------

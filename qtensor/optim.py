@@ -98,11 +98,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         saved = {param: state_dict["state"][index] for param, index in zip(params, ids, strict=False) if index in state_dict["state"]}
         self._check_masters(saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for param, values in saved.items():
-            master = self._masters[param]
-            if master is not param:
+        for param, master in self._masters.items():
+            if master is not param:  # one without state was saved before its first step, where the parameter decides
                 with torch.no_grad():
-                    master.copy_(values[MASTER])
+                    master.copy_(saved[param][MASTER] if param in saved else _master_of(param))
         position = {param: index for index, param in enumerate(params)}
         self._inner.load_state_dict(
             {
@@ -206,4 +205,5 @@ def _master_of(param: Tensor) -> Tensor:
             target.copy_(local.init_value if local.init_value is not None else local.dequantize(torch.float32))
         else:
             target.copy_(local)
+        target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
     return master

@@ -94,7 +94,7 @@ def placed(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def save(state_dict: Mapping[str, Any], path: Any, **options: Any) -> Any:
@@ -117,7 +117,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-# -- comparison -----------------------------------------------------------------------------------------------------------------
+# -- comparison --------------------------------------------------------------------------------------------------------
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -142,7 +142,9 @@ def held(state_dict: Any) -> dict[str, Any]:
             found[name] = value
             continue
         q = quantized_local(value)
-        tensors = {name: local_of(value)} if q is None else {f"{name}.{part}": tensor for part, tensor in q.parts().items()}
+        tensors = (
+            {name: local_of(value)} if q is None else {f"{name}.{part}": tensor for part, tensor in q.parts().items()}
+        )
         found |= {key: (tuple(tensor.shape), tensor.dtype, bits(tensor)) for key, tensor in tensors.items()}
     return found
 

@@ -118,7 +118,10 @@ def test_one_stager_serves_two_saves(shared_tmp_path: Path) -> None:
 
 def staged_copies(base: Path) -> None:
     live = models(0)
-    stagers = {"default": DefaultStager(StagingOptions(False, False, False, False)), "blocking": dcp.FileSystemWriter(base)}
+    stagers = {
+        "default": DefaultStager(StagingOptions(False, False, False, False)),
+        "blocking": dcp.FileSystemWriter(base),
+    }
     for way, stager in stagers.items():
         staged = stager.stage(live)
         assert held(staged) == held(live)
@@ -133,9 +136,17 @@ def staged_copies(base: Path) -> None:
                 assert type(tensor) is Tensor
                 assert tensor.device.type == "cpu"
                 assert tensor.untyped_storage().data_ptr() != source.parts()[part].untyped_storage().data_ptr()
-            stored = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in parts.values()}.values())
+            stored = sum(
+                {
+                    tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in parts.values()
+                }.values()
+            )
             rows = source.arrangement.padded_rows or source.shape[0]
-            padding = sum(part[0].numel() * part.itemsize for part in parts.values() if part.ndim) if rows > source.shape[0] > 0 else 0
+            padding = (
+                sum(part[0].numel() * part.itemsize for part in parts.values() if part.ndim)
+                if rows > source.shape[0] > 0
+                else 0
+            )
             assert stored <= payload_bytes(source) + padding, (way, name)
             assert q.init_value is None
 
@@ -144,7 +155,7 @@ def test_staged_copies_are_cpu_parts_of_the_payload_bytes(shared_tmp_path: Path)
     run_ranks(2, staged_copies, shared_tmp_path)
 
 
-# -- with an optimizer ----------------------------------------------------------------------------------------------------------------
+# -- with an optimizer -------------------------------------------------------------------------------------------------
 
 
 class Training:
@@ -153,7 +164,9 @@ class Training:
     def __init__(self, name: str, seed: int) -> None:
         torch.manual_seed(seed)
         with quantized_model_init(RECIPES[name]):
-            self.net = nn.Sequential(nn.Linear(64, 96, dtype=torch.bfloat16), nn.LayerNorm(96), nn.Linear(96, 48, dtype=torch.bfloat16))
+            self.net = nn.Sequential(
+                nn.Linear(64, 96, dtype=torch.bfloat16), nn.LayerNorm(96), nn.Linear(96, 48, dtype=torch.bfloat16)
+            )
         self.net = self.net.to(torch.bfloat16)
         for layer in self.net:
             fully_shard(layer)
@@ -192,7 +205,11 @@ def whole(state: Any) -> dict[str, Any]:
 
 def bytewise(value: DTensor) -> Tensor:
     as_bytes = DTensor.from_local(
-        value.to_local().view(torch.uint8), value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+        value.to_local().view(torch.uint8),
+        value.device_mesh,
+        value.placements,
+        shape=value.shape,
+        stride=value.stride(),
     )
     return as_bytes.full_tensor()
 

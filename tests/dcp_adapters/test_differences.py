@@ -99,7 +99,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ],
     ),
     "dense shape": ({"b": (5,)}, {"b": (6,)}, ["b: the checkpoint holds shape (5,), the target has (6,)"]),
-    "no tensor": ({"b": None}, {"b": (6,)}, ["b: the checkpoint holds no tensor, the target is a tensor of shape (6,)"]),
+    "no tensor": (
+        {"b": None},
+        {"b": (6,)},
+        ["b: the checkpoint holds no tensor, the target is a tensor of shape (6,)"],
+    ),
 }
 
 
@@ -139,7 +143,9 @@ def test_without_planner_data_parts_are_compared_by_name_dtype_and_shape() -> No
 def test_a_part_that_is_gone_is_named() -> None:
     metadata, manifest = stored({"w": entry(NV)})
     del metadata.state_dict_metadata["w.global_scale"]
-    assert differences(target({"w": entry(NV)}), metadata, manifest, partial=False) == ["w: the checkpoint lacks w.global_scale"]
+    assert differences(target({"w": entry(NV)}), metadata, manifest, partial=False) == [
+        "w: the checkpoint lacks w.global_scale"
+    ]
 
 
 def test_only_containers_the_target_has_can_hold_extra_tensors() -> None:

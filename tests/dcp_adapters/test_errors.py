@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
@@ -65,7 +65,10 @@ def dense_state(seed: int) -> dict[str, Any]:
 
 def quantized_state(seed: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {name: {"w": placed(quantize(values((48, 64), seed + i), RECIPES[name]), mesh, Shard(0))} for i, name in enumerate(NAMES)}
+    return {
+        name: {"w": placed(quantize(values((48, 64), seed + i), RECIPES[name]), mesh, Shard(0))}
+        for i, name in enumerate(NAMES)
+    }
 
 
 def save_all(base: Path) -> None:
@@ -104,7 +107,7 @@ def each_rank_says(errors: list[str], *texts: str) -> None:
             assert text in error, error
 
 
-# -- loading what does not fit ------------------------------------------------------------------------------------------------------
+# -- loading what does not fit -----------------------------------------------------------------------------------------
 
 
 def other_recipe() -> Any:
@@ -258,10 +261,13 @@ def test_a_storage_that_drops_planner_data_still_tells_recipes_apart(saved: Path
 
 def test_a_storage_that_drops_planner_data_still_compares_parts(saved: Path) -> None:
     errors = run_ranks_catching(2, load_other_shapes_without_planner_data, saved / "good")
-    each_rank_says(errors, "models.mxfp8.layers.1.weight.payload: the checkpoint holds torch.float8_e4m3fn (33, 64), the target needs")
+    each_rank_says(
+        errors,
+        "models.mxfp8.layers.1.weight.payload: the checkpoint holds torch.float8_e4m3fn (33, 64), the target needs",
+    )
 
 
-# -- dense and quantized ------------------------------------------------------------------------------------------------------------
+# -- dense and quantized -----------------------------------------------------------------------------------------------
 
 
 def load_dense_into_quantized(path: Path) -> None:
@@ -272,6 +278,19 @@ def load_dense_into_quantized(path: Path) -> None:
 def load_quantized_into_dense(path: Path) -> None:
     target = dense_state(1)
     attempt(target, lambda: load(target, path))
+
+
+def stock_load_dense_into_quantized(path: Path) -> None:
+    target = quantized_state(1)
+    dcp.load(target, checkpoint_id=path)
+    rows = 48 // dist.get_world_size()
+    for i, name in enumerate(NAMES):
+        mine = values((48, 64), i).narrow(0, dist.get_rank() * rows, rows)
+        assert held({"w": target[name]["w"]}) == held({"w": quantize(mine, RECIPES[name])})
+
+
+def test_plain_dcp_load_of_a_dense_checkpoint_quantizes_each_shard(saved: Path) -> None:
+    run_ranks(2, stock_load_dense_into_quantized, saved / "dense")
 
 
 def stock_load_quantized_into_dense(path: Path) -> None:
@@ -286,12 +305,20 @@ def stock_load_quantized_into_quantized(path: Path) -> None:
 
 def test_a_dense_checkpoint_is_not_loaded_into_a_quantized_target(saved: Path) -> None:
     errors = run_ranks_catching(2, load_dense_into_quantized, saved / "dense")
-    each_rank_says(errors, f"mxfp8.w: the checkpoint holds a dense tensor, the target is quantized ({MX})", "float8_tensor.w", "nvfp4.w")
+    each_rank_says(
+        errors,
+        f"mxfp8.w: the checkpoint holds a dense tensor, the target is quantized ({MX})",
+        "float8_tensor.w",
+        "nvfp4.w",
+    )
 
 
 def test_a_quantized_checkpoint_is_not_loaded_into_a_dense_target(saved: Path) -> None:
     errors = run_ranks_catching(2, load_quantized_into_dense, saved / "quantized")
-    each_rank_says(errors, f"mxfp8.w: the checkpoint holds it quantized ({MX}), the target is dense; build the target with that recipe")
+    each_rank_says(
+        errors,
+        f"mxfp8.w: the checkpoint holds it quantized ({MX}), the target is dense; build the target with that recipe",
+    )
 
 
 def test_plain_dcp_load_of_a_quantized_checkpoint_fails_on_a_missing_key(saved: Path) -> None:
@@ -300,7 +327,7 @@ def test_plain_dcp_load_of_a_quantized_checkpoint_fails_on_a_missing_key(saved: 
         each_rank_says(errors, "Missing key in checkpoint state_dict: ", ".w")
 
 
-# -- damaged checkpoints ------------------------------------------------------------------------------------------------------------
+# -- damaged checkpoints -----------------------------------------------------------------------------------------------
 
 
 def truncate(path: Path) -> None:
@@ -358,7 +385,7 @@ def test_only_a_load_that_succeeds_forgets_the_preserved_initial_value(saved: Pa
     run_ranks(2, keep_initial_value_through_a_failed_load, saved / "quantized", shared_tmp_path / "copy")
 
 
-# -- partial loads ------------------------------------------------------------------------------------------------------------------
+# -- partial loads -----------------------------------------------------------------------------------------------------
 
 
 def load_partially(path: Path) -> None:
@@ -404,7 +431,7 @@ def test_one_container_of_a_checkpoint_loads_without_the_others(saved: Path) -> 
     run_ranks(2, load_one_container, saved / "good")
 
 
-# -- saving -------------------------------------------------------------------------------------------------------------------------
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def save_disagreeing(name: str, path: Path) -> None:
@@ -452,28 +479,33 @@ def save_without_planner(way: str, name: str, path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["sync", "async", "async, blocking"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_saving_without_the_planner_names_it_and_leaves_no_checkpoint(name: str, way: str, shared_tmp_path: Path) -> None:
+def test_saving_without_the_planner_names_it_and_leaves_no_checkpoint(
+    name: str, way: str, shared_tmp_path: Path
+) -> None:
     errors = run_ranks_catching(2, save_without_planner, way, name, shared_tmp_path / "saved")
     each_rank_says(errors, "has no single storage to write", "save it by dcp.save with planner=QuantizedSavePlanner()")
     assert list(shared_tmp_path.rglob(".metadata")) == []
 
 
 def save_part_of_a_mesh(path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    groups = [dist.new_group([0]), dist.new_group([1])]
-    if dist.get_rank() == 1:
-        saved = {"model": models(0, mesh, names={"nvfp4": None})}
-        dcp.save(saved, checkpoint_id=path, planner=QuantizedSavePlanner(), process_group=groups[1])
+    mesh = DeviceMesh("cpu", [[0], [2]], mesh_dim_names=("replicate", "shard"))
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    saved = {"step": 1}
+    if dist.get_rank() == 2:
+        saved |= models(0, mesh, names={"nvfp4": None})
+    dcp.save(saved, checkpoint_id=path, planner=QuantizedSavePlanner(), process_group=group)
 
 
 def test_a_scale_that_no_saving_rank_lists_is_an_error(shared_tmp_path: Path) -> None:
-    first, second = run_ranks_catching(2, save_part_of_a_mesh, shared_tmp_path / "saved")
+    first, *others = run_ranks_catching(3, save_part_of_a_mesh, shared_tmp_path / "saved")
     assert first == ""
-    assert "layers.0.weight.global_scale: the rank that saves it, the first of the weight's mesh, takes no part" in second
+    each_rank_says(others, "weight.global_scale: the rank that saves it, the first of the weight's mesh, takes no part")
     assert list(shared_tmp_path.rglob(".metadata")) == []
 
 
-# -- one process --------------------------------------------------------------------------------------------------------------------
+# -- one process -------------------------------------------------------------------------------------------------------
 
 
 def test_saving_and_loading_without_a_process_group_warns_as_dcp_does(tmp_path: Path) -> None:
@@ -502,9 +534,18 @@ def weight(name: str = "nvfp4", seed: int = 0) -> Any:
 CLASHES: dict[str, tuple[Callable[[], Any], str]] = {
     "a part's name": (lambda: {"w": weight(), "w.payload": torch.ones(2)}, "the state dict holds 'w.payload' twice"),
     "a part's name, nested": (lambda: {"m": {"w": weight()}, "m.w.scale": 1}, "the state dict holds 'm.w.scale' twice"),
-    "the manifest's name": (lambda: {"w": weight(), "qtensor.manifest": torch.ones(2)}, "which is the name of the checkpoint's own manifest"),
-    "a tuple": (lambda: {"pair": (weight(), 1)}, "pair: a tuple holds a quantized tensor, and DCP would pickle it whole"),
-    "a nested tuple": (lambda: {"a": {"b": [1, (2, {"w": weight()})]}}, "holds a quantized tensor, and DCP would pickle it whole"),
+    "the manifest's name": (
+        lambda: {"w": weight(), "qtensor.manifest": torch.ones(2)},
+        "which is the name of the checkpoint's own manifest",
+    ),
+    "a tuple": (
+        lambda: {"pair": (weight(), 1)},
+        "pair: a tuple holds a quantized tensor, and DCP would pickle it whole",
+    ),
+    "a nested tuple": (
+        lambda: {"a": {"b": [1, (2, {"w": weight()})]}},
+        "holds a quantized tensor, and DCP would pickle it whole",
+    ),
 }
 
 
@@ -525,7 +566,9 @@ def test_rows_of_a_larger_tensor_do_not_load_a_tensor_wide_scale_of_their_own(tm
     stack = quantize(values((2, 48, 64), 3), RECIPES["nvfp4"])
     save({"w": weight()}, tmp_path)
     before = held({"w": stack})
-    with pytest.raises(BaseException, match="w: the target is some rows of a larger tensor and shares its global_scale with the others"):
+    with pytest.raises(
+        BaseException, match="w: the target is some rows of a larger tensor and shares its global_scale with the others"
+    ):
         load({"w": stack[0]}, tmp_path)
     assert held({"w": stack}) == before
 

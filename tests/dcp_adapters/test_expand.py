@@ -24,7 +24,6 @@ from tests.dcp_adapters.cases import (
     model,
     models,
     placed,
-    reference,
     save,
     sharded,
     values,
@@ -52,7 +51,12 @@ def test_parts_alias_the_weight(name: str) -> None:
 
 def test_nested_dicts_and_lists_expand_to_the_names_dcp_gives_them() -> None:
     dense = torch.ones(3)
-    state = {"model": {"w": weight("mxfp8"), "b": dense}, "list": [weight("mxfp8"), dense, {"v": weight("mxfp8")}], "n": 3, "pair": (1, 2)}
+    state = {
+        "model": {"w": weight("mxfp8"), "b": dense},
+        "list": [weight("mxfp8"), dense, {"v": weight("mxfp8")}],
+        "n": 3,
+        "pair": (1, 2),
+    }
     expanded = expand(state)
     assert list(expanded) == ["model", "list", "n", "pair"]
     assert list(expanded["model"]) == ["w.payload", "w.scale", "b"]
@@ -74,7 +78,9 @@ def test_what_is_not_quantized_is_passed_through() -> None:
 
 def test_a_name_that_is_taken_is_refused() -> None:
     for state in ({"w": weight("mxfp8"), "w.scale": 1}, {"w.scale": 1, "w": weight("mxfp8")}):
-        with pytest.raises(ValueError, match=r"the state dict holds 'w.scale' twice: as an entry and as a part of a quantized weight"):
+        with pytest.raises(
+            ValueError, match=r"the state dict holds 'w.scale' twice: as an entry and as a part of a quantized weight"
+        ):
             expand(state)
 
 
@@ -120,17 +126,24 @@ def test_parts_are_placed_as_the_weight_and_replicated_where_they_do_not_extend(
 
 def gathered_weights(base: Path) -> None:
     for name in RECIPES:
+        expected = dict(model(name, 0).named_parameters())
         net = sharded(model(name, 0))
         with unsharded(net):
-            state = net.state_dict()
-            save(state, base / name)
-        target = {name: sharded(model(name, 1)).state_dict()}
-        load(target[name], base / name)
-        assert_holds(target, reference(0, names={name: None}))
+            save(gathered(net), base / name)
+        target = dict(sharded(model(name, 1)).named_parameters())
+        load(target, base / name)
+        assert_holds(target, expected)
         net = sharded(model(name, 1))
         with unsharded(net, writeback=True):
-            load(net.state_dict(), base / name)
-        assert_holds({name: net.state_dict()}, reference(0, names={name: None}))
+            load(gathered(net), base / name)
+        assert_holds(dict(net.named_parameters()), expected)
+
+
+def gathered(net: Any) -> dict[str, Any]:
+    """The full weights inside `unsharded`; state_dict() would shard them again."""
+    found = {name: param.detach() for name, param in net.named_parameters()}
+    assert not any(isinstance(value, DTensor) for value in found.values())
+    return found
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -143,15 +156,13 @@ def gathered_with_other_scales() -> None:
     for layer in net.layers:
         local = layer.weight.to_local()
         local.global_scale.mul_(1 + dist.get_rank())
-    with unsharded(net):
-        try:
-            expand(net.state_dict())
-        except ValueError as error:
-            message = str(error)
+    with unsharded(net), pytest.raises(ValueError, match="hold different values") as caught:
+        expand(gathered(net))
     sync_scales(net)
     with unsharded(net):
-        expand(net.state_dict())
-    raise ValueError(message)
+        expanded = expand(gathered(net))
+    assert expanded["layers.0.weight.global_scale"].shape == ()
+    raise caught.value
 
 
 def test_a_gathered_weight_whose_shards_disagree_is_refused_until_they_agree() -> None:

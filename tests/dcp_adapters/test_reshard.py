@@ -1,6 +1,7 @@
 """Save on m ranks, load on n: every payload, scale and tensor-wide scale comes back bit for bit.
 
-A checkpoint holds one model for each recipe; a world size saves it once by each way of saving, and every world size loads all of them.
+A checkpoint holds one model for each recipe; a world size saves it once by each way of saving, and every world size
+loads all of them.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def test_every_way_of_saving_writes_the_same_bytes(saved: Path) -> None:
                 assert len(contents) == 1, (world, name)
 
 
-# -- other meshes -----------------------------------------------------------------------------------------------------------------
+# -- other meshes ------------------------------------------------------------------------------------------------------
 
 
 def hsdp(path: Path, world: int) -> None:
@@ -192,14 +193,64 @@ def cut_inside_a_block(path: Path, name: str, columns: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "columns", "block"), [("mxfp8", 96, 32), ("nvfp4", 96, 16)])
-def test_column_cuts_off_block_boundaries_are_refused(name: str, columns: int, block: int, shared_tmp_path: Path) -> None:
+def test_column_cuts_off_block_boundaries_are_refused(
+    name: str, columns: int, block: int, shared_tmp_path: Path
+) -> None:
     for error in run_ranks_catching(4, cut_inside_a_block, shared_tmp_path / "saved", name, columns):
         assert "ValueError" in error
         assert f"multiples of {block}" in error
     assert not (shared_tmp_path / "saved" / ".metadata").exists()
 
 
-# -- what a state dict may look like ---------------------------------------------------------------------------------------------
+def one_replica_group(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    saved = state(0, mesh)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if dist.get_rank() >= 2:
+        dcp.save(saved, checkpoint_id=path, planner=QuantizedSavePlanner(), process_group=groups[1])
+    dist.barrier()
+    target = state(1, mesh)
+    load(target, path)
+    assert_holds(target, full(0))
+
+
+def test_one_replica_group_saves_for_all(shared_tmp_path: Path) -> None:
+    run_ranks(4, one_replica_group, shared_tmp_path)
+
+
+def each_rank_its_own(path: Path) -> None:
+    with alone():
+        dcp.save(state(0), checkpoint_id=path, planner=QuantizedSavePlanner(), use_collectives=False)
+    assert not (path / ".metadata").exists()
+    target = state(1)
+    load(target, path)
+    assert_holds(target, full(0))
+
+
+def test_ranks_that_save_without_collectives_load_what_they_saved(shared_tmp_path: Path) -> None:
+    run_ranks(2, each_rank_its_own, shared_tmp_path)
+
+
+def through_safetensors(path: Path, world: int) -> None:
+    """The storage drops planner data and non-tensors."""
+    if world == dist.get_world_size():
+        writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
+        dcp.save({"models": models(0)}, storage_writer=writer, planner=QuantizedSavePlanner())
+    target = {"models": models(1)}
+    load(target, path, reader=dcp.HuggingFaceStorageReader(path))
+    assert_holds(target, {"models": reference(0)})
+
+
+def test_safetensors_storage_keeps_the_same_bytes(shared_tmp_path: Path) -> None:
+    for saved_on in (1, 2):
+        path = shared_tmp_path / str(saved_on)
+        path.mkdir(exist_ok=True)
+        run_ranks(saved_on, through_safetensors, path, saved_on)
+        for loaded_on in (1, 2, 3):
+            run_ranks(loaded_on, through_safetensors, path, 0)
+
+
+# -- what a state dict may look like -----------------------------------------------------------------------------------
 
 
 def shapes_of_state_dicts(base: Path) -> None:
@@ -209,7 +260,10 @@ def shapes_of_state_dicts(base: Path) -> None:
     target = {"model": models(1, names=names), "list": [models(1, names=names), {"n": 0}], "step": 0, "none": 1}
     save(nested, base / "nested")
     load(target, base / "nested")
-    assert_holds(target, {"model": reference(0, names=names), "list": [reference(3, names=names), {"n": 4}], "step": 7, "none": None})
+    assert_holds(
+        target,
+        {"model": reference(0, names=names), "list": [reference(3, names=names), {"n": 4}], "step": 7, "none": None},
+    )
 
     flat, again = models(0, names=names)["mxfp8"], models(1, names=names)["mxfp8"]
     save(flat, base / "unflattened", flatten_state_dict=False)
@@ -231,7 +285,9 @@ def shapes_of_state_dicts(base: Path) -> None:
     target = {"b": models(1, names=names)["nvfp4"]}
     load(target, base / "second")
     assert_holds(target, {"b": reference(2, names=names)["nvfp4"]})
-    assert not any(name.startswith("a.") for name in dcp.FileSystemReader(base / "second").read_metadata().state_dict_metadata)
+    assert not any(
+        name.startswith("a.") for name in dcp.FileSystemReader(base / "second").read_metadata().state_dict_metadata
+    )
 
 
 class App:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_hooks import unsharded
 from qtensor import (
@@ -41,6 +43,26 @@ TENSOR_WIDE = ("float8-tensor", "nvfp4-row", "nvfp4-square")
 
 def rows_for(name: str) -> tuple[int, ...]:
     return SQUARE if name in SQUARE_RECIPES else UNEVEN
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that run inside it, by name, and the bytes that this rank gives to all-gathers.
+
+    torch's CommDebugMode can not be used: it fails when a module's forward is called directly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.given: list[int] = []  # bytes, an entry for each all-gather
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.__name__.split(".")[0]
+            self.counts[name] += 1
+            if name == "_allgather_base_":
+                self.given.append(args[1].nbytes)
+        return func(*args, **(kwargs or {}))
 
 
 class Block(nn.Module):
@@ -109,6 +131,14 @@ def quantized(net: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     for fqn, param in net.named_parameters():
         if isinstance(local(param), QuantizedTensor):
             yield fqn, param, local(param)
+
+
+def rows_of(full: Tensor, shard_: Any, rank: int, ranks: int) -> Tensor:
+    """The rows of `full` that a shard on `rank` of `ranks` holds, cut as torch.chunk cuts."""
+    size = -(-full.shape[0] // ranks)
+    rows = full[min(rank * size, full.shape[0]) :][:size]
+    assert rows.shape == shard_.shape
+    return rows
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_hooks import unsharded
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from tests.fsdp_hooks.cases import (
     RECIPES,
     ROW_RECIPES,
+    Collectives,
     K,
     Net,
     assert_gathers_exactly,
@@ -35,8 +35,6 @@ from tests.fsdp_hooks.cases import (
     snapshot,
 )
 from tests.ranks import run_ranks, run_ranks_catching
-
-c10d = torch.ops.c10d
 
 
 def _model(name: str = "mxfp8-row", **options: Any) -> Net:
@@ -117,14 +115,13 @@ def _counts_gathers() -> None:
     x = batch(0)
     net(x)  # root and blocks are initialised
     block = net.blocks[0]
-    with CommDebugMode() as comms, unsharded(block):
+    with Collectives() as comms, unsharded(block):
         for _ in range(5):
             block.forward(x)
-    counts = {str(op): n for op, n in comms.get_comm_counts().items()}
-    assert sum(counts.values()) == 1, counts
-    with CommDebugMode() as comms, unsharded(net):
-        net.forward  # noqa: B018
-    assert sum(comms.get_comm_counts().values()) == len(net.blocks) + 1, comms.get_comm_counts()
+    assert comms.counts == {"_allgather_base_": 1}, comms.counts
+    with Collectives() as comms, unsharded(net, writeback=True):
+        net.head.bias.detach().zero_()
+    assert comms.counts == {"_allgather_base_": len(net.blocks) + 1}, comms.counts
 
 
 def test_five_forwards_of_a_layer_cost_one_all_gather() -> None:

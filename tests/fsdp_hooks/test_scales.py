@@ -1,0 +1,306 @@
+"""Tensor-wide scales: gathers are exact whatever they are, and the library's writes leave them agreed, by one all-reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_hooks import sync_scales, unsharded
+from qtensor import MasterWeightOptimizer, high_precision_init_val, quantize, quantized_model_init
+from tests.fsdp_hooks.cases import (
+    RECIPES,
+    ROW_RECIPES,
+    TENSOR_WIDE,
+    UNEVEN,
+    Collectives,
+    K,
+    Net,
+    assert_gathers_exactly,
+    assert_same_bytes,
+    assert_same_snapshot,
+    batch,
+    build,
+    exchanged,
+    gathered,
+    local,
+    mesh_of,
+    parts_of,
+    quantized,
+    rows_for,
+    rows_of,
+    shard,
+    shards_of,
+    snapshot,
+)
+from tests.ranks import run_ranks
+
+ONE_ALL_REDUCE = {"allreduce_": 1}
+
+
+def _value(rows: int, seed: int = 3) -> Tensor:
+    return torch.randn(rows, K, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def _write_shards(net: nn.Module, factor: float) -> None:
+    """Other values, and other magnitudes, in every shard; the last shard that has rows gets the largest."""
+    with torch.no_grad():
+        for _, param, q in quantized(net):
+            coordinate = param.device_mesh.get_local_rank("shard")
+            rows = rows_of(_value(param.shape[0]), q, coordinate, param.device_mesh["shard"].size())
+            q.copy_(rows * factor**coordinate)
+
+
+def _wide(q: Any) -> Tensor:
+    return q.parts()[q.tensor_wide()]
+
+
+def _assert_agreed(net: nn.Module, what: str) -> None:
+    for fqn, _, q in quantized(net):
+        if q.tensor_wide():
+            values = {_wide(q).item()} | set(exchanged(_wide(q).item()))
+            assert len(values) == 1, f"{what}: {fqn}: {values}"
+
+
+def _model(name: str, *shape: int, **init: Any) -> Net:
+    mesh = mesh_of(*(shape or (dist.get_world_size(),)))
+    return shard(build(RECIPES[name], rows_for(name), **init), mesh=mesh)
+
+
+def _gathers_disagreeing_shards(name: str) -> None:
+    net = _model(name)
+    _write_shards(net, factor=37.0)
+    ranks = dist.get_world_size()
+    for _ in range(2):  # a first gather, and a refill
+        pieces = shards_of(net)
+        distinct = {part[0][q.tensor_wide()].item() for part, (_, _, q) in zip(pieces.values(), quantized(net), strict=True)}
+        assert distinct
+        for fqn, _, q in quantized(net):
+            scales = {piece[q.tensor_wide()].item() for piece in pieces[fqn]}
+            assert len(scales) > 1 or ranks == 1, f"{fqn}: the test wants different scales"
+        dense = {fqn: exchanged(q.dequantize(torch.float32)) for fqn, _, q in quantized(net)}
+        assert_gathers_exactly(net, "different scales")
+        x = torch.randn(4, K)
+        with unsharded(net):
+            for fqn, param in net.named_parameters():
+                if fqn in dense:
+                    expected = torch.cat(dense[fqn])
+                    assert_same_bytes(param.dequantize(torch.float32), expected, fqn)
+                    forward = nn.functional.linear(x.to(param.dtype), param.detach())
+                    assert_same_bytes(forward, nn.functional.linear(x.to(param.dtype), expected.to(param.dtype)), f"{fqn}: linear")
+                    for rows in (slice(1, 3), slice(0, param.shape[0] // 2), slice(param.shape[0] // 3, None)):
+                        assert_same_bytes(param.detach()[rows].dequantize(torch.float32), expected[rows], f"{fqn}: rows")
+        _write_shards(net, factor=0.2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", TENSOR_WIDE)
+def test_shards_with_different_scales_gather_exactly(name: str, world_size: int) -> None:
+    run_ranks(world_size, _gathers_disagreeing_shards, name)
+
+
+def _agrees(name: str, shape: tuple[int, ...]) -> None:
+    net = _model(name, *shape)
+    _write_shards(net, factor=5.0)
+    before = {fqn: (parts_of(q), q.dequantize(torch.float32)) for fqn, _, q in quantized(net)}
+    largest = {fqn: max(exchanged(_wide(q).item() if q.numel() else 0.0)) for fqn, _, q in quantized(net)}
+    alone = shape[-1] == 1
+    with Collectives() as comms:
+        count = sync_scales(net)
+    assert (count, comms.counts) == ((0, {}) if alone else (1, ONE_ALL_REDUCE)), (count, comms.counts)
+    _assert_agreed(net, "after sync_scales")
+    for fqn, _, q in quantized(net):
+        parts, values = before[fqn]
+        assert _wide(q).item() == largest[fqn], f"{fqn}: not the largest scale"
+        if parts[q.tensor_wide()].item() == largest[fqn]:  # held it already: keeps its bytes
+            for part, bytes_ in parts.items():
+                assert_same_bytes(q.parts()[part], bytes_, f"{fqn}.{part}")
+        elif name == "float8-tensor":  # the nearest code under the new scale
+            expected = (values / largest[fqn]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert_same_bytes(q.payload, expected, f"{fqn}.payload")
+    assert_gathers_exactly(net, "agreed", net.head.weight.device_mesh.get_group("shard"))
+    held = snapshot(net)
+    assert sync_scales(list(net.parameters())) == count
+    assert_same_snapshot(snapshot(net), held, "a second sync_scales")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2)), (2, (2, 1))]
+)
+def test_sync_scales_makes_them_agreed_by_one_all_reduce(world_size: int, shape: tuple[int, ...]) -> None:
+    for name in TENSOR_WIDE:
+        run_ranks(world_size, _agrees, name, shape)
+
+
+def _agrees_on_nothing(name: str) -> None:
+    net = _model(name)
+    _write_shards(net, factor=5.0)
+    held = snapshot(net)
+    with Collectives() as comms:
+        assert sync_scales(net) == 0
+    assert not comms.counts
+    assert_same_snapshot(snapshot(net), held, name)
+    with quantized_model_init(RECIPES[name]):
+        assert sync_scales(nn.Linear(K, 32)) == 0  # not sharded at all
+
+
+def test_sync_scales_has_nothing_to_do_for_scales_of_rows_and_blocks() -> None:
+    for name in set(RECIPES) - set(TENSOR_WIDE):
+        run_ranks(2, _agrees_on_nothing, name)
+
+
+def _zero_shards_do_not_decide(name: str) -> None:
+    net = _model(name)
+    for _, _, q in quantized(net):
+        with torch.no_grad():
+            # the scale of zeros is 1, larger than that of these values
+            q.copy_(torch.zeros(q.shape)) if dist.get_rank() == 0 else q.copy_(torch.full(q.shape, 2.0**-20))
+    held = snapshot(net)
+    sync_scales(net)
+    for fqn, param, q in quantized(net):
+        if dist.get_rank() == 1 and q.numel():
+            for part, bytes_ in q.parts().items():
+                assert_same_bytes(bytes_, held[f"{fqn}.{part}"], f"{fqn}.{part} of the shard with values")
+        elif dist.get_rank() == 0:
+            assert not q.dequantize().any()
+    _assert_agreed(net, "zeros in one shard")
+    for _, _, q in quantized(net):
+        q.detach().zero_()
+    sync_scales(net)
+    for _, _, q in quantized(net):
+        assert not q.dequantize().any()
+        assert _wide(q).item() == 1.0
+    assert_gathers_exactly(net, "zeros everywhere")
+
+
+@pytest.mark.parametrize("name", TENSOR_WIDE)
+def test_shards_of_zeros_never_decide_a_scale(name: str) -> None:
+    run_ranks(2, _zero_shards_do_not_decide, name)
+
+
+def _meta_raises() -> None:
+    with torch.device("meta"), quantized_model_init(RECIPES["nvfp4-row"]):
+        net = Net((4,), head=4)
+    try:
+        sync_scales(shard(net))
+    except ValueError as error:
+        assert "meta device" in str(error)
+        assert "to_empty" in str(error)
+        return
+    raise AssertionError("no error")
+
+
+def test_sync_scales_of_a_meta_model_raises() -> None:
+    run_ranks(2, _meta_raises)
+
+
+def _preserved_value_decides(name: str) -> None:
+    """Shards initialised by hand from slices of a dense weight, with the high-precision value preserved."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with torch.device("meta"), quantized_model_init(RECIPES[name], preserve_high_precision_init_val=True):
+        net = Net(rows_for(name), head=rows_for(name)[0])
+    shard(net)
+    net.to_empty(device="cpu")
+    dense = {fqn: _value(param.shape[0], seed=len(fqn)) for fqn, param, _ in quantized(net)}
+    with torch.no_grad():
+        for fqn, _, q in quantized(net):
+            q.copy_(rows_of(dense[fqn], q, rank, ranks))
+    sync_scales(net)
+    full = gathered(net)
+    for fqn, param, q in quantized(net):
+        assert_same_bytes(high_precision_init_val(param), rows_of(dense[fqn], q, rank, ranks), f"{fqn}: preserved")
+        for part, expected in quantize(dense[fqn], RECIPES[name]).parts().items():
+            expected = expected.repeat(full[fqn][part].shape) if expected.ndim == 0 else expected
+            assert_same_bytes(full[fqn][part], expected, f"{fqn}.{part}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_with_a_preserved_value_shard_then_quantize_equals_quantize_then_shard(world_size: int) -> None:
+    for name in RECIPES:
+        run_ranks(world_size, _preserved_value_decides, name)
+
+
+def _row_formats_commute(name: str) -> None:
+    """The scales belong to rows or blocks of a row: nothing has to be agreed on."""
+    net = _model(name)
+    whole = quantize(_value(33), RECIPES[name])
+    q = local(net.blocks[1].linear.weight)
+    with torch.no_grad():
+        q.copy_(rows_of(_value(33), q, dist.get_rank(), dist.get_world_size()))
+    with unsharded(net):
+        for part, expected in whole.parts().items():
+            assert_same_bytes(net.blocks[1].linear.weight.parts()[part], expected, part)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_row_formats_quantize_then_shard_equals_shard_then_quantize(world_size: int) -> None:
+    for name in set(ROW_RECIPES) - set(TENSOR_WIDE):
+        run_ranks(world_size, _row_formats_commute, name)
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------------------
+
+
+def _backward(net: nn.Module, step: int) -> None:
+    net(batch(step)).float().square().mean().backward()
+
+
+def _one_all_reduce_a_step(name: str, shape: tuple[int, ...]) -> None:
+    net = _model(name, *shape)
+    assert len(net.blocks) >= (2 if rows_for(name) != UNEVEN else 3)
+    _write_shards(net, factor=5.0)
+    wide, alone = name in TENSOR_WIDE, shape[-1] == 1
+    with Collectives() as comms:
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW, net.parameters(), lr=0.01)
+    assert comms.counts == (ONE_ALL_REDUCE if wide and not alone else {}), comms.counts
+    _assert_agreed(net, "built")
+    for step in range(3):
+        _backward(net, step)
+        before = snapshot(net)
+        with Collectives() as comms:
+            optimizer.step()
+        # the first step also finds out which parameters moved; later ones only agree on scales
+        expected = ONE_ALL_REDUCE if (wide or step == 0) and not alone else {}
+        assert comms.counts == expected, (name, step, comms.counts)
+        _assert_agreed(net, f"step {step}")
+        assert any(not torch.equal(now, before[key]) for key, now in snapshot(net).items())
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("world_size", "shape"), [(2, (2,)), (4, (4,)), (4, (2, 2)), (2, (2, 1))])
+def test_a_step_leaves_scales_agreed_by_one_all_reduce_for_the_whole_model(
+    world_size: int, shape: tuple[int, ...]
+) -> None:
+    for name in RECIPES:
+        run_ranks(world_size, _one_all_reduce_a_step, name, shape)
+
+
+def _without_a_move_no_byte_moves(name: str) -> None:
+    net = _model(name)
+    _write_shards(net, factor=3.0)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, net.parameters(), lr=0.0, weight_decay=0.1)
+    for round_ in ("fresh", "after a step"):
+        held = snapshot(net)
+        for step in range(2):
+            _backward(net, step)
+            optimizer.step()
+            assert_same_snapshot(snapshot(net), held, f"{round_}: lr=0")
+            optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        _backward(net, 5)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = [key for key, now in snapshot(net).items() if not torch.equal(now, held[key])]
+        assert moved
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_step_with_lr_0_changes_no_byte(world_size: int) -> None:
+    for name in RECIPES:
+        run_ranks(world_size, _without_a_move_no_byte_moves, name)
