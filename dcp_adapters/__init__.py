@@ -1,4 +1,7 @@
-"""Quantized tensors in PyTorch distributed checkpoints: raw payloads and scales as plain tensors, resharded by stock DCP."""
+"""Quantized tensors in PyTorch distributed checkpoints.
+
+Raw payloads and scales as plain tensors, resharded by stock DCP.
+"""
 
 from dcp_adapters.expand import expand
 from dcp_adapters.load_planner import QuantizedLoadPlanner

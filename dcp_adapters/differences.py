@@ -19,7 +19,11 @@ __all__ = ["Target", "differences", "recipe_differences"]
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be loaded: quantized tensors, the shapes of the other tensors, the other names, and where each leaf stands in the nested dict."""
+    """What is to be loaded.
+
+    quantized, dense: the quantized tensors, and the shapes of the other ones; others: names of what is no tensor.
+    paths: where each leaf stands in the nested dict.
+    """
 
     quantized: Mapping[str, TensorEntry]
     dense: Mapping[str, tuple[int, ...]]
@@ -42,13 +46,16 @@ class Target:
 
 
 def differences(target: Target, metadata: Metadata, manifest: Manifest | None, *, partial: bool) -> list[str]:
-    """All differences. `partial` permits tensors that only one side has; `manifest` is None where the storage dropped it."""
+    """All differences.
+
+    `partial` permits tensors that only one side has; `manifest` is None where the storage dropped it.
+    """
     stored = metadata.state_dict_metadata
     problems: list[str] = []
     for name, want in target.quantized.items():
-        problems += _quantized(name, want, stored, manifest, partial)
+        problems += _quantized(name, want, stored, manifest, partial=partial)
     for name, shape in target.dense.items():
-        problems += _dense(name, shape, stored, manifest, partial)
+        problems += _dense(name, shape, stored, manifest, partial=partial)
     if not partial:
         problems += [f"{name}: missing in the checkpoint" for name in target.others if name not in stored]
         problems += _extra(target, metadata, manifest)
@@ -69,7 +76,8 @@ def _against(name: str, want: TensorEntry, found: TensorEntry) -> list[str]:
     problems = []
     if found.recipe != want.recipe:
         problems.append(
-            f"{name}: the checkpoint holds {found.recipe}, the target is {want.recipe}; build the target with the checkpoint's recipe"
+            f"{name}: the checkpoint holds {found.recipe}, the target is {want.recipe}; build the target with the "
+            "checkpoint's recipe"
         )
     if found.shape != want.shape:
         problems.append(f"{name}: the checkpoint holds shape {found.shape}, the target has {want.shape}")
@@ -77,15 +85,16 @@ def _against(name: str, want: TensorEntry, found: TensorEntry) -> list[str]:
 
 
 def _quantized(
-    name: str, want: TensorEntry, stored: Mapping[str, Any], manifest: Manifest | None, partial: bool
+    name: str, want: TensorEntry, stored: Mapping[str, Any], manifest: Manifest | None, *, partial: bool
 ) -> list[str]:
     parts = {f"{name}.{part}": spec for part, spec in want.parts().items()}
     found = manifest.tensors.get(name) if manifest is not None else None
     if found is not None and (problems := _against(name, want, found)):
         return problems
     if name in stored:
+        found_dense = "the checkpoint holds a dense tensor"
         return [
-            f"{name}: the checkpoint holds a dense tensor, the target is quantized ({want.recipe}); load into a dense model, then quantize"
+            f"{name}: {found_dense}, the target is quantized ({want.recipe}); load into a dense model, then quantize"
         ]
     missing = [part for part in parts if part not in stored]
     if len(missing) == len(parts):
@@ -110,7 +119,7 @@ def _quantized(
 
 
 def _dense(
-    name: str, shape: tuple[int, ...], stored: Mapping[str, Any], manifest: Manifest | None, partial: bool
+    name: str, shape: tuple[int, ...], stored: Mapping[str, Any], manifest: Manifest | None, *, partial: bool
 ) -> list[str]:
     entry = stored.get(name)
     if isinstance(entry, TensorStorageMetadata):
@@ -121,9 +130,8 @@ def _dense(
         return [f"{name}: the checkpoint holds no tensor, the target is a tensor of shape {shape}"]
     found = manifest.tensors.get(name) if manifest is not None else None
     if found is not None:
-        return [
-            f"{name}: the checkpoint holds it quantized ({found.recipe}), the target is dense; build the target with that recipe"
-        ]
+        held = f"the checkpoint holds it quantized ({found.recipe})"
+        return [f"{name}: {held}, the target is dense; build the target with that recipe"]
     return [] if partial else [f"{name}: missing in the checkpoint"]
 
 
@@ -156,6 +164,9 @@ def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> lis
 
 
 def _container(name: str, path: tuple[Any, ...], owners: Mapping[str, str]) -> tuple[Any, ...]:
-    """Where in the nested dict a tensor stood; a part stands where its weight did, which in a list is one step up: (.., 0, "payload")."""
+    """Where in the nested dict a tensor stood.
+
+    A part stands where its weight did, which in a list is one step up: (.., 0, "payload").
+    """
     in_list = name in owners and path[-1] == name[len(owners[name]) + 1 :]
     return path[:-2] if in_list else path[:-1]

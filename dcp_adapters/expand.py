@@ -52,8 +52,8 @@ def expand_flat(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     for name, value in flat.items():
         if _hides_quantized(value):
             raise ValueError(
-                f"{name}: a {type(value).__name__} holds a quantized tensor, and DCP would pickle it whole; use dicts and lists, "
-                "which it flattens (with flatten_state_dict=True)"
+                f"{name}: a {type(value).__name__} holds a quantized tensor, and DCP would pickle it whole; use dicts "
+                "and lists, which it flattens (with flatten_state_dict=True)"
             )
         parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(name, value).items()}
         owner.update(dict.fromkeys(parts, name))
@@ -105,8 +105,9 @@ def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> D
         expected, _ = compute_local_shape_and_global_offset(shape, weight.device_mesh, placements)
         if tuple(expected) != tuple(part.shape):
             raise ValueError(
-                f"{name}: a shard of {tuple(local_of(weight).shape)} out of {tuple(weight.shape)} has a {spec.name} of {tuple(part.shape)}, expected "
-                f"{tuple(expected)}: column cuts must fall on multiples of {spec.block}; choose a mesh that divides K into such pieces"
+                f"{name}: a shard of {tuple(local_of(weight).shape)} out of {tuple(weight.shape)} has a {spec.name} of "
+                f"{tuple(part.shape)}, expected {tuple(expected)}: column cuts must fall on multiples of {spec.block}; "
+                "choose a mesh that divides K into such pieces"
             )
     return dtensor_around(part, weight.device_mesh, placements, shape)
 
@@ -127,8 +128,8 @@ def _settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     values = parts[wide]
     if not torch.equal(values, values[:1].expand_as(values)):
         raise ValueError(
-            f"{name}: the shards of this gathered weight hold different values of {wide}: {values.tolist()}; call fsdp_hooks.sync_scales on the "
-            "sharded model first"
+            f"{name}: the shards of this gathered weight hold different values of {wide}: {values.tolist()}; call "
+            "fsdp_hooks.sync_scales on the sharded model first"
         )
     return {**parts, wide: values[0]}
 
@@ -137,6 +138,7 @@ def _merge(out: dict[str, Any], new: Mapping[str, Any]) -> None:
     for name, value in new.items():
         if name in out:
             raise ValueError(
-                f"the state dict holds {name!r} twice: as an entry and as a part of a quantized weight; rename the entry"
+                f"the state dict holds {name!r} twice: as an entry and as a part of a quantized weight; rename the "
+                "entry"
             )
         out[name] = value

@@ -1,11 +1,13 @@
-"""QuantizedLoadPlanner: payloads and scales from a DCP checkpoint straight into the live shards, on any world size, mesh or shard dim.
+"""QuantizedLoadPlanner: payloads and scales from a DCP checkpoint straight into the live shards.
 
-    set_up_planner       every rank   compare target and checkpoint; all differences in one error, before anything is touched; then expand:
-                                      the parts alias the live shards, so that stock resharding writes the weights in
-                                      place
+On any world size, mesh or shard dim, in the steps of every load planner:
+
+    set_up_planner       every rank   compare target and checkpoint; all differences in one error, before anything is
+                                      touched; then expand: the parts alias the live shards, so that stock resharding
+                                      writes the weights in place
     create_local_plan    every rank   stock read items
-    finish_plan          every rank   in front of them, one byte from the end of every file: a missing or truncated file stops the load before
-                                      the first byte is written
+    finish_plan          every rank   in front of them, one byte from the end of every file: a missing or truncated file
+                                      stops the load before the first byte is written
     load / commit        every rank   stock
 
 Where the storage drops planner data the manifest is read first, as a tensor, and compared when it arrives.
@@ -31,8 +33,8 @@ from qtensor.tensor import QuantizedTensor
 __all__ = ["QuantizedLoadPlanner"]
 
 PROBE = "qtensor.probe"
-# With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; beyond, only the files it reads
-# (opening every file of a checkpoint from every one of thousands of ranks would cost more than it protects).
+# With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; beyond, only
+# the files it reads (opening every file from every one of thousands of ranks would cost more than it protects).
 PROBE_ALL_BELOW = 100_000
 
 
@@ -60,14 +62,12 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             raise ValueError(f'QuantizedLoadPlanner: on_mismatch={on_mismatch!r} is not one of "raise"')
         super().__init__(**kwargs)
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Compare, then flatten and expand."""
         assert metadata is not None
-        flat, paths = (
-            flatten_state_dict(state_dict)
-            if self.flatten_state_dict
-            else (state_dict, {name: (name,) for name in state_dict})
-        )
+        flat, paths = state_dict, dict[str, Any]({name: (name,) for name in state_dict})
+        if self.flatten_state_dict:
+            flat, paths = flatten_state_dict(state_dict)
         self.manifest = manifest_of(metadata)
         target = Target.of(flat, paths)
         problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load)
@@ -108,13 +108,13 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             assert self.metadata is not None
             info = self.metadata.storage_data[read_item.storage_index]
             raise EOFError(
-                f"{info.relative_path} of the checkpoint is truncated: it should hold at least {info.offset + 1} bytes. Nothing has been loaded; "
-                "use another checkpoint"
+                f"{info.relative_path} of the checkpoint is truncated: it should hold at least {info.offset + 1} "
+                "bytes. Nothing has been loaded; use another checkpoint"
             )
         return self._passed(1)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Compare the manifest as soon as it is there (it is read first); spread a tensor-wide scale over its vector."""
+        """Compare the manifest as soon as it is there (it is read first); spread a tensor-wide scale over a vector."""
         super().commit_tensor(read_item, tensor)
         name = read_item.dest_index.fqn
         if self.awaits_manifest and name == MANIFEST:
@@ -136,13 +136,14 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
 
 
 def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
-    """Part name -> the vector of a gathered weight's tensor-wide values, all of which the checkpoint's one value replaces."""
+    """Part name -> the vector of a gathered weight's tensor-wide values, which the checkpoint's one value replaces."""
     vectors = {}
     for name, q in quantized.items():
         wide = q.tensor_wide()
         if wide and q.arrangement.partial:
             raise ValueError(
-                f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all of it at once"
+                f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all "
+                "of it at once"
             )
         if wide and q.arrangement.shards is not None:
             vectors[f"{name}.{wide}"] = q.parts()[wide]
@@ -150,7 +151,10 @@ def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
 
 
 class _ProbePath(str):
-    """A path that is its own key in a dict: readers group items by file, and a probe must not wait behind another file's data."""
+    """A path that is its own key in a dict.
+
+    Readers group items by file, and a probe must not wait behind another file's data.
+    """
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -160,7 +164,9 @@ class _ProbePath(str):
 
 
 def _probes(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
-    """One-byte reads at the end of every file, for readers that keep (relative_path, offset, length) for each chunk; else none.
+    """One-byte reads at the end of every file.
+
+    None for readers that do not keep (relative_path, offset, length) for each chunk.
 
     DCP offers planners no hook on the reader, but a read item it would accept from anyone is enough.
     """
@@ -172,9 +178,9 @@ def _probes(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
     everything = len(stored) <= PROBE_ALL_BELOW
     ends: dict[str, Any] = {}
     indices = stored if everything else {item.storage_index for item in plan.items}
-    for index in [
-        index for index in indices if index.fqn != PROBE
-    ]:  # metadata that a reader kept has the probes of an earlier load
+    for index in indices:
+        if index.fqn == PROBE:
+            continue  # metadata that a reader kept has the probes of an earlier load
         info = stored[index]
         last = ends.get(info.relative_path)
         if info.length and (last is None or info.offset + info.length > last.offset + last.length):

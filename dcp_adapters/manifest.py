@@ -81,13 +81,14 @@ class Manifest:
         """
         if not isinstance(record, Mapping):
             raise ValueError(
-                f"the checkpoint's qtensor.manifest is malformed: it holds a {type(record).__name__}, expected an object"
+                f"the checkpoint's qtensor.manifest is malformed: it holds a {type(record).__name__}, expected an "
+                "object"
             )
         version = record.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(
-                f"the checkpoint's qtensor.manifest has format_version {version!r}; this library reads version {FORMAT_VERSION}. "
-                "Use a library version that knows it"
+                f"the checkpoint's qtensor.manifest has format_version {version!r}; this library reads version "
+                f"{FORMAT_VERSION}. Use a library version that knows it"
             )
         try:
             recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]

@@ -1,8 +1,10 @@
 """QuantizedSavePlanner: raw payloads and scales into a DCP checkpoint, with stock DCP doing the rest.
 
     set_up_planner       every rank         flatten as DCP does, then expand quantized leaves into parts
-    create_local_plan    every rank         stock write items; beside them, one byte an item for the recipe and the values of the tensor-wide scales
-    create_global_plan   the coordinator    recipes and scales must agree over all ranks; merge the manifest; add it as one more entry
+    create_local_plan    every rank         stock write items; beside them, one byte an item for the recipe and the
+                                            values of the tensor-wide scales
+    create_global_plan   the coordinator    recipes and scales must agree over all ranks; merge the manifest; add it as
+                                            one more entry
     finish_plan ...      every rank         stock
 
 All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
@@ -44,7 +46,7 @@ class _Record:
 
 
 class QuantizedSavePlanner(DefaultSavePlanner):
-    """Saves quantized tensors as their parts plus a manifest (checkpoint format version 1); everything else as stock DCP does.
+    """Saves quantized tensors as their parts plus a manifest (checkpoint format version 1), the rest as stock DCP does.
 
     Use it with `dcp.save` and `dcp.async_save` on state dicts of plain or sharded models, nested or flat. Give
     `async_save` a process group of its own (`dist.new_group(backend="gloo")`): its upload thread exchanges plans while
@@ -63,16 +65,18 @@ class QuantizedSavePlanner(DefaultSavePlanner):
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("enable_plan_caching"):
             raise ValueError(
-                "QuantizedSavePlanner: enable_plan_caching=True is not supported: DCP's plan cache compares neither dtypes nor formats"
+                "QuantizedSavePlanner: enable_plan_caching=True is not supported: DCP's plan cache compares neither "
+                "dtypes nor formats"
             )
         super().__init__(**kwargs)
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Flatten, then expand every quantized leaf."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if MANIFEST in self.state_dict:
             raise ValueError(
-                f"the state dict holds an entry {MANIFEST!r}, which is the name of the checkpoint's own manifest; rename it"
+                f"the state dict holds an entry {MANIFEST!r}, which is the name of the checkpoint's own manifest; "
+                "rename it"
             )
         self.quantized = {
             name: q for name, value in self.state_dict.items() if (q := quantized_local(value)) is not None
@@ -122,7 +126,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         return plans, self.metadata
 
     def _lists(self, item: WriteItem) -> bool:
-        """Whether this rank lists the item: of a scalar that every rank of a mesh holds, only the mesh's first rank does."""
+        """Whether this rank lists the item: a scalar that every rank of a mesh holds is listed by the mesh's first."""
         value = self.state_dict[item.index.fqn]
         if not isinstance(value, DTensor) or value.ndim:
             return True
@@ -130,7 +134,10 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
 
 def _with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem]) -> SavePlan:
-    """The coordinator's plan, with the replicated scalars it left to a rank that takes no part (one replica group saves, or each rank its own)."""
+    """The coordinator's plan, with the replicated scalars that it left to a rank which takes no part in this save.
+
+    That is so where one replica group saves for all, and where each rank saves its own (use_collectives=False).
+    """
     listed = {item.index.fqn for plan in all_plans for item in plan.items}
     missing = [item for item in unlisted if item.index.fqn not in listed]
     plan, record = all_plans[0], all_plans[0].planner_data
@@ -172,14 +179,16 @@ def _merge(all_plans: list[SavePlan]) -> Manifest:
             entry = TensorEntry(recipe, (*size[:-1], size[-1] * specs[0].block), dtype)
             if entries.setdefault(name, entry) != entry:
                 raise ValueError(
-                    f"{name}: rank {rank} holds {entry}, an earlier rank {entries[name]}; all ranks must quantize it alike"
+                    f"{name}: rank {rank} holds {entry}, an earlier rank {entries[name]}; all ranks must quantize it "
+                    "alike"
                 )
             wide = next((spec.name for spec in specs if not spec.per_row), None)
             if wide is not None:
                 _check_agreed(f"{name}.{wide}", next(bits), rank, scales)
                 if f"{name}.{wide}" not in listed:
                     raise ValueError(
-                        f"{name}.{wide}: the rank that saves it, the first of the weight's mesh, takes no part; save on all ranks of the mesh"
+                        f"{name}.{wide}: the rank that saves it, the first of the weight's mesh, takes no part; save "
+                        "on all ranks of the mesh"
                     )
     return Manifest(entries)
 
@@ -189,8 +198,8 @@ def _check_agreed(name: str, bits: int, rank: int, scales: dict[str, tuple[int, 
     if first != bits:
         values = torch.tensor([first, bits], dtype=torch.int32).view(torch.float32).tolist()
         raise ValueError(
-            f"{name}: rank {first_rank} holds {values[0]!r}, rank {rank} {values[1]!r}; a tensor-wide scale must be the same in all shards. "
-            "Call fsdp_hooks.sync_scales(model) before saving"
+            f"{name}: rank {first_rank} holds {values[0]!r}, rank {rank} {values[1]!r}; a tensor-wide scale must be "
+            "the same in all shards. Call fsdp_hooks.sync_scales(model) before saving"
         )
 
 

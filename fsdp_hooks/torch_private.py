@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map
 
 __all__ = [
     "compute_local_shape_and_global_offset",
     "dtensor_around",
     "flatten_state_dict",
     "make_wrapper",
+    "tree_map",
     "without_torch_function",
 ]
 
@@ -28,6 +30,9 @@ __all__ = [
 # effect of set_up_planner), and must know which rows of a part a rank holds before any tensor is touched.
 assert callable(flatten_state_dict)
 assert callable(compute_local_shape_and_global_offset)
+
+# Arguments of an op nest lists and dicts; torch has no public name for walking them.
+assert callable(tree_map)
 
 # Documented by torch as the way to leave __torch_function__; its public twin wraps plain results in the subclass again.
 without_torch_function = torch._C.DisableTorchFunctionSubclass

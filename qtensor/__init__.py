@@ -2,6 +2,7 @@
 
 from qtensor import linear as _linear
 from qtensor import ops as _ops
+from qtensor import redistribute as _redistribute
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor

@@ -157,7 +157,8 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     multiple = block_multiple(q.recipe)
     if along_k and (start % multiple or (end % multiple and end != q.shape[dim])):
         raise ValueError(
-            f"cutting {describe(q.shape, q.recipe)} at columns {start}:{end}: cuts along K must be multiples of {multiple}"
+            f"cutting {describe(q.shape, q.recipe)} at columns {start}:{end}: cuts along K must be multiples of {multiple}. "
+            "If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) placements; shard on dim 0"
         )
     parts = {spec.name: _cut_part(getattr(q, spec.name), spec, q, dim, start, end) for spec in q.specs()}
     wide, shards = q.tensor_wide(), q.arrangement.shards
@@ -324,7 +325,9 @@ def zeros_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """PLAIN zeros: what optimizers allocate for their state. With `device=` the same class: what blocking stagers allocate."""
     q = args[0]
     if kwargs.get("device") is not None:
-        return _allocate(q, q.arrangement.flat or q.shape, kwargs, zero=True)
+        out = _allocate(q, q.arrangement.flat or q.shape, kwargs, zero=True)
+        out.init_value = None
+        return out
     return torch.zeros(q.shape, dtype=kwargs.get("dtype") or q.dtype, device=q.device)
 
 

@@ -15,14 +15,14 @@ Which torch operations keep the quantized representation, which requantize and w
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
-from fsdp_hooks.torch_private import make_wrapper, without_torch_function
+from fsdp_hooks.torch_private import make_wrapper, tree_map, without_torch_function
 from qtensor.blocks import canonical_nan, finite_amax
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, describe, format_of, registered, specs_of
 from qtensor.recipes import Recipe
@@ -32,6 +32,16 @@ __all__ = ["OPS", "QuantizedTensor", "quantize", "rebuild"]
 # aten overload -> handler(func, args, kwargs), filled by ops.py; torch function -> handler(*args, **kwargs), filled by linear.py
 OPS: dict[Any, Callable[..., Any]] = {}
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+
+
+@dataclass
+class Preserved:
+    """Holds a preserved initial value; aliases share it, so that what is forgotten through one of them is forgotten by all."""
+
+    value: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Preserved":
+        return Preserved()  # DCP stages attributes by deepcopy, and a checkpoint has no use for it
 
 
 class QuantizedTensor(AllGatherHooks, Tensor):
@@ -46,7 +56,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     recipe: Recipe
     payload: Tensor
     scale: Tensor
-    preserved: list[Tensor | None]  # [init_value]; aliases share the list, so that what is forgotten through one is forgotten by all
+    preserved: Preserved
 
     @staticmethod
     def __new__(
@@ -64,7 +74,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         if shape is None:
             shape = arrangement.flat or _logical_shape(payload, recipe)
         self: Any = make_wrapper(cls, shape, dtype, payload.device)
-        self.recipe, self.arrangement, self.preserved = recipe, arrangement, [init_value]
+        self.recipe, self.arrangement, self.preserved = recipe, arrangement, Preserved(init_value)
         for name, part in parts.items():
             setattr(self, name, part)
         return self  # type: ignore[no-any-return]
@@ -114,11 +124,11 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     @property
     def init_value(self) -> Tensor | None:
         """The high-precision value it was initialised with, where that is preserved."""
-        return self.preserved[0]
+        return self.preserved.value
 
     @init_value.setter
     def init_value(self, value: Tensor | None) -> None:
-        self.preserved[0] = value
+        self.preserved.value = value
 
     # -- what ops, hooks and adapters build on --------------------------------------------------------------------------------
 

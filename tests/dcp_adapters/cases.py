@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
@@ -135,7 +134,7 @@ def leaves(state_dict: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def held(state_dict: Any) -> dict[str, Any]:
-    """Name -> (shape, dtype, bytes) of every tensor this rank holds, parts under their own names; other leaves as they are."""
+    """Name -> (shape, dtype, bytes) of every tensor of this rank, parts by their own names; other leaves as is."""
     found = {}
     for name, value in leaves(state_dict):
         if not isinstance(value, Tensor):

@@ -1,4 +1,7 @@
-"""async_save writes the values at the moment of the call; optimizer states travel with the weights, and training goes on bit for bit."""
+"""async_save writes the values at the moment of the call.
+
+Optimizer states travel with the weights, and training goes on bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedSavePlanner, expand
 from dcp_adapters.expand import quantized_local
-from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
+from qtensor import MasterWeightOptimizer, QuantizedTensor, high_precision_init_val, quantized_model_init
 from tests.dcp_adapters.cases import (
     RECIPES,
     assert_holds,
@@ -155,6 +158,25 @@ def test_staged_copies_are_cpu_parts_of_the_payload_bytes(shared_tmp_path: Path)
     run_ranks(2, staged_copies, shared_tmp_path)
 
 
+def staged_without_initial_values(base: Path) -> None:
+    with quantized_model_init(RECIPES["mxfp8"], preserve_high_precision_init_val=True):
+        net = fully_shard(nn.Linear(64, 96, bias=False, dtype=torch.bfloat16))
+    live = {"w": net.state_dict()["weight"]}
+    stagers = {
+        "default": DefaultStager(StagingOptions(False, False, False, False)),
+        "blocking": dcp.FileSystemWriter(base),
+    }
+    for way, stager in stagers.items():
+        staged = stager.stage(live)
+        assert held(staged) == held(live), way
+        assert quantized_local(staged["w"]).init_value is None, way
+    assert high_precision_init_val(net.weight) is not None
+
+
+def test_staging_leaves_preserved_initial_values_behind(shared_tmp_path: Path) -> None:
+    run_ranks(2, staged_without_initial_values, shared_tmp_path)
+
+
 # -- with an optimizer -------------------------------------------------------------------------------------------------
 
 
@@ -195,8 +217,7 @@ def whole(state: Any) -> dict[str, Any]:
     found = {}
     for name, value in leaves(expand(state)):
         if isinstance(value, DTensor):
-            wide = value if value.element_size() > 1 else None
-            full = value.full_tensor() if wide is not None else bytewise(value)
+            full = value.full_tensor() if value.element_size() > 1 else bytewise(value)  # gloo knows no float8
             found[name] = (tuple(value.shape), bits(full))
         else:
             found[name] = (tuple(value.shape), bits(value)) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""The comparison of a target with a checkpoint, as pure functions of records: which sentences it finds, word for word."""
+"""The comparison of a target with a checkpoint, as pure functions of records: the sentences it finds, word for word."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling()
 MX_TEXT = "MXFP8BlockScaling(element='e4m3', blocks='row', scale_rounding='up')"
 NV_TEXT = "NVFP4BlockScaling(blocks='row')"
+BUILD = "build the target with"
+DENSE = "the checkpoint holds a dense tensor"
 
 
 def entry(recipe: Any = MX, shape: tuple[int, ...] = (48, 64)) -> TensorEntry:
@@ -27,7 +29,7 @@ def entry(recipe: Any = MX, shape: tuple[int, ...] = (48, 64)) -> TensorEntry:
 
 
 def stored(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> tuple[Metadata, Manifest]:
-    """A checkpoint of quantized entries, dense shapes and (None) bytes, all of them at the top level unless `paths` says."""
+    """A checkpoint of quantized entries, dense shapes and (None) bytes, at the top level unless `paths` says so."""
     manifest = Manifest({name: value for name, value in tensors.items() if isinstance(value, TensorEntry)})
     records: dict[str, Any] = {}
     for name, value in tensors.items():
@@ -69,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"w": entry()},
         {"w": entry(NV, (4, 64))},
         [
-            f"w: the checkpoint holds {MX_TEXT}, the target is {NV_TEXT}; build the target with the checkpoint's recipe",
+            f"w: the checkpoint holds {MX_TEXT}, the target is {NV_TEXT}; {BUILD} the checkpoint's recipe",
             "w: the checkpoint holds shape (48, 64), the target has (4, 64)",
         ],
     ),
@@ -77,7 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"w": (48, 64)},
         {"w": entry()},
         [
-            f"w: the checkpoint holds a dense tensor, the target is quantized ({MX_TEXT}); load into a dense model, then quantize",
+            f"w: {DENSE}, the target is quantized ({MX_TEXT}); load into a dense model, then quantize",
         ],
     ),
     "quantized for dense": (
@@ -175,10 +177,10 @@ def test_recipe_differences_are_of_tensors_both_sides_have_quantized() -> None:
     manifest = Manifest({"w": entry(), "v": entry(NV), "only": entry()})
     assert recipe_differences(target({"w": entry(), "b": (5,), "more": entry()}), manifest) == []
     floor = entry(MXFP8BlockScaling(scale_rounding="floor"))
+    floor_text = MX_TEXT.replace("'up'", "'floor'")
     assert recipe_differences(target({"w": floor, "v": entry(NV, (4, 64))}), manifest) == [
         "v: the checkpoint holds shape (48, 64), the target has (4, 64)",
-        f"w: the checkpoint holds {MX_TEXT}, the target is MXFP8BlockScaling(element='e4m3', blocks='row', scale_rounding='floor'); "
-        "build the target with the checkpoint's recipe",
+        f"w: the checkpoint holds {MX_TEXT}, the target is {floor_text}; {BUILD} the checkpoint's recipe",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint format version 1 on disk: entries, manifest, planner data, what stock torch can read, and golden bytes that freeze the layout.
+"""Checkpoint format version 1 on disk: entries, manifest, planner data, stock readers, and golden bytes of the layout.
 
 Golden bytes: `layout_v1.json` holds the manifest's text and, for every entry of the checkpoint of `golden_state`, its
 dtype, global shape and the sha256 of its bytes. A change to it is a new format version. To write it anew: python -m
@@ -220,7 +220,7 @@ def test_read_manifest_says_what_is_wrong(tmp_path: Path) -> None:
     with alone():
         dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "stock")
     with pytest.raises(
-        ValueError, match="stock: no entry qtensor.manifest: it was not saved with QuantizedSavePlanner"
+        ValueError, match=r"stock: no entry qtensor\.manifest: it was not saved with QuantizedSavePlanner"
     ):
         read_manifest(tmp_path / "stock")
 

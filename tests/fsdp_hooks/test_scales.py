@@ -304,3 +304,26 @@ def _without_a_move_no_byte_moves(name: str) -> None:
 def test_a_step_with_lr_0_changes_no_byte(world_size: int) -> None:
     for name in RECIPES:
         run_ranks(world_size, _without_a_move_no_byte_moves, name)
+
+
+def _negative_zeros_stay() -> None:
+    recipe = RECIPES["nvfp4-row"]
+    value = torch.full((2, K), -1e-4)  # under the smallest code of their block
+    value[:, ::16] = 1.0
+    weight = nn.Parameter(quantize(value, recipe))
+    assert (weight.payload == 0x88).any(), "the test wants codes of -0.0"
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, [weight], lr=0.1, weight_decay=0.0)
+    weight.grad = torch.zeros(2, K)
+    weight.grad[0, 0] = 1.0
+    optimizer.step()  # moves the parameter, but not its zeros
+    held = parts_of(weight)
+    optimizer.param_groups[0]["lr"] = 0.0
+    for grad in (1.0, -1.0, 1.0):
+        weight.grad = torch.full((2, K), grad)
+        optimizer.step()
+        for part, bytes_ in held.items():
+            assert_same_bytes(weight.parts()[part], bytes_, part)
+
+
+def test_a_step_with_lr_0_does_not_turn_the_sign_of_zeros() -> None:
+    run_ranks(1, _negative_zeros_stay)

@@ -29,7 +29,9 @@ TENSOR_WIDE = [name for name in RECIPES if name.startswith(("float8_tensor", "nv
 all_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 tensor_wide_recipes = pytest.mark.parametrize("recipe", [RECIPES[name] for name in TENSOR_WIDE], ids=TENSOR_WIDE)
 per_row_recipes = pytest.mark.parametrize(
-    "recipe", [recipe for name, recipe in RECIPES.items() if name not in TENSOR_WIDE], ids=[n for n in RECIPES if n not in TENSOR_WIDE]
+    "recipe",
+    [recipe for name, recipe in RECIPES.items() if name not in TENSOR_WIDE],
+    ids=[n for n in RECIPES if n not in TENSOR_WIDE],
 )
 
 

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from qtensor.formats import format_of
 from tests.qtensor.recipes_under_test import (
+    FP32_SLACK,
     RECIPES,
     all_recipes,
     block_of,
+    element_of,
     error_bound,
     per_row_recipes,
     row_multiple,
@@ -44,7 +46,7 @@ def without_nan(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=12345.0)
 
 
-# -- values -------------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------------------------
 
 
 @all_recipes
@@ -58,10 +60,10 @@ def test_round_trip_is_within_half_a_step(recipe: Any, dtype: torch.dtype) -> No
 
 @all_recipes
 def test_scales_saturate_nothing_they_should_not(recipe: Any) -> None:
-    """|x| / unit <= largest: exactly for Float8 and MXFP8; "floor" lets the mantissa run to 2 (512 of 448, 65536 of 57344: 8/7);
-    an NVFP4 scale is rounded to E4M3, 2^-4 relative."""
-    from tests.qtensor.recipes_under_test import FP32_SLACK, element_of
+    """|x| / unit <= largest, exactly for Float8 and MXFP8.
 
+    "floor" lets the mantissa run to 2 (512 of 448, 65536 of 57344: 8/7); an NVFP4 scale is rounded to E4M3, 2^-4 relative.
+    """
     x = weight(dtype=torch.float32)
     q = quantize(x, recipe)
     excess = 1 + 2.0**-4 if isinstance(recipe, NVFP4BlockScaling) else 8 / 7 if "floor" in repr(recipe) else 1.0
@@ -160,9 +162,9 @@ def test_non_finite_markers_are_those_of_the_formats() -> None:
 
 @all_recipes
 def test_requantizing_decoded_values_is_stable_in_value(recipe: Any) -> None:
-    """decode . encode . decode == decode: a value that a format holds is held again, where the scale is made from the amax alike.
+    """A value that a format holds is held again, where its scale is a power of two.
 
-    NVFP4's global scale comes from an amax that decoding has changed, and rounds again: there only the error bound holds.
+    The others' scales come from an amax that decoding has changed, and round again: there only the error bound holds.
     """
     q = quantize(weight(dtype=torch.float32), recipe)
     again = quantize(q.dequantize(), recipe)
@@ -171,7 +173,7 @@ def test_requantizing_decoded_values_is_stable_in_value(recipe: Any) -> None:
         assert same_bytes(again.dequantize(), q.dequantize())
 
 
-# -- what it pretends to be -----------------------------------------------------------------------------------------------------
+# -- what it pretends to be ------------------------------------------------------------------------------------------
 
 
 @all_recipes
@@ -244,7 +246,7 @@ def test_flatten_and_unflatten(recipe: Any) -> None:
     assert hash(context[0]) == hash(copy.copy(context[0]))  # the recipe is what compile caches and guards compare
 
 
-# -- aliases --------------------------------------------------------------------------------------------------------------------
+# -- aliases ---------------------------------------------------------------------------------------------------------
 
 
 @all_recipes
@@ -267,7 +269,14 @@ def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
     """Equal to quantizing the rows alone, with the amax of the whole where the format has a tensor-wide scale."""
     x = weight(96, 64)
     q, multiple, fmt = quantize(x, recipe), row_multiple(recipe), format_of(recipe)
-    for start, stop in [(0, 32), (32, 96), (multiple, 3 * multiple), (64, 65 if multiple == 1 else 96), (0, 96), (50 // multiple * multiple,) * 2]:
+    for start, stop in [
+        (0, 32),
+        (32, 96),
+        (multiple, 3 * multiple),
+        (64, 65 if multiple == 1 else 96),
+        (0, 96),
+        (50 // multiple * multiple,) * 2,
+    ]:
         alone = fmt.encode(x[start:stop].float(), recipe, fmt.tensor_amax(x.float(), recipe))
         assert same_parts(q[start:stop], QuantizedTensor.from_parts(alone, recipe, x.dtype))
 
@@ -364,7 +373,7 @@ def test_as_strided_crops_rows_and_nothing_else(recipe: Any) -> None:
             q.as_strided(size, stride)
 
 
-# -- copies ---------------------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------------------------
 
 
 @all_recipes
@@ -415,7 +424,9 @@ def test_e5m2_is_not_copied_into_e4m3_as_bytes() -> None:
     src = quantize(weight(), Float8CurrentScaling(element="e5m2"))
     dst = quantize(weight(seed=1), Float8CurrentScaling())
     dst.copy_(src)
-    assert ((dst.dequantize(torch.float32) - src.dequantize(torch.float32)).abs() <= error_bound(src.dequantize(), dst)).all()
+    assert (
+        (dst.dequantize(torch.float32) - src.dequantize(torch.float32)).abs() <= error_bound(src.dequantize(), dst)
+    ).all()
     assert not torch.equal(dst.payload.view(torch.uint8), src.payload.view(torch.uint8))
 
 
@@ -487,15 +498,15 @@ def test_zero_writes_exact_zeros(recipe: Any) -> None:
 
 @all_recipes
 def test_fills_quantize_what_a_dense_tensor_would_hold(recipe: Any) -> None:
-    """The same draws from the generator: initialising a quantized parameter is initialising a dense one, then quantizing."""
+    """The same draws from the generator: it is as if a dense parameter were initialised, then quantized."""
     for fill in (
         lambda t: t.fill_(1.5),
         lambda t: nn.init.uniform_(t, -0.1, 0.1),
         lambda t: nn.init.normal_(t, std=0.02),
         lambda t: nn.init.kaiming_uniform_(t, a=math.sqrt(5)),
-        lambda t: nn.init.xavier_normal_(t),
+        nn.init.xavier_normal_,
         lambda t: nn.init.constant_(t, 0.25),
-        lambda t: nn.init.zeros_(t),
+        nn.init.zeros_,
     ):
         q, dense = quantize(weight(), recipe), torch.zeros(64, 96, dtype=torch.bfloat16)
         torch.manual_seed(0)
@@ -590,7 +601,7 @@ def test_likes_that_optimizers_allocate_are_plain(recipe: Any) -> None:
     assert torch.zeros_like(q, dtype=torch.float32).dtype == torch.float32
 
 
-# -- leaving the process and coming back ----------------------------------------------------------------------------------------
+# -- leaving the process and coming back -----------------------------------------------------------------------------
 
 
 def assert_works(q: QuantizedTensor, like: QuantizedTensor) -> None:
@@ -695,7 +706,7 @@ def test_torch_load_of_a_parameter_moves_with_map_location(recipe: Any) -> None:
     assert loaded.shape == q.shape
 
 
-# -- in modules -----------------------------------------------------------------------------------------------------------------
+# -- in modules ------------------------------------------------------------------------------------------------------
 
 
 def linear(recipe: Any, *, bias: bool = True, seed: int = 0) -> nn.Linear:
@@ -708,7 +719,7 @@ def linear(recipe: Any, *, bias: bool = True, seed: int = 0) -> nn.Linear:
 def test_module_to_moves_parameters_and_keeps_bytes(recipe: Any) -> None:
     module = linear(recipe)
     before = module.weight.detach().clone()
-    for step in (lambda: module.float(), lambda: module.to(torch.bfloat16), lambda: module.cpu()):
+    for step in (module.float, lambda: module.to(torch.bfloat16), module.cpu):
         step()
         assert isinstance(module.weight, nn.Parameter)
         assert module.weight.requires_grad
@@ -779,7 +790,7 @@ def test_a_quantized_state_dict_fills_a_dense_model_with_values(recipe: Any) -> 
     assert same_bytes(dense.weight, source.weight.dequantize())
 
 
-# -- autograd -------------------------------------------------------------------------------------------------------------------
+# -- autograd --------------------------------------------------------------------------------------------------------
 
 
 @all_recipes
@@ -811,7 +822,7 @@ def test_gradients_may_be_accumulated_and_cleared(recipe: Any) -> None:
         parameter.grad = torch.ones(64, 96, dtype=torch.float32)
 
 
-# -- in-place arithmetic and torch's own optimizers -------------------------------------------------------------------------------
+# -- in-place arithmetic and torch's own optimizers ------------------------------------------------------------------
 
 
 @all_recipes
@@ -854,8 +865,10 @@ def test_dense_tensors_take_quantized_operands_in_place(recipe: Any) -> None:
     [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})],
     ids=["SGD", "AdamW"],
 )
-def test_torch_optimizers_update_quantized_parameters(recipe: Any, kind: Any, options: dict[str, Any], foreach: bool) -> None:
-    """Large enough steps learn; the optimizer's state is plain, and what a dense parameter of the same gradients gets, bit for bit."""
+def test_torch_optimizers_update_quantized_parameters(
+    recipe: Any, kind: Any, options: dict[str, Any], foreach: bool
+) -> None:
+    """Large enough steps learn; the state is plain, and bit for bit what the same gradients of a dense one give."""
     target = torch.ones(64, 96, dtype=torch.bfloat16)
     parameter, norm = nn.Parameter(quantize(-target, recipe)), nn.Parameter(torch.zeros(96, dtype=torch.bfloat16))
     dense = nn.Parameter(parameter.dequantize())
@@ -885,7 +898,7 @@ def test_one_sgd_step_is_dequantize_update_requantize(recipe: Any, foreach: bool
     assert same_parts(parameter, expected)
 
 
-# -- what raises ----------------------------------------------------------------------------------------------------------------
+# -- what raises -----------------------------------------------------------------------------------------------------
 
 
 @all_recipes
@@ -896,17 +909,20 @@ def test_unknown_ops_raise_instead_of_dequantizing(recipe: Any) -> None:
         lambda: q * dense,
         lambda: dense - q,
         lambda: q @ dense.t(),
-        lambda: q.sum(),
+        q.sum,
         lambda: torch.cat([q, q]),
-        lambda: q.exp(),
+        q.exp,
         lambda: q == dense,
-        lambda: q.sort(),
+        q.sort,
         lambda: q[[0, 2]],
         lambda: q.index_select(0, torch.tensor([1])),
         lambda: torch.equal(q, q),
         lambda: q.flip(0),
     ):
-        with pytest.raises(NotImplementedError, match=rf"aten\..* is not defined for quantized tensors \(got .*{type(q).__name__}.*\); call .dequantize"):
+        with pytest.raises(
+            NotImplementedError,
+            match=rf"aten\..* is not defined for quantized tensors \(got .*{type(q).__name__}.*\); call .dequantize",
+        ):
             op()
 
 
@@ -917,7 +933,9 @@ def test_python_and_numpy_values_raise(recipe: Any) -> None:
         with pytest.raises(NotImplementedError, match="dequantize"):
             read()
     for read in (q.untyped_storage, q.share_memory_, lambda: torch.empty(0, dtype=q.dtype).set_(q)):
-        with pytest.raises((RuntimeError, NotImplementedError), match=r"no single storage|is not defined for quantized tensors"):
+        with pytest.raises(
+            (RuntimeError, NotImplementedError), match=r"no single storage|is not defined for quantized tensors"
+        ):
             read()
 
 

@@ -91,11 +91,12 @@ def test_golden_parts_decode_to_the_golden_values(golden: Golden, case: str) -> 
 @golden_recipes
 @pytest.mark.parametrize("case", CASES)
 def test_shards_quantized_with_the_agreed_amax_are_slices_of_the_whole(golden: Golden, case: str) -> None:
-    """For every number of rows a shard can have; stacks are cut between matrices and, flattened to rows, within them."""
+    """For every number of rows a shard can have; stacks are cut between matrices and within them."""
     whole = golden.input(case)
     for x in (whole, whole.flatten(0, -2)) if whole.ndim == 3 else (whole,):
         parts = {
-            part: value.reshape(*x.shape[:-1], value.shape[-1]) if value.ndim else value for part, value in golden.parts(case).items()
+            part: value.reshape(*x.shape[:-1], value.shape[-1]) if value.ndim else value
+            for part, value in golden.parts(case).items()
         }
         multiple = row_multiple(golden.recipe) if x.ndim == 2 else 1
         for rows in range(multiple, x.shape[0], multiple):
@@ -175,7 +176,7 @@ def assert_compiled(golden: Golden, device: str) -> None:
 
 
 def test_one_block_worked_by_hand() -> None:
-    """Codes 0..7 and their negatives: 6 is the block's and the tensor's amax, so S = 2688/6 and the block's scale is 448."""
+    """Codes 0..7 and their negatives: the largest value is 6, so S = 2688/6 and the scale is 448."""
     x = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0.25])
     q = quantize(x, RECIPES["nvfp4_row"])
     assert q.payload.numpy().tobytes().hex() == "10325476a9cbed0f"

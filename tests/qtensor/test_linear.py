@@ -1,4 +1,4 @@
-"""F.linear with a quantized weight: the arithmetic of F.linear on its dequantized values, and nothing dense kept for backward."""
+"""F.linear with a quantized weight: the arithmetic of its dequantized values, and nothing dense kept for backward."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +28,9 @@ def run(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor,
 @all_recipes
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
-def test_forward_and_backward_are_those_of_the_dequantized_weight(recipe: Any, shape: tuple[int, ...], with_bias: bool) -> None:
+def test_forward_and_backward_are_those_of_the_dequantized_weight(
+    recipe: Any, shape: tuple[int, ...], with_bias: bool
+) -> None:
     """Bitwise: the same products of the same operands."""
     q = quantize(weight(), recipe)
     bias = weight(1, 64)[0] if with_bias else None
@@ -181,7 +183,7 @@ def step(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_linear_compiles_into_one_graph(backend: str) -> None:
-    """The dense weight is made of exact products (an MXFP8 scale is a power of two), so the compiled one is the same."""
+    """An MXFP8 scale is a power of two: the dense weight is exact, so the compiled one is the same."""
     module = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
     module.weight = nn.Parameter(quantize(weight(), MXFP8BlockScaling()))
     expected = step(module, module)

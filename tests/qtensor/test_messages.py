@@ -1,5 +1,7 @@
 """Error messages: what was found, what was expected, what to do. The texts are part of the interface."""
 
+# ruff: noqa: E501, ISC004 - a message is easier to read in long lines
+
 from collections.abc import Callable
 from typing import Any
 
@@ -46,14 +48,26 @@ RECIPE_MESSAGES = {
         lambda: Float8CurrentScaling(granularity="block"),
         "Float8CurrentScaling: granularity='block' is not one of 'row', 'tensor'",
     ),
-    "power_of_two": (lambda: Float8CurrentScaling(power_of_two=1), "Float8CurrentScaling: power_of_two=1 is not one of False, True"),
-    "mxfp8 element": (lambda: MXFP8BlockScaling(element="e2m1"), "MXFP8BlockScaling: element='e2m1' is not one of 'e4m3', 'e5m2'"),
-    "blocks": (lambda: MXFP8BlockScaling(blocks="column"), "MXFP8BlockScaling: blocks='column' is not one of 'row', 'square'"),
+    "power_of_two": (
+        lambda: Float8CurrentScaling(power_of_two=1),
+        "Float8CurrentScaling: power_of_two=1 is not one of False, True",
+    ),
+    "mxfp8 element": (
+        lambda: MXFP8BlockScaling(element="e2m1"),
+        "MXFP8BlockScaling: element='e2m1' is not one of 'e4m3', 'e5m2'",
+    ),
+    "blocks": (
+        lambda: MXFP8BlockScaling(blocks="column"),
+        "MXFP8BlockScaling: blocks='column' is not one of 'row', 'square'",
+    ),
     "rounding": (
         lambda: MXFP8BlockScaling(scale_rounding="even"),
         "MXFP8BlockScaling: scale_rounding='even' is not one of 'up', 'floor'",
     ),
-    "nvfp4 blocks": (lambda: NVFP4BlockScaling(blocks=None), "NVFP4BlockScaling: blocks=None is not one of 'row', 'square'"),
+    "nvfp4 blocks": (
+        lambda: NVFP4BlockScaling(blocks=None),
+        "NVFP4BlockScaling: blocks=None is not one of 'row', 'square'",
+    ),
     "json": (
         lambda: Recipe.from_json({"type": "MXFP6BlockScaling"}),
         "unknown recipe type 'MXFP6BlockScaling'; this version knows Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling",
@@ -108,12 +122,18 @@ def test_shapes_that_do_not_fit_are_explained(shape: tuple[int, ...], recipe: An
 
 
 def test_quantize_wants_a_dense_float_and_a_recipe() -> None:
-    assert text_of(lambda: quantize(q(), MXFP8), TypeError) == f"quantize expects a dense tensor, got {W}; call .dequantize() first"
+    assert (
+        text_of(lambda: quantize(q(), MXFP8), TypeError)
+        == f"quantize expects a dense tensor, got {W}; call .dequantize() first"
+    )
     for dtype in (torch.float64, torch.int64):
         text = f"quantize expects bfloat16, float16 or float32, got {dtype}"
         assert text_of(lambda dtype=dtype: quantize(torch.ones(64, 96, dtype=dtype), MXFP8), TypeError) == text
     known = "Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling"
-    assert text_of(lambda: quantize(torch.ones(64, 96), "mxfp8"), TypeError) == f"expected a recipe ({known}), got str: 'mxfp8'"
+    assert (
+        text_of(lambda: quantize(torch.ones(64, 96), "mxfp8"), TypeError)
+        == f"expected a recipe ({known}), got str: 'mxfp8'"
+    )
 
 
 PART_PROBLEMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -143,7 +163,10 @@ PART_PROBLEMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         f"tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out (exclude=) or "
         "choose a Float8 recipe",
     ),
-    "scalar": (lambda parts: parts.update(payload=parts["payload"][0, 0]), "tensor: a 0-dim tensor can not be quantized; expected [.., K]"),
+    "scalar": (
+        lambda parts: parts.update(payload=parts["payload"][0, 0]),
+        "tensor: a 0-dim tensor can not be quantized; expected [.., K]",
+    ),
 }
 
 
@@ -157,7 +180,10 @@ def test_from_parts_names_every_problem(spoil: Callable[[dict[str, Any]], Any], 
 
 def test_from_parts_names_a_wrong_appearance_dtype_and_another_recipes_parts() -> None:
     found = text_of(lambda: QuantizedTensor.from_parts(q().parts(), MXFP8, torch.float64), ValueError)
-    assert found == f"these are no parts of {MXFP8_TEXT}: the appearance dtype torch.float64 is not one of bfloat16, float16, float32"
+    assert (
+        found
+        == f"these are no parts of {MXFP8_TEXT}: the appearance dtype torch.float64 is not one of bfloat16, float16, float32"
+    )
     found = text_of(lambda: QuantizedTensor.from_parts(q().parts(), NVFP4BlockScaling(), torch.bfloat16), ValueError)
     assert found == "these are no parts of NVFP4BlockScaling(blocks='row'): missing 'global_scale'"
 
@@ -187,7 +213,11 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     ),
     "columns": (ValueError, lambda: q()[:, 8:40], f"cutting {W} at columns 8:40: cuts along K must be multiples of 32"),
     "step": (NotImplementedError, lambda: q()[::2], f"slicing {W} with step 2; only step 1 is defined"),
-    "select": (NotImplementedError, lambda: q()[:, 1], f"select along dim 1 of {W}; only dim 0 of 2-D and up is defined"),
+    "select": (
+        NotImplementedError,
+        lambda: q()[:, 1],
+        f"select along dim 1 of {W}; only dim 0 of 2-D and up is defined",
+    ),
     "flat": (NotImplementedError, lambda: q().view(-1)[:32], f"cutting a reshaped view of {W}; view it back first"),
     "row": (
         NotImplementedError,
@@ -244,7 +274,9 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(("kind", "call", "text"), OPERATIONS.values(), ids=OPERATIONS.keys())
-def test_operations_say_what_they_cannot_do_and_what_to_do(kind: type[Exception], call: Callable[[], Any], text: str) -> None:
+def test_operations_say_what_they_cannot_do_and_what_to_do(
+    kind: type[Exception], call: Callable[[], Any], text: str
+) -> None:
     assert text_of(call, kind) == text
 
 
@@ -270,6 +302,12 @@ def test_models_without_bytes_are_refused() -> None:
 
 
 def test_a_second_registration_or_handler_is_refused() -> None:
-    assert text_of(lambda: register(MXFP8BlockScaling, None, object), ValueError) == "MXFP8BlockScaling is registered already"
+    assert (
+        text_of(lambda: register(MXFP8BlockScaling, None, object), ValueError)
+        == "MXFP8BlockScaling is registered already"
+    )
     overload = torch.ops.aten.detach.default
-    assert text_of(lambda: implements(overload)(lambda: None), ValueError) == "aten.detach.default has a handler already: alias"
+    assert (
+        text_of(lambda: implements(overload)(lambda: None), ValueError)
+        == "aten.detach.default has a handler already: alias"
+    )

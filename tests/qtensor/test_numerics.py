@@ -1,6 +1,6 @@
 """The numerics against the formulas written a second time, in numpy and ml_dtypes, and against other libraries.
 
-    hypothesis chooses the values (any finite fp32, subnormals included); the examples are the same in every run
+hypothesis chooses the values (any finite fp32, subnormals included); the examples are the same in every run
 """
 
 import warnings
@@ -35,7 +35,9 @@ F32 = np.float32
 FLT_MAX = np.finfo(F32).max
 ELEMENT = {"e4m3": (ml_dtypes.float8_e4m3fn, F32(448)), "e5m2": (ml_dtypes.float8_e5m2, F32(57344))}
 
-quick = settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+quick = settings(
+    max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 bound = float(np.finfo(F32).max)
 any_float = st.floats(-bound, bound, width=32)
 everyday = st.floats(-1024, 1024, width=32).filter(lambda value: value == 0 or abs(value) > 2.0**-20)
@@ -46,7 +48,7 @@ def matrices(elements: st.SearchStrategy[float], rows: int = 32) -> st.SearchStr
     return hnp.arrays(F32, (rows, 64), elements=elements, fill=elements)
 
 
-# -- the formulas, a second time ----------------------------------------------------------------------------------------------------
+# -- the formulas, a second time -------------------------------------------------------------------------------------
 
 
 def blockwise_amax(x: np.ndarray, rows: int, columns: int) -> np.ndarray:
@@ -84,7 +86,9 @@ def reference_nvfp4(x: np.ndarray, recipe: NVFP4BlockScaling) -> dict[str, np.nd
     s = F32(1) if amax == 0 else np.minimum(F32(2688) / amax, FLT_MAX)
     global_scale = F32(1) / s
     block = blockwise_amax(x, 16 if recipe.blocks == "square" else 1, 16)
-    scale = np.clip(np.minimum(block * (s * (F32(1) / F32(6))), FLT_MAX), F32(0), F32(448)).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.clip(np.minimum(block * (s * (F32(1) / F32(6))), FLT_MAX), F32(0), F32(448)).astype(
+        ml_dtypes.float8_e4m3fn
+    )
     enc = np.minimum(F32(1) / (scale.astype(F32) * global_scale), FLT_MAX)
     codes = np.clip(x * np.repeat(enc, 16, axis=-1), F32(-6), F32(6)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     return {"payload": codes[:, 0::2] | (codes[:, 1::2] << 4), "scale": scale, "global_scale": np.asarray(global_scale)}
@@ -117,7 +121,7 @@ def test_bytes_are_those_of_the_formulas_for_dense_matrices(recipe: Any, exponen
         assert raw(part).numpy().tobytes() == expected[name].tobytes(), name
 
 
-# -- properties -------------------------------------------------------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------------------------
 
 
 @all_recipes
@@ -132,7 +136,7 @@ def test_decoded_values_are_within_half_a_step(recipe: Any, x: np.ndarray) -> No
 @quick
 @given(x=matrices(everyday), shift=st.integers(-20, 20))
 def test_powers_of_two_move_into_the_scale(recipe: Any, x: np.ndarray, shift: int) -> None:
-    """Multiplying by 2^k changes no element and no block scale but the outermost one, by exactly 2^k (amaxes of 0 have scale 1 always)."""
+    """Multiplying by 2^k changes no element and no decoded value but by 2^k: scales take it up exactly."""
     dense = torch.from_numpy(x)
     a, b = quantize(dense, recipe), quantize(torch.ldexp(dense, torch.tensor(shift)), recipe)
     assert same_bytes(a.payload, b.payload)
@@ -164,8 +168,14 @@ def test_rows_do_not_depend_on_their_order(recipe: Any, x: np.ndarray, seed: int
 
 @all_recipes
 @quick
-@given(x=matrices(everyday), places=st.lists(st.integers(0, 32 * 64 - 1), max_size=5), bad=st.sampled_from([np.nan, np.inf, -np.inf]))
-def test_non_finite_elements_decode_to_nan_and_the_others_as_if_they_were_zeros(recipe: Any, x: np.ndarray, places: list[int], bad: float) -> None:
+@given(
+    x=matrices(everyday),
+    places=st.lists(st.integers(0, 32 * 64 - 1), max_size=5),
+    bad=st.sampled_from([np.nan, np.inf, -np.inf]),
+)
+def test_non_finite_elements_decode_to_nan_and_the_others_as_if_they_were_zeros(
+    recipe: Any, x: np.ndarray, places: list[int], bad: float
+) -> None:
     broken, zeroed = torch.from_numpy(x.copy()).flatten(), torch.from_numpy(x.copy()).flatten()
     broken[places], zeroed[places] = bad, 0.0
     found, expected = (quantize(one.view(32, 64), recipe).dequantize().flatten() for one in (broken, zeroed))
@@ -178,7 +188,7 @@ def test_non_finite_elements_decode_to_nan_and_the_others_as_if_they_were_zeros(
 @quick
 @given(x=matrices(everyday))
 def test_mxfp8_scales_are_the_smallest_that_do_not_saturate(recipe: Any, x: np.ndarray) -> None:
-    """v = amax/largest <= 2^code < 2v, up to one rounding of v: scales have no more headroom than a power of two costs."""
+    """v = amax/largest <= 2^code < 2v, up to one rounding of v."""
     dense = torch.from_numpy(x)
     q = quantize(dense, recipe)
     one = unit(q)[:, ::32]
@@ -191,7 +201,7 @@ def test_mxfp8_scales_are_the_smallest_that_do_not_saturate(recipe: Any, x: np.n
 @quick
 @given(x=matrices(everyday))
 def test_the_largest_element_of_float8_uses_the_whole_range(x: np.ndarray) -> None:
-    """|q| = 448 for the amax of each row: x * (448 / x), one rounding each, is within an ulp of 448, which E4M3 rounds away."""
+    """|q| = 448 for the amax of each row: x * (448 / x) is within an ulp of 448, which E4M3 rounds away."""
     payload = quantize(torch.from_numpy(x), Float8CurrentScaling()).payload.float().abs().amax(dim=-1)
     assert (payload[torch.from_numpy(np.abs(x).max(axis=-1) > 0)] == 448).all()
 
@@ -216,7 +226,7 @@ def test_adopting_a_scale_as_large_as_any_keeps_zeros(name: str) -> None:
     assert (QuantizedTensor.from_parts(adopted, recipe, torch.float32).dequantize() == 0).all()
 
 
-# -- elements, all of them ------------------------------------------------------------------------------------------------------------------
+# -- elements, all of them -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -226,7 +236,11 @@ def test_adopting_a_scale_as_large_as_any_keeps_zeros(name: str) -> None:
 )
 def test_every_float8_code_decodes_to_its_value(recipe: Any, dtype: Any) -> None:
     codes = np.arange(256, dtype=np.uint8)
-    parts = {"payload": torch.from_numpy(codes).view(torch.float8_e4m3fn if recipe.element == "e4m3" else torch.float8_e5m2).view(1, 256)}
+    parts = {
+        "payload": torch.from_numpy(codes)
+        .view(torch.float8_e4m3fn if recipe.element == "e4m3" else torch.float8_e5m2)
+        .view(1, 256)
+    }
     parts["scale"] = torch.ones(1, 1)
     found = QuantizedTensor.from_parts(parts, recipe, torch.float32).dequantize().numpy()[0]
     np.testing.assert_array_equal(found, codes.view(dtype).astype(F32))
@@ -263,7 +277,7 @@ def test_e2m1_rounds_ties_to_even_and_saturates() -> None:
         np.testing.assert_allclose(found.numpy(), expected, rtol=2.0**-22)
 
 
-# -- other libraries ------------------------------------------------------------------------------------------------------------------------
+# -- other libraries -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +306,7 @@ def test_mxfp8_bytes_are_those_of_torchao(torchao_mx: Any, rounding: str, elemen
 
 @pytest.mark.usefixtures("torchao_mx")
 def test_nvfp4_bytes_are_those_of_torchao_where_its_rounding_is_the_same() -> None:
-    """It divides where TransformerEngine multiplies by a rounded reciprocal; with a global scale of a power of two the results agree."""
+    """It divides where here a rounded reciprocal is multiplied by; a power of two as global scale makes both exact."""
     from torchao.prototype.mx_formats import nvfp4_tensor
 
     x = weight(256, 256, torch.float32).clamp(-0.3, 0.3)
@@ -330,7 +344,9 @@ def test_float8_decodes_as_compressed_tensors_does() -> None:
         warnings.simplefilter("ignore")
         from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
         from compressed_tensors.quantization.lifecycle.forward import dequantize
-    arguments = QuantizationArgs(num_bits=8, type=QuantizationType.FLOAT, strategy=QuantizationStrategy.CHANNEL, symmetric=True)
+    arguments = QuantizationArgs(
+        num_bits=8, type=QuantizationType.FLOAT, strategy=QuantizationStrategy.CHANNEL, symmetric=True
+    )
     q = quantize(weight(dtype=torch.float32), Float8CurrentScaling())
     found: Tensor = dequantize(q.payload, q.scale, args=arguments, dtype=torch.float32)
     assert torch.equal(found, q.dequantize())

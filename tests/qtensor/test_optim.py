@@ -66,7 +66,9 @@ def unchanged(model: nn.Module, before: list[Tensor]) -> bool:
 
 def reference_masters(model: nn.Module) -> list[nn.Parameter]:
     return [
-        nn.Parameter((param.dequantize(torch.float32) if isinstance(param, QuantizedTensor) else param.detach().float()).clone())
+        nn.Parameter(
+            (param.dequantize(torch.float32) if isinstance(param, QuantizedTensor) else param.detach().float()).clone()
+        )
         for param in model.parameters()
     ]
 
@@ -79,12 +81,14 @@ def assert_equals_masters(model: nn.Module, masters: list[nn.Parameter]) -> None
             assert same_bytes(param, master.to(param.dtype)), name
 
 
-# -- what a step does -------------------------------------------------------------------------------------------------------------
+# -- what a step does ------------------------------------------------------------------------------------------------
 
 
 @all_recipes
 @all_optimizers
-def test_a_step_is_the_plain_optimizer_on_fp32_masters_then_quantized(recipe: Any, kind: Any, options: dict[str, Any]) -> None:
+def test_a_step_is_the_plain_optimizer_on_fp32_masters_then_quantized(
+    recipe: Any, kind: Any, options: dict[str, Any]
+) -> None:
     model = Model(recipe)
     masters = reference_masters(model)
     optimizer, plain = MasterWeightOptimizer(kind, model.parameters(), **options), kind(masters, **options)
@@ -141,7 +145,7 @@ def test_a_step_without_a_learning_rate_changes_no_byte(recipe: Any, kind: Any, 
 
 @all_recipes
 def test_bytes_that_quantizing_would_not_choose_survive_an_idle_step(recipe: Any) -> None:
-    """A converted checkpoint may hold a scale twice as large as needed: same values, other bytes than quantize would give."""
+    """A converted checkpoint may hold a scale twice as large as needed: the same values in other bytes."""
     q = quantize(weight(), recipe)
     if isinstance(recipe, MXFP8BlockScaling):
         q.scale.add_(1)
@@ -179,7 +183,7 @@ def test_the_step_writes_in_place(recipe: Any) -> None:
     assert [part.data_ptr() for part in model.a.weight.parts().values()] == addresses
 
 
-# -- masters ----------------------------------------------------------------------------------------------------------------------
+# -- masters ---------------------------------------------------------------------------------------------------------
 
 
 @all_recipes
@@ -225,7 +229,7 @@ def test_an_idle_step_keeps_a_preserved_model_too(recipe: Any) -> None:
     assert unchanged(model, before)
 
 
-# -- what stands around an optimizer ------------------------------------------------------------------------------------------------
+# -- what stands around an optimizer ---------------------------------------------------------------------------------
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -240,7 +244,10 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 def test_learning_rate_schedulers_act_as_on_a_plain_optimizer(schedule: Callable[[Any], Any]) -> None:
     model = Model(MXFP8)
     masters = reference_masters(model)
-    optimizer, plain = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01), torch.optim.AdamW(masters, lr=0.01)
+    optimizer, plain = (
+        MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01),
+        torch.optim.AdamW(masters, lr=0.01),
+    )
     schedulers = schedule(optimizer), schedule(plain)
     for step in range(5):
         grads(model, step)
@@ -301,9 +308,13 @@ def test_groups_have_their_own_options_and_may_be_added(recipe: Any) -> None:
     masters = reference_masters(model)
     named = dict(zip((name for name, _ in model.named_parameters()), masters, strict=True))
     optimizer = MasterWeightOptimizer(
-        torch.optim.AdamW, [{"params": [model.a.weight], "lr": 0.1}, {"params": [model.a.bias], "weight_decay": 0.0}], lr=0.01
+        torch.optim.AdamW,
+        [{"params": [model.a.weight], "lr": 0.1}, {"params": [model.a.bias], "weight_decay": 0.0}],
+        lr=0.01,
     )
-    plain = torch.optim.AdamW([{"params": [named["a.weight"]], "lr": 0.1}, {"params": [named["a.bias"]], "weight_decay": 0.0}], lr=0.01)
+    plain = torch.optim.AdamW(
+        [{"params": [named["a.weight"]], "lr": 0.1}, {"params": [named["a.bias"]], "weight_decay": 0.0}], lr=0.01
+    )
     for step in range(4):
         if step == 2:
             optimizer.add_param_group({"params": [model.b.weight, model.scale], "betas": (0.5, 0.9)})
@@ -328,7 +339,7 @@ def test_named_parameters_keep_their_names() -> None:
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["scale", "a.weight", "a.bias", "b.weight"]
 
 
-# -- saving and resuming ----------------------------------------------------------------------------------------------------------------
+# -- saving and resuming ---------------------------------------------------------------------------------------------
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
@@ -434,7 +445,7 @@ def test_a_load_that_does_not_fit_changes_nothing(recipe: Any) -> None:
             assert all(same_bytes(value, before["state"][index][key]) for key, value in state.items())
 
 
-# -- errors -------------------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_parameters_on_the_meta_device_are_refused() -> None:

@@ -1,0 +1,195 @@
+"""Private torch names: used in one file, each of them still there and still meaning what that file takes it to mean."""
+
+import ast
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from fsdp_hooks import torch_private
+from tests.ranks import run_ranks
+
+REPO = Path(__file__).resolve().parent.parent
+PACKAGES = ("fsdp_hooks", "qtensor", "dcp_adapters")
+ALLOWED_FILE = "fsdp_hooks/torch_private.py"
+
+# Underscored attributes of torch's objects that other files use, and why that is no bet on torch's insides.
+ATTRIBUTES = {
+    "_parameters": "nn.Module's registry, the only place where a parameter can be exchanged",
+    "_version": "the version counter that the autograd notes describe",
+}
+
+
+def foreign_names(tree: ast.AST) -> Iterator[str]:
+    """Private names of torch that a file imports or reaches through a dotted name beginning with `torch`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            path = (node.module or "").split(".")
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if any(map(private, [*path, alias.name])))
+        elif isinstance(node, ast.Import):
+            yield from (
+                alias.name
+                for alias in node.names
+                if alias.name.startswith("torch") and any(map(private, alias.name.split(".")))
+            )
+        elif isinstance(node, ast.Attribute) and private(node.attr):
+            dotted = ast.unparse(node)
+            if dotted.startswith("torch.") and not dotted.startswith("torch.ops."):
+                yield dotted
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def own_names(trees: Sequence[ast.AST]) -> set[str]:
+    """Underscored names that the packages define themselves: functions, classes, attributes of self, annotations."""
+    names: set[str] = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                names.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return names
+
+
+def foreign_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Underscored attributes of objects that are not ours; overloads of `aten` are no private names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own:
+            yield from () if ast.unparse(node.value) in ("aten", "torch.ops.aten") else (node.attr,)
+
+
+def sources(root: Path) -> dict[str, ast.AST]:
+    files = sorted(file for package in PACKAGES for file in (root / package).rglob("*.py"))
+    return {str(file.relative_to(root)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    used = {file: sorted(set(foreign_names(tree))) for file, tree in sources(REPO).items()}
+    assert {file: names for file, names in used.items() if names and file != ALLOWED_FILE} == {}
+    assert used[ALLOWED_FILE]
+
+
+def test_private_attributes_are_the_listed_ones() -> None:
+    trees = sources(REPO)
+    own = own_names(list(trees.values()))
+    used = {
+        (file, name) for file, tree in trees.items() if file != ALLOWED_FILE for name in foreign_attributes(tree, own)
+    }
+    assert {(file, name) for file, name in used if name not in ATTRIBUTES} == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from torch._C import _nn", ["torch._C._nn"]),
+        ("from torch.distributed.tensor._utils import x", ["torch.distributed.tensor._utils.x"]),
+        ("from torch.nn import _reduction", ["torch.nn._reduction"]),
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("import torch\ntorch._foreach_add_([], [])", ["torch._foreach_add_"]),
+        ("import torch\ntorch.ops.aten._to_copy.default\ntorch.__version__\nself._masters", []),
+    ],
+)
+def test_the_check_sees_private_names(source: str, found: list[str]) -> None:
+    assert list(foreign_names(ast.parse(source))) == found
+
+
+def test_the_check_sees_private_attributes() -> None:
+    tree = ast.parse("x = param._local_tensor\ny = self._spec\nz = aten._to_copy\nself._mine = 1\nw = other._mine")
+    assert list(foreign_attributes(tree, own_names([tree]))) == ["_local_tensor", "_spec"]
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_everything_the_file_exports_exists() -> None:
+    assert all(getattr(torch_private, name) is not None for name in torch_private.__all__)
+
+
+def test_flatten_state_dict_returns_leaves_by_dotted_name_and_their_paths() -> None:
+    flat, mappings = torch_private.flatten_state_dict({"a": {"b": torch.ones(1), "c": 2}, "d": [torch.zeros(1)]})
+    assert set(flat) == {"a.b", "a.c", "d.0"}
+    assert mappings == {"a.b": ("a", "b"), "a.c": ("a", "c"), "d.0": ("d", 0)}
+
+
+def test_tree_map_walks_the_arguments_of_an_op() -> None:
+    assert torch_private.tree_map(lambda leaf: leaf + 1, ([1, 2], {"k": 3}, (4,))) == ([2, 3], {"k": 4}, (5,))
+
+
+def test_without_torch_function_leaves_a_subclass_alone() -> None:
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any) -> Any:
+            raise AssertionError("called")
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with torch_private.without_torch_function():
+        assert torch.add(loud, 1).shape == (2,)
+    with pytest.raises(AssertionError, match="called"):
+        torch.add(loud, 1)
+
+
+def test_make_wrapper_makes_a_tensor_without_data() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
+            raise AssertionError(f"{func} on a tensor without data")
+
+    made = torch_private.make_wrapper(Wrapper, (3, 4), torch.bfloat16, torch.device("cpu"), requires_grad=True)
+    assert type(made) is Wrapper
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((3, 4), (4, 1), torch.bfloat16, "cpu")
+    assert made.requires_grad
+    assert made.storage_offset() == 0
+
+
+def test_signatures_are_those_the_file_calls() -> None:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    assert parameters(DTensorSpec)[:3] == ["mesh", "placements", "tensor_meta"]
+    assert TensorMeta._fields == ("shape", "stride", "dtype")
+    assert parameters(torch_private.compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
+
+
+def build_dtensors() -> list[Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.full((2 - dist.get_rank(), 4), float(dist.get_rank()))
+    made = torch_private.dtensor_around(local, mesh, (Shard(0),), (3, 4))
+    shape, offset = torch_private.compute_local_shape_and_global_offset((3, 4), mesh, (Shard(0),))
+    elsewhere = torch_private.dtensor_around(torch.empty(3, 4, device="meta"), mesh, (Replicate(),), (3, 4))
+    return [
+        made.to_local().data_ptr() == local.data_ptr(),
+        made.full_tensor().tolist(),
+        (tuple(shape), tuple(offset)),
+        elsewhere.to_local().device.type,
+    ]
+
+
+def test_dtensor_around_wraps_the_local_tensor_itself() -> None:
+    expected = [[0.0] * 4, [0.0] * 4, [1.0] * 4]
+    first, second = run_ranks(2, build_dtensors)
+    assert first == [True, expected, ((2, 4), (0, 0)), "meta"]
+    assert second == [True, expected, ((1, 4), (2, 0)), "meta"]
+
+
+def test_attributes_of_other_objects_are_still_there() -> None:
+    linear = torch.nn.Linear(2, 2)
+    assert linear._parameters["weight"] is linear.weight
+    version = linear.weight._version
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert linear.weight._version == version + 1
