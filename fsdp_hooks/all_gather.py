@@ -1,21 +1,22 @@
 """How a tensor made of named parts travels through FSDP2's all-gather, exactly.
 
-FSDP2 asks the local shard of every parameter for the tensors to gather (`fsdp_pre_all_gather`), gathers them rank after rank, and hands the
-buffers back (`fsdp_post_all_gather`), once to build the gathered weight and later to refill it in place. `AllGatherHooks` answers for any
-tensor that consists of parts; it knows parts, not formats:
+FSDP2 asks the local shard of every parameter for the tensors to gather (`fsdp_pre_all_gather`), gathers them rank
+after rank, and hands the buffers back (`fsdp_post_all_gather`), once to build the gathered weight and later to refill
+it in place. `AllGatherHooks` answers for any tensor that consists of parts; it knows parts, not formats:
 
     row part          [rows, ...]   gathered part = the shards' parts, one after the other
-    tensor-wide part  []            gathered part = the vector of the shards' values; row i belongs to entry i // rows-per-shard
+    tensor-wide part  []            gathered part = the shards' values as a vector, entry i // rows-per-shard for row i
 
-The scale of one rank is therefore never applied to another rank's bytes, whether the shards agree or not, without a host sync. Everything is
-handed over as uint8 views: gloo refuses float8, NCCL refuses E8M0, and a view costs no copy.
+The scale of one rank is therefore never applied to another rank's bytes, whether the shards agree or not, without a
+host sync. Everything is handed over as uint8 views: gloo refuses float8, NCCL refuses E8M0, and a view costs no copy.
 
 Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
-  * uneven shards: FSDP only checks, it does not pad the inputs of an extension. The 5-argument signature asserts on the short ranks alone, which
-    leaves the others waiting; with `*args` that check is skipped and we pad. The number of padded rows is remembered from the moment FSDP
-    allocates the padded shard (`new_zeros`), because CPU offload and pinning drop the padding from the storage.
-  * shard world size 1: only the first input comes back. The other parts are copied from the shard into buffers of their own - an alias would
-    let a write to the gathered weight change the shard's scale but not its payload.
+  * uneven shards: FSDP only checks, it does not pad the inputs of an extension. The 5-argument signature asserts on
+    the short ranks alone, which leaves the others waiting; with `*args` that check is skipped and we pad. The number
+    of padded rows is remembered from the moment FSDP allocates the padded shard (`new_zeros`), because CPU offload
+    and pinning drop the padding from the storage.
+  * shard world size 1: only the first input comes back. The other parts are copied from the shard into buffers of
+    their own - an alias would let a write to the gathered weight change the shard's scale but not its payload.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,8 +64,8 @@ class Arrangement:
 class AllGatherHooks:
     """Mixin: `fsdp_pre_all_gather` / `fsdp_post_all_gather` for a tensor subclass with parts.
 
-    The class it is mixed into provides `parts()` (name -> plain tensor), `row_parts()` (the names of those that extend along dim 0),
-    `with_parts(parts, dtype, arrangement)` (a tensor of the same kind) and `arrangement`.
+    The class it is mixed into provides `parts()` (name -> plain tensor), `row_parts()` (the names of those that
+    extend along dim 0), `with_parts(parts, dtype, arrangement)` (a tensor of the same kind) and `arrangement`.
     """
 
     arrangement: Arrangement
@@ -78,15 +79,17 @@ class AllGatherHooks:
         """Names of the parts that extend along dim 0."""
         raise NotImplementedError
 
-    def with_parts(self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, arrangement: Arrangement) -> Self:
+    def with_parts(
+        self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, arrangement: Arrangement
+    ) -> Self:
         """A tensor of the same kind around other parts."""
         raise NotImplementedError
 
     def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], int]:
-        """Called by FSDP2 on every rank of the shard group with the shard: uint8 views of the parts, padded to equal rows.
+        """Called by FSDP2 on every rank with the shard: uint8 views of the parts, padded to equal rows.
 
-        Returns the inputs (row parts [padded rows, bytes]; tensor-wide parts [1, 4]) and the padded row count as metadata.
-        The inputs alias the shard wherever its storage holds the padding rows.
+        Returns the inputs (row parts [padded rows, bytes]; tensor-wide parts [1, 4]) and the padded row count as
+        metadata. The inputs alias the shard wherever its storage holds the padding rows.
         """
         rows = self.arrangement.padded_rows or self.shape[0]
         along = self.row_parts()
@@ -96,13 +99,18 @@ class AllGatherHooks:
         return tuple(inputs), rows
 
     def fsdp_post_all_gather(
-        self, all_gather_outputs: Sequence[Tensor], metadata: int, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: int,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Called by FSDP2 with the gathered buffers (uint8, rank-major on dim 0).
 
         First call: returns the gathered weight, whose parts are views of the buffers (FSDP crops its padding rows with
-        as_strided), and the buffers we allocated ourselves. Later calls (`out`): the buffers hold fresh bytes already, only our own need a
-        refill; the return value is not used.
+        as_strided), and the buffers we allocated ourselves. Later calls (`out`): the buffers hold fresh bytes
+        already, only our own need a refill; the return value is not used.
         """
         rows, received = metadata, len(all_gather_outputs)
         shard = self.parts()
@@ -115,7 +123,10 @@ class AllGatherHooks:
                     target.copy_(shard[name].reshape(target.shape))
             return None
         along, device = self.row_parts(), all_gather_outputs[0].device
-        own = [_as_bytes(shard[name].reshape(1) if name not in along else shard[name]).to(device, copy=True) for name in missing]
+        own = [
+            _as_bytes(shard[name].reshape(1) if name not in along else shard[name]).to(device, copy=True)
+            for name in missing
+        ]
         parts = {
             name: _from_bytes(buffer, part.dtype) if name in along else _from_bytes(buffer, part.dtype).reshape(-1)
             for (name, part), buffer in zip(shard.items(), (*all_gather_outputs, *own), strict=True)
@@ -134,7 +145,7 @@ def _from_bytes(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """`part` with `rows` rows: a view where its storage goes on that far, else a copy. What the padding holds is never read."""
+    """`part` with padding rows, never read, up to `rows`: a view where its storage goes on so far, else a copy."""
     if part.shape[0] == rows:
         return part
     row_numel = part[0].numel() if part.shape[0] else torch.Size(part.shape[1:]).numel()

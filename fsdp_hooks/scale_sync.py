@@ -1,8 +1,9 @@
 """Agreement on tensor-wide scales: all shards of a weight hold the same value, by one fused all-reduce a group.
 
-A weight is cut along the mesh dims whose placement is a Shard; those are the dims over which its shards must agree (replicas hold equal bytes
-already). Values of all weights are stacked and reduced together, once for each distinct process group: 1 all-reduce for FSDP and HSDP, 2 for
-FSDP x TP. Which group that is, is read from the DTensor at the moment of use and stored nowhere.
+A weight is cut along the mesh dims whose placement is a Shard; those are the dims over which its shards must agree
+(replicas hold equal bytes already). Values of all weights are stacked and reduced together, once for each distinct
+process group: 1 all-reduce for FSDP and HSDP, 2 for FSDP x TP. Which group that is, is read from the DTensor at the
+moment of use and stored nowhere.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,12 +22,13 @@ __all__ = ["local_of", "max_over_shards", "sync_scales"]
 def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
     """Make every tensor-wide scale agreed, by re-encoding the shards whose scale differs onto the largest one.
 
-    Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard). Shards that hold the largest scale
-    keep their bytes, and so does everything that was agreed already. Shards of zeros only never decide a scale. A weight that still carries
-    its high-precision initial value is re-encoded from that.
+    Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard). Shards that
+    hold the largest scale keep their bytes, and so does everything that was agreed already. Shards of zeros only
+    never decide a scale. A weight that still carries its high-precision initial value is re-encoded from that.
 
     Args:
-        model_or_params: a module, or parameters (DTensors or plain; what is not quantized, or has no tensor-wide scale, is passed over).
+        model_or_params: a module, or parameters (DTensors or plain; what is not quantized, or has no tensor-wide
+            scale, is passed over).
 
     Returns:
         The number of all-reduces: one for each distinct group with anything to agree on, 0 in a single process.
@@ -36,7 +38,9 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
     if not wide:
         return 0
     if any(param.is_meta for param in wide):
-        raise ValueError("sync_scales: the parameters are on the meta device; call to_empty() and initialise or load them first")
+        raise ValueError(
+            "sync_scales: the parameters are on the meta device; call to_empty() and initialise or load them first"
+        )
     with torch.no_grad():
         claims = torch.stack([local_of(param).scale_claim() for param in wide])  # type: ignore[attr-defined]  # [params, 2]
         agreed, collectives = max_over_shards(claims, wide)
@@ -81,7 +85,7 @@ def max_over_shards(values: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, i
 
 
 def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
-    """The process groups over which the shards of a parameter are spread, one a sharded mesh dim with more than one rank."""
+    """The groups over which the shards of a parameter are spread, one a sharded mesh dim with more than one rank."""
     if not isinstance(param, DTensor):
         return []
     mesh = param.device_mesh

@@ -1,15 +1,15 @@
 """`unsharded(module)`: the parameters of one module gathered and plain to use, for as long as a `with` block lasts.
 
-    enter   reshard what a forward left gathered -> unshard the module and the FSDP modules nested in it (unshard is not recursive)
-            -> remember every parameter that this replaced
+    enter   reshard what a forward left gathered -> unshard the module and the FSDP modules nested in it (unshard is
+            not recursive) -> remember every parameter that this replaced
     body    parameters are full tensors; N forwards of `module.forward` cost one all-gather
-    exit    changed parameters -> with writeback, this rank's rows go into its shards; without, an error (an update is never lost
-            quietly) -> everything is sharded again, also after an exception (which writes nothing back)
+    exit    changed parameters -> with writeback, this rank's rows go into its shards; without, an error (an update is
+            never lost quietly) -> everything is sharded again, also after an exception (which writes nothing back)
 
-"Changed" covers in-place writes, through `param.data` too (which no version counter counts, so this rank's rows are compared with its
-shard), `param.data = ...` and a replaced Parameter. Two traps of FSDP2 are handled: after `.data =` FSDP goes on using its own buffers, so
-the alias is restored; and `reshard()` is silently ignored in a group that keeps its weights after forward, once a forward of it was left
-by an exception.
+"Changed" covers in-place writes, through `param.data` too (which no version counter counts, so this rank's rows are
+compared with its shard), `param.data = ...` and a replaced Parameter. Two traps of FSDP2 are handled: after `.data =`
+FSDP goes on using its own buffers, so the alias is restored; and `reshard()` is silently ignored in a group that keeps
+its weights after forward, once a forward of it was left by an exception.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ _held: WeakSet[Any] = WeakSet()
 
 @dataclass
 class _Slot:
-    """One place a parameter is registered at: what stands there sharded and gathered, and what tells whether the latter was written."""
+    """One place a parameter is registered at: what stands there sharded and gathered, and whether that was written."""
 
     group: FSDPModule
     owner: nn.Module
@@ -47,7 +47,7 @@ class _Slot:
 
     def now(self) -> Any:
         """What stands there at this moment; None where the body removed it."""
-        return self.owner._parameters.get(self.name)
+        return getattr(self.owner, self.name, None)
 
     def changed(self) -> bool:
         """Whether the body wrote into the parameter or replaced it."""
@@ -61,18 +61,18 @@ class _Slot:
 
 @contextmanager
 def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
-    """Context manager in which `module`'s parameters are gathered and plain to use. A no-op for a module without FSDP.
+    """Context manager in which `module`'s parameters are gathered and plain to use; a no-op for one without FSDP.
 
-    Call it on all ranks. Under tensor parallelism x FSDP the weights stay DTensors on the TP mesh. On exit everything is sharded again.
-    What an enclosing `unsharded` holds already is left to that one, its `writeback` included.
+    Call it on all ranks. Under tensor parallelism x FSDP the weights stay DTensors on the TP mesh. On exit everything
+    is sharded again. What an enclosing `unsharded` holds already is left to that one, its `writeback` included.
 
     Args:
         module: an FSDP module, or a module that contains FSDP modules.
         writeback: store what the body changed into the shards. All ranks must have made the same changes.
 
     Raises:
-        RuntimeError: parameters were changed although writeback is False (nothing was stored), or were changed and then sharded again by
-            the body.
+        RuntimeError: parameters were changed although writeback is False (nothing was stored), or were changed and then
+            sharded again by the body.
         ValueError: a changed parameter is gone or has another shape than before (nothing was stored).
     """
     groups = [child for child in module.modules() if isinstance(child, FSDPModule) and child not in _held]
@@ -86,8 +86,8 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
         changed = [slot for slot in slots if slot.changed()]
         if changed and not writeback:
             raise RuntimeError(
-                f"parameters were changed inside unsharded(writeback=False): {_names(changed)}. Their shards are untouched; pass "
-                "writeback=True to store such changes"
+                f"parameters were changed inside unsharded(writeback=False): {_names(changed)}. Their shards are "
+                "untouched; pass writeback=True to store such changes"
             )
         _check_lost(changed)
         _check_shapes(changed)
@@ -127,7 +127,7 @@ def _release(groups: Sequence[FSDPModule], slots: Sequence[_Slot]) -> None:
     """Put FSDP's own parameters, over FSDP's own buffers, back into their places, and reshard every group."""
     for slot in slots:
         if slot.now() is not slot.sharded and slot.changed():
-            slot.owner._parameters[slot.name] = slot.full
+            setattr(slot.owner, slot.name, slot.full)
             if not isinstance(slot.data, AllGatherHooks | DTensor):
                 slot.full.data = slot.data
     for group in groups:
@@ -145,17 +145,16 @@ def _places(module: nn.Module, groups: Sequence[FSDPModule]) -> Iterator[tuple[F
         nearest |= dict.fromkeys(group.modules(), group)
     for prefix, owner in module.named_modules():
         if nearest.get(owner) in wanted:
-            for name, param in owner._parameters.items():
-                if param is not None:
-                    yield nearest[owner], owner, name, f"{prefix}.{name}".lstrip(".")
+            for name, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
+                yield nearest[owner], owner, name, f"{prefix}.{name}".lstrip(".")
 
 
 def _standing(places: Iterable[tuple[FSDPModule, nn.Module, str, str]]) -> list[Any]:
-    return [owner._parameters[name] for _, owner, name, _ in places]
+    return [getattr(owner, name) for _, owner, name, _ in places]
 
 
 def _insist_on_reshard(group: FSDPModule) -> None:
-    """Reshard a group that ignored reshard(): only one that does not reshard after forward does, so that is what it is set back to."""
+    """Reshard a group that ignored reshard(): one that keeps its weights after forward, and is set back to that."""
     group.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
     group.reshard()
     group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
@@ -171,7 +170,7 @@ def _stamp(param: Tensor | None) -> tuple[int, ...]:
     if param is None:
         return ()
     tensors = _plain_parts(param)
-    versions = [0 if tensor.is_inference() else tensor._version for tensor in (param, *tensors)]
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in (param, *tensors)]  # noqa: SLF001 - the only way to see writes
     return (id(param), *versions, *(tensor.data_ptr() for tensor in tensors))
 
 
@@ -179,8 +178,9 @@ def _check_lost(changed: Sequence[_Slot]) -> None:
     lost = [slot for slot in changed if slot.lost()]
     if lost:
         raise RuntimeError(
-            f"{_names(lost)} were changed inside unsharded() and then sharded again, so the changes are lost. state_dict(), .to() and a "
-            "complete forward do that: take the first two outside, and call module.forward(...) instead of module(...)"
+            f"{_names(lost)} were changed inside unsharded() and then sharded again, so the changes are lost. "
+            "state_dict(), .to() and a complete forward do that: take the first two outside, and call "
+            "module.forward(...) instead of module(...)"
         )
 
 
@@ -190,8 +190,8 @@ def _check_shapes(changed: Sequence[_Slot]) -> None:
         if now is None or now.shape != slot.sharded.shape:
             found = "is gone" if now is None else f"has shape {tuple(now.shape)}"
             raise ValueError(
-                f"{slot.fqn} {found} after unsharded(writeback=True), expected shape {tuple(slot.sharded.shape)}; a write-back "
-                "can not change shapes"
+                f"{slot.fqn} {found} after unsharded(writeback=True), expected shape {tuple(slot.sharded.shape)}; "
+                "a write-back can not change shapes"
             )
 
 
@@ -200,12 +200,16 @@ def _differs(slot: _Slot) -> bool:
     """Whether this rank's rows are no longer what its shard holds, where nobody wrote into the shard meanwhile."""
     if _stamp(slot.sharded) != slot.sharded_stamp:
         return False
-    rows, shard = _own_rows(slot, _local(slot.full)), _local(slot.sharded)
+    rows: Any = _own_rows(slot, _local(slot.full))
+    shard: Any = _local(slot.sharded)
     if isinstance(shard, AllGatherHooks):
-        here, along = rows.parts(), shard.row_parts()  # type: ignore[attr-defined]
-        return not all(
-            torch.equal(_bytes(here[name]), _bytes(part).to(rows.device)) if name in along
-            else bool((_local(slot.full).parts()[name] == part.to(rows.device)).any())  # type: ignore[attr-defined]  # one value a shard
+        full: Any = _local(slot.full)
+        here, values = rows.parts(), full.parts()
+        along = shard.row_parts()
+        return any(
+            not torch.equal(_bytes(here[name]), _bytes(part).to(rows.device))
+            if name in along
+            else not (values[name] == part.to(rows.device)).any()  # this shard's is one of them
             for name, part in shard.parts().items()
         )
     there = shard.to(rows.device, rows.dtype)
@@ -215,10 +219,11 @@ def _differs(slot: _Slot) -> bool:
 @torch.no_grad()
 def _write_back(slot: _Slot) -> None:
     """Copy this rank's rows of the changed parameter into its shard."""
-    now, own = _local(slot.now()), _local(slot.full)
+    now: Any = _local(slot.now())
+    own: Any = _local(slot.full)
     if isinstance(own, AllGatherHooks) and now is not own:
-        own.copy_(now)  # type: ignore[attr-defined]  # quantized as a whole, so that all shards agree on a tensor-wide scale
-        now = own
+        # quantized as a whole, so that all shards agree on a tensor-wide scale
+        now = own.copy_(now)  # type: ignore[attr-defined]
     _local(slot.sharded).copy_(_own_rows(slot, now))
 
 

@@ -2,8 +2,9 @@
 
     DTensor:  constant_pad_nd (uneven shards) -> all_gather_into_tensor -> wait_tensor -> slice (drops the padding)
 
-The result has the bytes of the shards. Its tensor-wide scale is the agreed one, or, where the shards hold different ones, the vector of
-their values, one a shard (see fsdp_hooks.all_gather). Only gathers along dim 0 are defined; `unsharded()` is the way for training.
+The result has the bytes of the shards. Its tensor-wide scale is the agreed one, or, where the shards hold different
+ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). Only gathers along dim 0 are defined;
+`unsharded()` is the way for whole modules.
 """
 
 from typing import Any
@@ -14,40 +15,40 @@ from torch import Tensor
 from fsdp_hooks.all_gather import Arrangement, ShardRows
 from qtensor.formats import describe
 from qtensor.ops import implements
-from qtensor.tensor import QuantizedTensor
 
 __all__: list[str] = []
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional  # noqa: SLF001 - the namespace of the ops that DTensor calls
 
 
 @implements(aten.constant_pad_nd.default)
-def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of zero bytes behind the last one, which a slice drops again."""
     q, pad = args[0], args[1]
     if any(pad[:-1]) or len(pad) != 2 * q.ndim or pad[-1] < 0 or q.arrangement.flat is not None:
-        raise NotImplementedError(f"padding {describe(q.shape, q.recipe)} by {list(pad)}: only rows behind the last one are defined")
+        raise NotImplementedError(
+            f"padding {describe(q.shape, q.recipe)} by {list(pad)}: only rows behind the last one are defined"
+        )
     along = q.row_parts()
-    parts = {
-        name: torch.cat([part.view(torch.uint8), part.new_zeros((pad[-1], *part.shape[1:])).view(torch.uint8)]).view(part.dtype)
-        if name in along
-        else part.clone()
-        for name, part in q.parts().items()
-    }
+    parts = {name: _padded(part, pad[-1]) if name in along else part.clone() for name, part in q.parts().items()}
     return q.with_parts(parts, arrangement=Arrangement(padded_rows=q.shape[0] + pad[-1]))
 
 
 @implements(c10d.all_gather_into_tensor.default)
-def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every part gathered as bytes, rank after rank, and waited for."""
     q, ranks, group = args
     if q.arrangement.shards is not None or q.arrangement.flat is not None:
         raise NotImplementedError(
-            f"gathering {describe(q.shape, q.recipe)} over a second mesh dim is not defined; use fsdp_hooks.unsharded(module) for the "
-            "weights of a module, or dcp_adapters.expand(state_dict) for its parts as plain DTensors"
+            f"gathering {describe(q.shape, q.recipe)} over a second mesh dim is not defined; use "
+            "fsdp_hooks.unsharded(module) for the weights of a module, or dcp_adapters.expand(state_dict) for its "
+            "parts as plain DTensors"
         )
     along = q.row_parts()
-    parts = {name: _gathered(part if name in along else part.reshape(1), ranks, group) for name, part in q.parts().items()}
+    parts = {
+        name: _gathered(part if name in along else part.reshape(1), ranks, group) for name, part in q.parts().items()
+    }
     wide, shards, padded = q.tensor_wide(), ShardRows(q.shape[0]), q.arrangement.padded_rows
     if wide and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
@@ -62,9 +63,15 @@ _WAITS = [getattr(c10d, name).default for name in ("wait_tensor", "_wrap_tensor_
 
 
 @implements(*_WAITS)
-def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing: the parts were waited for."""
-    return args[0]  # type: ignore[no-any-return]
+    return args[0]
+
+
+def _padded(part: Tensor, rows: int) -> Tensor:
+    """`part` with zero bytes for so many more rows; torch.cat knows no float8."""
+    more = torch.zeros((rows, *part.shape[1:]), dtype=part.dtype, device=part.device)
+    return torch.cat([part.view(torch.uint8), more.view(torch.uint8)]).view(part.dtype)
 
 
 def _gathered(part: Tensor, ranks: int, group: str) -> Tensor:

@@ -267,7 +267,7 @@ def _run_probe(tmp_path: Path, *launcher: str, options: tuple[str, ...] = ()) ->
     pytest_options = ["-c", str(REPO / "pyproject.toml"), "--rootdir", str(REPO), "-p", "tests.conftest"]
     pytest_options += ["-p", "pytest_timeout"]  # pyproject configures it
     # prepend: the probe is no part of the repository, so its directory must be importable.
-    pytest_options += ["--import-mode=prepend", "-p", "no:cacheprovider", "-rA", *options]
+    pytest_options += ["--import-mode=prepend", "-p", "no:cacheprovider", "-vrA", "-o", "faulthandler_timeout=60", *options]
     own = ("PYTEST_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "GROUP_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     env |= {"PYTHONPATH": str(REPO), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # only what is used: starts faster
@@ -277,7 +277,7 @@ def _run_probe(tmp_path: Path, *launcher: str, options: tuple[str, ...] = ()) ->
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     output = done.stdout + done.stderr

@@ -67,10 +67,10 @@ def own_names(trees: Sequence[ast.AST]) -> set[str]:
 
 
 def foreign_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
-    """Underscored attributes of objects that are not ours; overloads of `aten` are no private names."""
+    """Underscored attributes of objects that are not ours; names of ops are public."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own:
-            yield from () if ast.unparse(node.value) in ("aten", "torch.ops.aten") else (node.attr,)
+            yield from () if ast.unparse(node.value).startswith(("aten", "torch.ops")) else (node.attr,)
 
 
 def sources(root: Path) -> dict[str, ast.AST]:

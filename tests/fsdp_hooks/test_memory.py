@@ -105,7 +105,7 @@ def _frees_what_it_gathered(name: str) -> None:
             parts = [
                 (f"{fqn}.{part}", tensor)
                 for fqn, param in net.named_parameters()
-                for part, tensor in (param.parts().items() if isinstance(param, QuantizedTensor) else [("", param.data)])
+                for part, tensor in (param.parts() if isinstance(param, QuantizedTensor) else {"": param.data}).items()
             ]
             assert all(tensor.untyped_storage().nbytes() >= tensor.nbytes for _, tensor in parts)
         left = {fqn: tensor.untyped_storage().nbytes() for fqn, tensor in parts if tensor.untyped_storage().nbytes()}
@@ -139,9 +139,10 @@ def _gathers_its_payload(name: str) -> None:
     net.reshard()
     _assert_inputs_alias(net, "after load_state_dict(assign=True)")
     for module in [*net.blocks, net]:
-        own = module.named_parameters() if module is not net else ((n, p) for n, p in net.named_parameters() if "blocks" not in n)
         expected = 0
-        for _, param in own:
+        for fqn, param in module.named_parameters():
+            if fqn.startswith("blocks"):
+                continue  # not the root's own
             q = local(param)
             dense = _padded_rows(param) * (param.numel() // param.shape[0]) * param.element_size()
             expected += _payload_bytes(q, _padded_rows(param)) if isinstance(q, QuantizedTensor) else dense

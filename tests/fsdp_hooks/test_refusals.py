@@ -12,7 +12,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from qtensor import quantized_model_init
-from tests.fsdp_hooks.cases import RECIPES, SQUARE, SQUARE_RECIPES, Collectives, K, Net, batch, build, mesh_of, rows_for, shard
+from tests.fsdp_hooks.cases import (
+    RECIPES,
+    SQUARE,
+    SQUARE_RECIPES,
+    Collectives,
+    K,
+    Net,
+    batch,
+    build,
+    mesh_of,
+    rows_for,
+    shard,
+)
 from tests.ranks import run_ranks, run_ranks_catching
 
 
@@ -40,7 +52,13 @@ def _assert_alike(messages: list[str], *words: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_reshard_after_forward_to_a_smaller_mesh_is_refused(name: str) -> None:
     messages = run_ranks_catching(4, _refused, name, reshard_after_forward=2)
-    _assert_alike(messages, "NotImplementedError", "reshard_after_forward=<int>", "use True or False", f"({rows_for(name)[0]}, {K})")
+    _assert_alike(
+        messages,
+        "NotImplementedError",
+        "reshard_after_forward=<int>",
+        "use True or False",
+        f"({rows_for(name)[0]}, {K})",
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -1,4 +1,4 @@
-"""Tensor-wide scales: gathers are exact whatever they are, and the library's writes leave them agreed, by one all-reduce."""
+"""Tensor-wide scales: gathers are exact whatever they are, and the library's writes leave them agreed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.fsdp_hooks.cases import (
     shards_of,
     snapshot,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_catching
 
 ONE_ALL_REDUCE = {"allreduce_": 1}
 
@@ -76,23 +76,22 @@ def _gathers_disagreeing_shards(name: str) -> None:
     ranks = dist.get_world_size()
     for _ in range(2):  # a first gather, and a refill
         pieces = shards_of(net)
-        distinct = {part[0][q.tensor_wide()].item() for part, (_, _, q) in zip(pieces.values(), quantized(net), strict=True)}
-        assert distinct
         for fqn, _, q in quantized(net):
             scales = {piece[q.tensor_wide()].item() for piece in pieces[fqn]}
             assert len(scales) > 1 or ranks == 1, f"{fqn}: the test wants different scales"
         dense = {fqn: exchanged(q.dequantize(torch.float32)) for fqn, _, q in quantized(net)}
         assert_gathers_exactly(net, "different scales")
-        x = torch.randn(4, K)
+        x = torch.randn(4, K, dtype=torch.bfloat16)
         with unsharded(net):
             for fqn, param in net.named_parameters():
                 if fqn in dense:
                     expected = torch.cat(dense[fqn])
                     assert_same_bytes(param.dequantize(torch.float32), expected, fqn)
-                    forward = nn.functional.linear(x.to(param.dtype), param.detach())
-                    assert_same_bytes(forward, nn.functional.linear(x.to(param.dtype), expected.to(param.dtype)), f"{fqn}: linear")
+                    linear = nn.functional.linear(x, param.detach())
+                    assert_same_bytes(linear, nn.functional.linear(x, expected.to(param.dtype)), f"{fqn}: linear")
                     for rows in (slice(1, 3), slice(0, param.shape[0] // 2), slice(param.shape[0] // 3, None)):
-                        assert_same_bytes(param.detach()[rows].dequantize(torch.float32), expected[rows], f"{fqn}: rows")
+                        some = param.detach()[rows]
+                        assert_same_bytes(some.dequantize(torch.float32), expected[rows], f"{fqn}: rows")
         _write_shards(net, factor=0.2)
 
 
@@ -160,7 +159,7 @@ def _zero_shards_do_not_decide(name: str) -> None:
             q.copy_(torch.zeros(q.shape)) if dist.get_rank() == 0 else q.copy_(torch.full(q.shape, 2.0**-20))
     held = snapshot(net)
     sync_scales(net)
-    for fqn, param, q in quantized(net):
+    for fqn, _, q in quantized(net):
         if dist.get_rank() == 1 and q.numel():
             for part, bytes_ in q.parts().items():
                 assert_same_bytes(bytes_, held[f"{fqn}.{part}"], f"{fqn}.{part} of the shard with values")
@@ -184,17 +183,14 @@ def test_shards_of_zeros_never_decide_a_scale(name: str) -> None:
 def _meta_raises() -> None:
     with torch.device("meta"), quantized_model_init(RECIPES["nvfp4-row"]):
         net = Net((4,), head=4)
-    try:
-        sync_scales(shard(net))
-    except ValueError as error:
-        assert "meta device" in str(error)
-        assert "to_empty" in str(error)
-        return
-    raise AssertionError("no error")
+    sync_scales(shard(net))
 
 
 def test_sync_scales_of_a_meta_model_raises() -> None:
-    run_ranks(2, _meta_raises)
+    for message in run_ranks_catching(2, _meta_raises):
+        assert message.startswith("ValueError: sync_scales")
+        assert "meta device" in message
+        assert "to_empty()" in message
 
 
 def _preserved_value_decides(name: str) -> None:
@@ -212,8 +208,8 @@ def _preserved_value_decides(name: str) -> None:
     full = gathered(net)
     for fqn, param, q in quantized(net):
         assert_same_bytes(high_precision_init_val(param), rows_of(dense[fqn], q, rank, ranks), f"{fqn}: preserved")
-        for part, expected in quantize(dense[fqn], RECIPES[name]).parts().items():
-            expected = expected.repeat(full[fqn][part].shape) if expected.ndim == 0 else expected
+        for part, bytes_ in quantize(dense[fqn], RECIPES[name]).parts().items():
+            expected = bytes_.repeat(full[fqn][part].shape) if bytes_.ndim == 0 else bytes_
             assert_same_bytes(full[fqn][part], expected, f"{fqn}.{part}")
 
 
@@ -241,7 +237,7 @@ def test_row_formats_quantize_then_shard_equals_shard_then_quantize(world_size: 
         run_ranks(world_size, _row_formats_commute, name)
 
 
-# -- the optimizer ---------------------------------------------------------------------------------------------------------
+# -- the optimizer ---------------------------------------------------------------------------------------------
 
 
 def _backward(net: nn.Module, step: int) -> None:
@@ -257,7 +253,7 @@ def _one_all_reduce_a_step(name: str, shape: tuple[int, ...]) -> None:
         optimizer = MasterWeightOptimizer(torch.optim.AdamW, net.parameters(), lr=0.01)
     assert comms.counts == (ONE_ALL_REDUCE if wide and not alone else {}), comms.counts
     _assert_agreed(net, "built")
-    for step in range(3):
+    for step in range(2):
         _backward(net, step)
         before = snapshot(net)
         with Collectives() as comms:
@@ -270,11 +266,11 @@ def _one_all_reduce_a_step(name: str, shape: tuple[int, ...]) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("world_size", "shape"), [(2, (2,)), (4, (4,)), (4, (2, 2)), (2, (2, 1))])
+@pytest.mark.parametrize(("world_size", "shape"), [(3, (3,)), (4, (2, 2)), (2, (2, 1))])
 def test_a_step_leaves_scales_agreed_by_one_all_reduce_for_the_whole_model(
     world_size: int, shape: tuple[int, ...]
 ) -> None:
-    for name in RECIPES:
+    for name in RECIPES if len(shape) == 1 else ("float8-tensor", "mxfp8-row"):
         run_ranks(world_size, _one_all_reduce_a_step, name, shape)
 
 

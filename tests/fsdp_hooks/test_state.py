@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tests.fsdp_hooks.cases import (
     ROW_RECIPES,
     TENSOR_WIDE,
     Collectives,
-    K,
     assert_equals_reference,
     assert_gathers_exactly,
     assert_same_bytes,
@@ -54,7 +52,6 @@ def _state_dicts_round_trip(name: str) -> None:
         assert_gathers_exactly(target, f"assign={assign}")
         assert_same_bytes(target(batch(0)).detach(), out, f"assign={assign}: forward")
         target.reshard()
-        out.square().sum()
         for _, _, q in quantized(target):  # stale on purpose, for the next round
             q.detach().zero_()
     target.load_state_dict(source.state_dict(), assign=False)
@@ -84,6 +81,8 @@ def _full_tensors_are_exact(name: str, shape: tuple[int, ...]) -> None:
         for part, bytes_ in parts_of(expected[fqn]).items():
             assert_same_bytes(full.parts()[part], bytes_, f"{fqn}.{part}")
         assert_same_bytes(full.dequantize(), expected[fqn].dequantize(), fqn)
+        if shape[-1] == 1:
+            continue  # torch gives the shard itself there
         value = 5 * torch.ones(param.shape)
         with torch.no_grad():
             full.detach().copy_(value)  # a tensor of its own, with a scale of its own
@@ -113,12 +112,12 @@ def test_full_tensor_is_exact_where_shards_have_different_scales(world_size: int
 
 
 def _module_moves(name: str) -> None:
-    """.float(), .bfloat16() and .to("cpu") rebuild every shard; the bytes and the padding stay."""
+    """Casts and moves rebuild every shard; the bytes and the padding stay."""
     reference = build(RECIPES[name], rows_for(name))
     net = shard(build(RECIPES[name], rows_for(name)))
-    held = {key: value for key, value in snapshot(net).items() if key.count(".") > 2}
-    for move in (lambda: net.float(), lambda: net.bfloat16(), lambda: net.to("cpu")):
-        move()
+    held = {key: value for key, value in snapshot(net).items() if ".weight." in key}  # parts
+    for where in (torch.float32, torch.bfloat16, "cpu"):
+        net.to(where)
         for _, param, q in quantized(net):
             assert q.dtype == param.dtype
         assert_same_snapshot({key: value for key, value in snapshot(net).items() if key in held}, held, "moved")

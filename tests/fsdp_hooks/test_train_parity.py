@@ -16,15 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_hooks import sync_scales
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
 from tests.fsdp_hooks.cases import (
     RECIPES,
     ROW_RECIPES,
-    SQUARE_RECIPES,
-    UNEVEN,
     Net,
     assert_equals_reference,
     assert_gathers_exactly,
@@ -33,7 +31,6 @@ from tests.fsdp_hooks.cases import (
     batch,
     build,
     gathered,
-    local,
     mesh_of,
     quantized,
     rows_for,
@@ -42,7 +39,7 @@ from tests.fsdp_hooks.cases import (
 )
 from tests.ranks import run_ranks
 
-STEPS = 3
+STEPS = 2
 
 
 def _optimizer(net: nn.Module) -> MasterWeightOptimizer:
@@ -181,10 +178,11 @@ def _trains_from_meta(name: str) -> None:
     reference = build(RECIPES[name], rows_for(name), seed=1, head=96)
     with torch.no_grad():
         for fqn, param in reference.named_parameters():
-            for part, values in param.parts().items() if isinstance(param, QuantizedTensor) else [("", full[fqn])]:
-                target = getattr(param, part) if part else param
-                values = full[fqn][part] if part else values
-                target.copy_(values.reshape(-1)[0] if part and target.ndim == 0 else values)
+            if isinstance(param, QuantizedTensor):
+                for part, target in param.parts().items():
+                    target.copy_(full[fqn][part][0] if target.ndim == 0 else full[fqn][part])
+            else:
+                param.copy_(full[fqn])
     _train(net, reference, steps=2)
 
 

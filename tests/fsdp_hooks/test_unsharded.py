@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks import unsharded
-from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import MXFP8BlockScaling, QuantizedTensor, quantize
 from tests.fsdp_hooks.cases import (
     RECIPES,
     ROW_RECIPES,
@@ -34,7 +34,7 @@ from tests.fsdp_hooks.cases import (
     shard,
     snapshot,
 )
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks
 
 
 def _model(name: str = "mxfp8-row", **options: Any) -> Net:
@@ -48,25 +48,24 @@ def _assert_sharded(net: nn.Module, what: str) -> None:
 
 @contextlib.contextmanager
 def _raises(kind: type[Exception], *words: str) -> Iterator[None]:
-    try:
+    with pytest.raises(kind) as caught:
         yield
-    except kind as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{missing} not in: {error}"
-    else:
-        raise AssertionError(f"no {kind.__name__}")
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 def _value(rows: int, seed: int = 7) -> Tensor:
     return torch.randn(rows, K, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------------------
 
 
 def _gathers_and_gives_back(name: str) -> None:
     net = build(RECIPES[name], rows_for(name))
-    whole = {fqn: parts_of(p) if isinstance(p, QuantizedTensor) else p.detach().clone() for fqn, p in net.named_parameters()}
+    whole = {
+        fqn: parts_of(p) if isinstance(p, QuantizedTensor) else p.detach().clone() for fqn, p in net.named_parameters()
+    }
     shard(net)
     sharded = dict(net.named_parameters())
     before = snapshot(net)
@@ -79,7 +78,8 @@ def _gathers_and_gives_back(name: str) -> None:
                 expected = whole[fqn] if module is net else whole[f"blocks.1.{fqn}"]
                 if isinstance(param, QuantizedTensor):
                     assert_same_bytes(param.payload, expected["payload"], fqn)
-                    assert_same_bytes(param.dequantize(), type(param)(expected, param.recipe, param.dtype).dequantize(), fqn)
+                    dense = type(param)(expected, param.recipe, param.dtype).dequantize()
+                    assert_same_bytes(param.dequantize(), dense, fqn)
                 else:
                     assert_same_bytes(param, expected, fqn)
             if module is not net:
@@ -128,7 +128,7 @@ def test_five_forwards_of_a_layer_cost_one_all_gather() -> None:
     run_ranks(2, _counts_gathers)
 
 
-# -- being left ------------------------------------------------------------------------------------------------------------
+# -- being left ------------------------------------------------------------------------------------------------
 
 
 class _Stop(Exception):
@@ -268,7 +268,7 @@ def test_nested_and_grouped_fsdp_modules_and_ignored_parameters(world_size: int)
     run_ranks(world_size, _nested)
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------------------
 
 
 def _in_place(linear: nn.Linear, weight: Any, bias: Tensor) -> None:
@@ -335,8 +335,8 @@ def _stores_what_was_written(name: str, shape: tuple[int, ...]) -> None:
             if not isinstance(want, dict):
                 assert_same_bytes(full[fqn], want, f"{way}: {fqn}")
                 continue
-            for part, values in want.items():
-                values = values.repeat(full[fqn][part].shape) if values.ndim == 0 else values
+            for part, bytes_ in want.items():
+                values = bytes_.repeat(full[fqn][part].shape) if bytes_.ndim == 0 else bytes_
                 assert_same_bytes(full[fqn][part], values, f"{way}: {fqn}.{part}")
         untouched = {key: value for key, value in before.items() if key.startswith(("norm", "head"))}
         now = {key: value for key, value in snapshot(net).items() if key in untouched}
@@ -423,7 +423,8 @@ def _keeps_full_precision() -> None:
     written = after.pop("head.bias")
     before.pop("head.bias")
     assert_same_snapshot(after, before, "untouched fp32 shards")
-    assert_same_bytes(written, torch.full_like(written, torch.tensor(1 / 3).bfloat16().float()), "the one that was written")
+    third = torch.full_like(written, 1 / 3).bfloat16().float()
+    assert_same_bytes(written, third, "the one that was written")
 
 
 def test_under_mixed_precision_untouched_shards_keep_their_bits() -> None:
@@ -451,7 +452,10 @@ def _raises_and_stays_whole() -> None:
         linear.weight.data = _value(112)
     check(".data of a quantized weight")
     for writeback in (True, False):
-        with _raises(RuntimeError, "linear.weight", "lost" if writeback else "writeback=True"), unsharded(net.blocks[0], writeback=writeback):
+        with (
+            _raises(RuntimeError, "linear.weight", "lost" if writeback else "writeback=True"),
+            unsharded(net.blocks[0], writeback=writeback),
+        ):
             linear.weight.detach().copy_(_value(112))
             net.state_dict()
             net.blocks[0].reshard()
@@ -482,7 +486,8 @@ def _works_under_inference_mode(name: str) -> None:
         assert_same_bytes(full["payload"], quantize(_value(rows), RECIPES[name]).payload, "stored")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])  # on one rank FSDP2 can not unshard twice under it, dense models included
+# On one rank FSDP2 can not unshard twice under it, dense models included.
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_inference_mode(world_size: int) -> None:
     for name in ROW_RECIPES:
         run_ranks(world_size, _works_under_inference_mode, name)

@@ -62,7 +62,7 @@ def test_round_trip_is_within_half_a_step(recipe: Any, dtype: torch.dtype) -> No
 def test_scales_saturate_nothing_they_should_not(recipe: Any) -> None:
     """|x| / unit <= largest, exactly for Float8 and MXFP8.
 
-    "floor" lets the mantissa run to 2 (512 of 448, 65536 of 57344: 8/7); an NVFP4 scale is rounded to E4M3, 2^-4 relative.
+    "floor" lets the mantissa run to 2 (512 of 448, 65536 of 57344: 8/7); an NVFP4 scale is rounded to E4M3 (2^-4).
     """
     x = weight(dtype=torch.float32)
     q = quantize(x, recipe)

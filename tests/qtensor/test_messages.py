@@ -211,7 +211,11 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         f"new tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out (exclude=) or "
         "choose a Float8 recipe",
     ),
-    "columns": (ValueError, lambda: q()[:, 8:40], f"cutting {W} at columns 8:40: cuts along K must be multiples of 32"),
+    "columns": (
+        ValueError,
+        lambda: q()[:, 8:40],
+        f"cutting {W} at columns 8:40: cuts along K must be multiples of 32. If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) placements; shard on dim 0",
+    ),
     "step": (NotImplementedError, lambda: q()[::2], f"slicing {W} with step 2; only step 1 is defined"),
     "select": (
         NotImplementedError,
