@@ -110,7 +110,7 @@ def state():
         "load mmap": torch.serialization.get_default_mmap_options(),
         "rng": torch.get_rng_state().tolist(),
         "python rng": random.getstate(),
-        "hooks": [len(held) for name, held in vars(nn_module).items() if name.endswith("_hooks") and hasattr(held, "keys")],
+        "hooks": [len(held) for name, held in vars(nn_module).items() if "_hooks" in name and hasattr(held, "keys")],
         "process group": torch.distributed.is_initialized(),
         "environment": dict(os.environ),
         "warnings": list(warnings.filters),

@@ -296,7 +296,7 @@ def _without_a_move_no_byte_moves(name: str) -> None:
             group["lr"] = 0.0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_step_with_lr_0_changes_no_byte(world_size: int) -> None:
     for name in RECIPES:
         run_ranks(world_size, _without_a_move_no_byte_moves, name)

@@ -101,6 +101,8 @@ def test_backward_keeps_the_input_and_the_parts_and_nothing_dense(recipe: Any) -
     own = {part.data_ptr() for part in w.parts().values()}
     assert {part.data_ptr() for part in quantized[0].parts().values()} == own
     assert sum(tensor.numel() for tensor in plain) <= x.numel()
+    node = F.linear(x, w).grad_fn
+    assert [name for name, value in vars(node).items() if isinstance(value, Tensor)] == []
 
 
 @all_recipes
@@ -121,18 +123,16 @@ def test_a_linear_module_trains(recipe: Any) -> None:
 @all_recipes
 def test_autocast_computes_in_its_dtype(recipe: Any) -> None:
     """As for an fp32 module: output in autocast's dtype, gradients in the parameters' own."""
-    w, dense = nn.Parameter(quantize(weight(dtype=torch.float32), recipe)), None
-    dense = nn.Parameter(w.dequantize())
+    q = quantize(weight(dtype=torch.float32), recipe)
     results = []
-    for one in (w, dense):
-        x = inputs(4, 96, dtype=torch.float32)
+    for w in (nn.Parameter(q), nn.Parameter(q.dequantize())):
+        x, bias = inputs(4, 96, dtype=torch.float32), nn.Parameter(torch.ones(64))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = F.linear(x, one)
+            y = F.linear(x, w, bias)
         y.backward(torch.ones_like(y))
         assert y.dtype == torch.bfloat16
-        assert one.grad.dtype == torch.float32
-        assert x.grad.dtype == torch.float32
-        results.append((y, one.grad, x.grad))
+        assert {w.grad.dtype, x.grad.dtype, bias.grad.dtype} == {torch.float32}
+        results.append((y, w.grad, x.grad, bias.grad))
     for a, b in zip(*results, strict=True):
         assert same_bytes(a, b)
 

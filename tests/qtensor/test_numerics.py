@@ -121,6 +121,23 @@ def test_bytes_are_those_of_the_formulas_for_dense_matrices(recipe: Any, exponen
         assert raw(part).numpy().tobytes() == expected[name].tobytes(), name
 
 
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_mxfp8_scales_turn_exactly_at_the_powers_of_two(element: str) -> None:
+    """Amaxes a few ulps around largest * 2^k, for every k, the smallest and largest included."""
+    largest = ELEMENT[element][1]
+    with np.errstate(over="ignore"):
+        exact = np.ldexp(largest, np.arange(-160, 128)).astype(F32)
+    exact = exact[np.isfinite(exact)]
+    amaxes = np.concatenate([(exact.view(np.int32) + ulps).clip(0).view(F32) for ulps in range(-3, 4)])
+    x = np.zeros((len(amaxes), 64), F32)
+    x[:, 0], x[:, 63] = amaxes, -amaxes
+    x = x[np.isfinite(x).all(axis=-1)]
+    recipe = MXFP8BlockScaling(element=element)
+    expected, q = reference_mxfp8(x, recipe), quantize(torch.from_numpy(x), recipe)
+    assert raw(q.scale).numpy().tobytes() == expected["scale"].tobytes()
+    assert raw(q.payload).numpy().tobytes() == expected["payload"].tobytes()
+
+
 # -- properties ------------------------------------------------------------------------------------------------------
 
 
