@@ -15,7 +15,14 @@ QUESTIONS = ("numerics", "plans")
 def main() -> None:
     """Ask all questions, or those named on the command line."""
     names = sys.argv[1:] or QUESTIONS
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "cpu")
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "cpu",
+    )
     results = {
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
         "machine": {"cpu": cpu, "cores": torch.get_num_threads(), "platform": platform.platform()},

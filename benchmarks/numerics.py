@@ -20,7 +20,9 @@ def run() -> dict[str, dict[str, float]]:
     for name, recipe in recipes.items():
         contenders[f"quantize {name}"] = lambda recipe=recipe: quantize(x, recipe)
         contenders[f"dequantize {name}"] = quantized[name].dequantize
-    contenders["peer mxfp8"] = lambda: MXTensor.to_mx(x, torch.float8_e4m3fn, 32, scaling_mode=ScaleCalculationMode.RCEIL)
+    contenders["peer mxfp8"] = lambda: MXTensor.to_mx(
+        x, torch.float8_e4m3fn, 32, scaling_mode=ScaleCalculationMode.RCEIL
+    )
     contenders["peer nvfp4"] = lambda: PeerNVFP4.to_nvfp4(x)
     seconds = medians(contenders)
     return {

@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 examples/finetune.py --recipe mxfp8 --out runs/mxfp8
     torchrun --nproc-per-node 1 examples/finetune.py --recipe mxfp8 --out runs/mxfp8-resumed --resume runs/mxfp8/step-10
 
-The whole life of a quantized weight: built on the meta device, sharded, filled from the file one tensor at a time, gathered as quantized
-bytes, updated through fp32 masters, saved raw, loaded bit for bit. `make demo` runs it all.
+The whole life of a quantized weight: built on the meta device, sharded, filled from the file one tensor at a time,
+gathered as quantized bytes, updated through fp32 masters, saved raw, loaded bit for bit. `make demo` runs it all.
 
-The masters start from the values in the file, not from the quantized ones: a master that sits in the middle of a quantization step has to travel
-half a step before the weight moves at all, and a fine-tuning run is over by then.
+The masters start from the values in the file, not from the quantized ones: a master that sits in the middle of a
+quantization step has to travel half a step before the weight moves at all, and a fine-tuning run is over by then.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import smollm2
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measure import CountingAllGather, bytes_at_rest, saved_weight_bytes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +30,6 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
-from measure import CountingAllGather, bytes_at_rest, saved_weight_bytes
 from qtensor import (
     Float8CurrentScaling,
     MasterWeightOptimizer,
@@ -44,7 +44,9 @@ RECIPES = {"bf16": None, "float8": Float8CurrentScaling(), "mxfp8": MXFP8BlockSc
 
 def sharded_model(recipe: Any) -> LlamaForCausalLM:
     """An unmodified transformers model, its linear weights quantized, one FSDP group a decoder layer; no bytes yet."""
-    init = quantized_model_init(recipe or MXFP8BlockScaling(), enabled=recipe is not None, preserve_high_precision_init_val=True)
+    init = quantized_model_init(
+        recipe or MXFP8BlockScaling(), enabled=recipe is not None, preserve_high_precision_init_val=True
+    )
     with torch.device("meta"), init:
         model = LlamaForCausalLM(smollm2.config()).to(torch.bfloat16)
     for layer in model.model.layers:
@@ -78,7 +80,9 @@ def verify_resumed(model: nn.Module, checkpoint: str) -> int:
     dcp.load(saved, checkpoint_id=checkpoint)
     checked = 0
     for name, tensor in live.items():
-        mine, theirs = (t.to_local().reshape(-1).view(torch.uint8) if isinstance(t, DTensor) else t for t in (tensor, saved[name]))
+        mine, theirs = (
+            t.to_local().reshape(-1).view(torch.uint8) if isinstance(t, DTensor) else t for t in (tensor, saved[name])
+        )
         if not torch.equal(mine, theirs):
             raise SystemExit(f"{name}: bytes differ from the checkpoint's")
         checked += mine.nbytes
@@ -123,7 +127,14 @@ def main() -> None:
     report["loss_before"] = held_out_loss(model, held_out)
     gathers.reset()
     upload, train_loss = None, 0.0
-    bar = tqdm(range(start, args.steps), desc=f"{args.recipe} x{world}", unit="step", disable=rank != 0, initial=start, total=args.steps)
+    bar = tqdm(
+        range(start, args.steps),
+        desc=f"{args.recipe} x{world}",
+        unit="step",
+        disable=rank != 0,
+        initial=start,
+        total=args.steps,
+    )
     for step in bar:
         batch = train[step * args.global_batch :][: args.global_batch][rank::world]  # [global batch / world, seq_len]
         loss = model(input_ids=batch, labels=batch).loss
@@ -136,7 +147,9 @@ def main() -> None:
             state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": step + 1}
             began = time.perf_counter()
             report["checkpoint"] = str(args.out / f"step-{step + 1}")
-            upload = dcp.async_save(state, checkpoint_id=report["checkpoint"], planner=QuantizedSavePlanner(), process_group=uploads)
+            upload = dcp.async_save(
+                state, checkpoint_id=report["checkpoint"], planner=QuantizedSavePlanner(), process_group=uploads
+            )
             report["async_save_blocked_s"] = time.perf_counter() - began
     report["gathered_bytes_per_round"] = gathers.received / max(gathers.rounds(model), 1)
     if upload is not None:

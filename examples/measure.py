@@ -39,7 +39,9 @@ class CountingAllGather:
         """The output buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002 (FSDP2's signature)
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:  # noqa: FBT001, FBT002 (FSDP2's signature)
         """Gather, counting what came from other ranks."""
         self.received += output_tensor.nbytes - input_tensor.nbytes
         self.calls += 1

@@ -2,8 +2,9 @@
 
     python examples/run_demo.py --recipe mxfp8
 
-Three launches of examples/finetune.py on CPU + gloo: the same run in bf16 and quantized on two ranks, then a resume of the quantized one on a single rank
-from the checkpoint that was written while training went on. Ends with the two runs side by side.
+Three launches of examples/finetune.py on CPU + gloo: the same run in bf16 and quantized on two ranks, then a resume of
+the quantized one on a single rank from the checkpoint that was written while training went on. Ends with the two runs
+side by side.
 """
 
 import argparse
@@ -36,7 +37,12 @@ def launch(ranks: int, recipe: str, out: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(ROOT / "examples" / "finetune.py"), "--recipe", recipe, "--out", str(out), *options]
     # one thread a rank; quiet start-up of third-party packages, whose notices say nothing about this run
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1", "HF_HUB_OFFLINE": "1"}
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     subprocess.run(command, check=True, env={**os.environ, **quiet})
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     return report
@@ -56,7 +62,9 @@ def main() -> None:
     bf16 = launch(2, "bf16", args.out / "bf16", "--steps", str(args.steps))
     console.print(f"[bold]2/3[/] the same in {args.recipe}")
     quantized = launch(2, args.recipe, args.out / args.recipe, "--steps", str(args.steps))
-    console.print(f"[bold]3/3[/] resumed on 1 rank from {Path(quantized['checkpoint']).name}, saved while training went on")
+    console.print(
+        f"[bold]3/3[/] resumed on 1 rank from {Path(quantized['checkpoint']).name}, saved while training went on"
+    )
     resumed_steps = ("--steps", str(args.steps // 2 + 3))
     resumed = launch(1, args.recipe, args.out / "resumed", "--resume", quantized["checkpoint"], *resumed_steps)
 

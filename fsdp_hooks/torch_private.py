@@ -1,7 +1,7 @@
 """The private torch names this project cannot do without, in one place.
 
-Each has its reason beside it, and `tests/test_torch_private.py` fails when upstream moves one of them. Nothing else in the
-packages may import a torch name that starts with an underscore.
+Each has its reason beside it, and `tests/test_torch_private.py` fails when upstream moves one of them. Nothing else in
+the packages may import a torch name that starts with an underscore.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,8 @@ def make_wrapper(
 ) -> Any:
     """A tensor of class `cls` that has a shape, contiguous strides, dtype and device, but no data of its own.
 
-    There is no public constructor for wrapper subclasses. A storage_offset must never be given: the wrapper has no storage.
+    There is no public constructor for wrapper subclasses. A storage_offset must never be given: the wrapper has no
+    storage.
     """
     strides = torch.empty(shape, device="meta").stride()
     return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -51,12 +52,11 @@ def make_wrapper(
     )
 
 
-def dtensor_around(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
-) -> DTensor:
+def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """A DTensor of global `shape` whose local tensor is `local` itself, on whatever device that lives.
 
-    `DTensor.from_local` moves the local tensor to the mesh's device, which would send a staged CPU copy back to the GPU.
+    `DTensor.from_local` moves the local tensor to the mesh's device, which would send a staged CPU copy back to the
+    GPU.
     """
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)

@@ -1,19 +1,29 @@
 """Arithmetic shared by the formats: finite amax, square blocks, powers of two by their bits.
 
-Everything here is elementwise or a reduction in fp32, in torch ops that give the same bytes eager and compiled. Divisions are tensor by
-tensor: `448.0 / t` is computed by torch as reciprocal(t) * 448 and rounds twice.
+Everything here is elementwise or a reduction in fp32, in torch ops that give the same bytes eager and compiled.
+Divisions are tensor by tensor: `448.0 / t` is computed by torch as reciprocal(t) * 448 and rounds twice.
 """
 
 import torch
 from torch import Tensor
 
-__all__ = ["FLT_MAX", "canonical_nan", "finite_amax", "finite_magnitude", "power_of_two_floor", "quotient", "row_amax", "scatter_blocks", "tile"]
+__all__ = [
+    "FLT_MAX",
+    "canonical_nan",
+    "finite_amax",
+    "finite_magnitude",
+    "power_of_two_floor",
+    "quotient",
+    "row_amax",
+    "scatter_blocks",
+    "tile",
+]
 
 FLT_MAX = torch.finfo(torch.float32).max
 
 
 def quotient(numerator: float, denominator: Tensor) -> Tensor:
-    """numerator / denominator rounded once, inf where the denominator is 0 or tiny."""
+    """Numerator / denominator rounded once, inf where the denominator is 0 or tiny."""
     return torch.full_like(denominator, numerator) / denominator
 
 
@@ -56,10 +66,10 @@ def scatter_blocks(per_row: Tensor, block: int) -> Tensor:
 
 
 def power_of_two_floor(x: Tensor) -> Tensor:
-    """x with its mantissa bits cleared: the largest power of two <= x, for positive normal fp32 x."""
+    """X with its mantissa bits cleared: the largest power of two <= x, for positive normal fp32 x."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def canonical_nan(x: Tensor) -> Tensor:
-    """x with every NaN replaced by the default NaN (0x7FC00000): conversions from float8 differ in it between backends."""
+    """X with every NaN replaced by the default NaN (0x7FC00000): conversions from float8 differ in it between backends."""
     return torch.where(torch.isnan(x), torch.full_like(x, torch.nan), x)

@@ -5,7 +5,8 @@
     scale = 1 / enc
     q     = RNE(clamp(x * enc, -max_q, max_q))
 
-These are the formulas of TransformerEngine's current-scaling kernels. An element that is not finite becomes NaN and spoils nothing else.
+These are the formulas of TransformerEngine's current-scaling kernels. An element that is not finite becomes NaN and
+spoils nothing else.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """What a format is: the list of its parts, and pure functions from dense values to parts and back.
 
-A `PartSpec` says how one part extends along the logical shape [.., N, K]; everything that cuts, joins, checks or saves parts is
-derived from it, so no other code needs to know a format by name. A format is one file (float8.py, mxfp8.py, nvfp4.py) holding its
-recipe, its numerics and its tensor class; `register` makes it known.
+A `PartSpec` says how one part extends along the logical shape [.., N, K]; everything that cuts, joins, checks or saves
+parts is derived from it, so no other code needs to know a format by name. A format is one file (float8.py, mxfp8.py,
+nvfp4.py) holding its recipe, its numerics and its tensor class; `register` makes it known.
 """
 
 import functools
@@ -25,8 +25,9 @@ APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class PartSpec:
     """How one part follows the logical shape [.., N, K].
 
-    per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide, one fp32 value of shape [].
-    block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0 means that
+    per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide, one fp32 value of shape
+    []. block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
+    means that
         a whole row shares one element, stored with a last dim of 1.
     """
 
@@ -50,8 +51,9 @@ class PartSpec:
 class Format(Protocol):
     """The numerics of one format, stateless. `x` is always fp32 [.., N, K]; results depend on nothing but the arguments.
 
-    Called by QuantizedTensor only, in this order when writing: `tensor_amax` (tensor-wide formats; agreed over the shards where
-    there are several), then `encode`. `adopt` is `encode` onto a scale that is already decided; `decode` is the way back.
+    Called by QuantizedTensor only, in this order when writing: `tensor_amax` (tensor-wide formats; agreed over the
+    shards where there are several), then `encode`. `adopt` is `encode` onto a scale that is already decided; `decode`
+    is the way back.
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:

@@ -4,8 +4,8 @@
     backward   dx = dy @ dequantize(w)               # [T, N] @ [N, K] -> [T, K]
                dw = dy.T @ x                         # [N, T] @ [T, K] -> [N, K], in w.dtype, never quantized
 
-What is saved for backward is x and the quantized weight; the dense weight lives inside one product and dies with it. The weight reaches this
-function through __torch_function__, before autograd takes F.linear apart.
+What is saved for backward is x and the quantized weight; the dense weight lives inside one product and dies with it.
+The weight reaches this function through __torch_function__, before autograd takes F.linear apart.
 """
 
 from typing import Any
@@ -25,21 +25,25 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        """x [.., K], weight [N, K], bias [N] or None -> [.., N]."""
+        """X [.., K], weight [N, K], bias [N] or None -> [.., N]."""
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return F.linear(x, weight.dequantize(), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """grad [.., N] -> gradients of x, weight and bias."""
+        """Grad [.., N] -> gradients of x, weight and bias."""
         (grad,) = grads
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = (grad @ weight.dequantize(grad.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype) if grad.ndim > 1 else torch.outer(grad, x)
+            dw = (
+                (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
+                if grad.ndim > 1
+                else torch.outer(grad, x)
+            )
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
         return dx, dw, db

@@ -1,11 +1,13 @@
 """Quantized parameters in models nobody here wrote: `quantized_model_init` while a model is built, `quantize_` afterwards.
 
-`quantized_model_init` watches every parameter registration (torch's public registration hook) and replaces the weight of each nn.Linear by a
-quantized parameter at the moment it is registered; what the constructor then writes into it - `uniform_`, `normal_`, `copy_` - goes through the
-op table and is quantized. On the meta device the same happens without bytes.
+`quantized_model_init` watches every parameter registration (torch's public registration hook) and replaces the weight
+of each nn.Linear by a quantized parameter at the moment it is registered; what the constructor then writes into it -
+`uniform_`, `normal_`, `copy_` - goes through the op table and is quantized. On the meta device the same happens without
+bytes.
 
-Tied weights stay as they are. A weight that some other module registered first (an embedding given to lm_head) is never quantized; a
-quantized weight that is later given to a module other than nn.Linear is turned back, for both, into a dense parameter.
+Tied weights stay as they are. A weight that some other module registered first (an embedding given to lm_head) is never
+quantized; a quantized weight that is later given to a module other than nn.Linear is turned back, for both, into a
+dense parameter.
 """
 
 import fnmatch
@@ -37,14 +39,16 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """Context manager: nn.Linear weights built inside become quantized parameters.
 
-    Works under `torch.device("meta")` and for unmodified third-party models. Biases, norms, embeddings and tied weights stay as they are.
+    Works under `torch.device("meta")` and for unmodified third-party models. Biases, norms, embeddings and tied weights
+    stay as they are.
 
     Args:
         recipe: how to quantize.
         enabled: False makes it a no-op.
         storage: "quantized", the shards are quantized.
-        preserve_high_precision_init_val: keep what is written into the weights in high precision beside them, sharded as they are, so that
-            MasterWeightOptimizer starts from it; costs a dense copy until `clear_high_precision_init_val`.
+        preserve_high_precision_init_val: keep what is written into the weights in high precision beside them, sharded
+            as they are, so that MasterWeightOptimizer starts from it; costs a dense copy until
+            `clear_high_precision_init_val`.
 
     Raises:
         ValueError: an unknown storage; a Linear whose shape does not fit the recipe's blocks.
@@ -70,7 +74,9 @@ class _Registrations:
     def __init__(self, recipe: Recipe, preserve: bool) -> None:
         self.recipe, self.preserve = recipe, preserve
         self.seen: dict[int, weakref.ref[Tensor]] = {}  # id -> dense parameters registered outside nn.Linear.weight
-        self.linears: dict[int, list[weakref.ref[nn.Module]]] = {}  # id of a quantized parameter -> the Linears that hold it
+        self.linears: dict[
+            int, list[weakref.ref[nn.Module]]
+        ] = {}  # id of a quantized parameter -> the Linears that hold it
 
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None:
@@ -126,8 +132,8 @@ def quantize_(
         The fqns of the parameters that were quantized, in model order.
 
     Raises:
-        ValueError: an include pattern matches no nn.Linear; a shape does not fit the blocks; a weight is sharded already. Nothing has been
-            changed then. An exclude pattern that matches nothing warns.
+        ValueError: an include pattern matches no nn.Linear; a shape does not fit the blocks; a weight is sharded
+            already. Nothing has been changed then. An exclude pattern that matches nothing warns.
         TypeError: a weight is not bf16, fp16 or fp32; a string instead of a list of patterns. Nothing has been changed.
     """
     registered(recipe)
@@ -156,7 +162,9 @@ def quantize_(
     }
     for fqn, child in chosen.items():
         if isinstance(child.weight, DTensor):
-            raise ValueError(f"quantize_: {fqn} is a DTensor already; quantize before fully_shard and parallelize_module")
+            raise ValueError(
+                f"quantize_: {fqn} is a DTensor already; quantize before fully_shard and parallelize_module"
+            )
         _check_weight(child.weight, recipe, fqn)
     for child in chosen.values():
         weight = child.weight

@@ -4,8 +4,8 @@
     code = exponent of v rounded UP to a power of two   ("floor": the OCP rule floor(log2 amax) - emax, saturating)
     q    = RNE(clamp(x * 2^(127 - code), -max_q, max_q))
 
-Rounding up never saturates an element; it equals TransformerEngine's kernels and torchao's RCEIL mode. Code 0 means 2^-127; code 255
-means NaN and marks a block that held an element that is not finite: the whole block decodes to NaN.
+Rounding up never saturates an element; it equals TransformerEngine's kernels and torchao's RCEIL mode. Code 0 means
+2^-127; code 255 means NaN and marks a block that held an element that is not finite: the whole block decodes to NaN.
 """
 
 from collections.abc import Mapping

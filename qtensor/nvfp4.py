@@ -6,8 +6,8 @@
     enc          = min(1 / (scale * global_scale), FLT_MAX)
     q            = E2M1_RNE(clamp(x * enc, -6, 6))
 
-These are the formulas of TransformerEngine's kernels. The low nibble is the even column. A block that held an element that is not finite gets
-the scale NaN and decodes to NaN; a block with scale 0 decodes to 0.
+These are the formulas of TransformerEngine's kernels. The low nibble is the even column. A block that held an element
+that is not finite gets the scale NaN and decodes to NaN; a block with scale 0 decodes to 0.
 """
 
 from collections.abc import Mapping
@@ -96,7 +96,8 @@ def _blocks(x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Ten
 def _nearest_code(scaled: Tensor) -> Tensor:
     """E2M1 code (uint8) nearest to each value, ties to the even code, saturating at 6.
 
-    A tie belongs to the even neighbour, so every second threshold is counted when it is reached and the others when passed.
+    A tie belongs to the even neighbour, so every second threshold is counted when it is reached and the others when
+    passed.
     """
     v = scaled.abs()
     code = (v > 0.25).to(torch.uint8) + (v >= 0.75) + (v > 1.25) + (v >= 1.75) + (v > 2.5) + (v >= 3.5) + (v > 5.0)

@@ -39,10 +39,14 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     return enter
 
 
-def _map_parts(q: QuantizedTensor, fn: Callable[[Tensor], Tensor], arrangement: Arrangement, dtype: torch.dtype | None = None) -> Any:
+def _map_parts(
+    q: QuantizedTensor, fn: Callable[[Tensor], Tensor], arrangement: Arrangement, dtype: torch.dtype | None = None
+) -> Any:
     """A tensor like q around fn of each part (and of the preserved initial value)."""
     init = None if q.init_value is None else fn(q.init_value)
-    return q.with_parts({name: fn(part) for name, part in q.parts().items()}, dtype=dtype, arrangement=arrangement, init_value=init)
+    return q.with_parts(
+        {name: fn(part) for name, part in q.parts().items()}, dtype=dtype, arrangement=arrangement, init_value=init
+    )
 
 
 # -- alias --------------------------------------------------------------------------------------------------------------------
@@ -115,10 +119,14 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One matrix of a stack: q[e] for q [E, N, K] (an expert's weight)."""
     q, dim, index = args
     if dim % q.ndim != 0 or q.ndim < 2:
-        raise NotImplementedError(f"select along dim {dim} of {describe(q.shape, q.recipe)}; only dim 0 of 2-D and up is defined")
+        raise NotImplementedError(
+            f"select along dim {dim} of {describe(q.shape, q.recipe)}; only dim 0 of 2-D and up is defined"
+        )
     index %= q.shape[0]
     piece = cut(q, 0, index, index + 1)
-    parts = {spec.name: getattr(piece, spec.name)[0] if spec.per_row else getattr(piece, spec.name) for spec in q.specs()}
+    parts = {
+        spec.name: getattr(piece, spec.name)[0] if spec.per_row else getattr(piece, spec.name) for spec in q.specs()
+    }
     return q.with_parts(parts, arrangement=Arrangement(partial=q.shape[0] > 1))
 
 
@@ -150,7 +158,9 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     """q[start:end] along `dim`, as a tensor of the same class."""
     if q.arrangement.flat is not None:
-        raise NotImplementedError(f"cutting a reshaped view of {describe(q.arrangement.flat, q.recipe)}; view it back first")
+        raise NotImplementedError(
+            f"cutting a reshaped view of {describe(q.arrangement.flat, q.recipe)}; view it back first"
+        )
     if q.ndim == 1 and (start, end) != (0, q.shape[0]) and q.tensor_wide() is None and q.specs()[1].block == 0:
         raise NotImplementedError(f"cutting {describe(q.shape, q.recipe)}: its one row has one scale")
     along_k = dim == q.ndim - 1
@@ -170,7 +180,8 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     arrangement = Arrangement(
         shards=shards,
         padded_rows=q.arrangement.padded_rows if keeps_padding else None,
-        partial=q.arrangement.partial or not (whole or along_k or (keeps_padding and q.arrangement.padded_rows is not None)),
+        partial=q.arrangement.partial
+        or not (whole or along_k or (keeps_padding and q.arrangement.padded_rows is not None)),
     )
     return q.with_parts(parts, arrangement=arrangement, init_value=init)
 
@@ -200,7 +211,11 @@ def _cut_vector(vector: Tensor, shards: ShardRows, start: int, end: int) -> tupl
 def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A deep copy: every part gets storage of its own."""
     q = args[0]
-    return _map_parts(q, lambda part: part.clone(memory_format=torch.contiguous_format), q.arrangement.but(padded_rows=None, partial=False))
+    return _map_parts(
+        q,
+        lambda part: part.clone(memory_format=torch.contiguous_format),
+        q.arrangement.but(padded_rows=None, partial=False),
+    )
 
 
 @implements(aten._to_copy.default)
@@ -208,7 +223,9 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Moves the parts to a device; a dtype changes the appearance only."""
     q, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in APPEARANCE_DTYPES:
-        raise TypeError(f"{describe(q.shape, q.recipe)} can appear as bfloat16, float16 or float32, not {dtype}; call .dequantize({dtype})")
+        raise TypeError(
+            f"{describe(q.shape, q.recipe)} can appear as bfloat16, float16 or float32, not {dtype}; call .dequantize({dtype})"
+        )
     moved = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
     out = _map_parts(q, lambda part: part.to(**moved, copy=True), q.arrangement.but(partial=False), dtype)
     if out.init_value is not None:
@@ -293,7 +310,8 @@ def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Same class, zeros: how FSDP allocates a padded shard, so the row count is remembered as its padded rows.
 
-    The tensor-wide scale is that of q: a shard without rows, into which nothing is copied, agrees with the others from the start.
+    The tensor-wide scale is that of q: a shard without rows, into which nothing is copied, agrees with the others from
+    the start.
     """
     q, shape = args[0], tuple(args[1])
     if shape[1:] != tuple(q.shape[1:]):
@@ -349,15 +367,51 @@ def zero_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return q
 
 
-_IN_PLACE = (
-    "fill_.Scalar fill_.Tensor uniform_ normal_ add_.Tensor add_.Scalar sub_.Tensor sub_.Scalar mul_.Tensor mul_.Scalar "
-    "div_.Tensor div_.Scalar addcmul_ addcdiv_ lerp_.Scalar lerp_.Tensor clamp_ erfinv_ neg_"
-).split()
-_FOREACH = (
-    "add_.Scalar add_.List add_.Tensor sub_.Scalar sub_.List mul_.Scalar mul_.List mul_.Tensor mul_.ScalarList div_.Scalar div_.List "
-    "div_.ScalarList addcmul_.Scalar addcmul_.ScalarList addcmul_.Tensor addcdiv_.Scalar addcdiv_.ScalarList addcdiv_.Tensor "
-    "lerp_.Scalar lerp_.List zero_ copy_"
-).split()
+_IN_PLACE = [
+    "fill_.Scalar",
+    "fill_.Tensor",
+    "uniform_",
+    "normal_",
+    "add_.Tensor",
+    "add_.Scalar",
+    "sub_.Tensor",
+    "sub_.Scalar",
+    "mul_.Tensor",
+    "mul_.Scalar",
+    "div_.Tensor",
+    "div_.Scalar",
+    "addcmul_",
+    "addcdiv_",
+    "lerp_.Scalar",
+    "lerp_.Tensor",
+    "clamp_",
+    "erfinv_",
+    "neg_",
+]
+_FOREACH = [
+    "add_.Scalar",
+    "add_.List",
+    "add_.Tensor",
+    "sub_.Scalar",
+    "sub_.List",
+    "mul_.Scalar",
+    "mul_.List",
+    "mul_.Tensor",
+    "mul_.ScalarList",
+    "div_.Scalar",
+    "div_.List",
+    "div_.ScalarList",
+    "addcmul_.Scalar",
+    "addcmul_.ScalarList",
+    "addcmul_.Tensor",
+    "addcdiv_.Scalar",
+    "addcdiv_.ScalarList",
+    "addcdiv_.Tensor",
+    "lerp_.Scalar",
+    "lerp_.List",
+    "zero_",
+    "copy_",
+]
 
 
 def _overload(namespace: str, name: str) -> Any:
@@ -389,7 +443,11 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def refuse_data(q: Tensor, value: Tensor) -> None:
     """`q.data = value` would exchange an outside without bytes and leave the parts as they are: the write would be lost."""
-    what = describe(q.shape, q.recipe) if isinstance(q, QuantizedTensor) else "a plain tensor's .data to a quantized weight"
+    what = (
+        describe(q.shape, q.recipe)
+        if isinstance(q, QuantizedTensor)
+        else "a plain tensor's .data to a quantized weight"
+    )
     raise NotImplementedError(
         f"assigning .data of {what} is not defined; call .copy_(value) on it under torch.no_grad() (it requantizes in place, and copies "
         "the bytes where the recipes agree), or assign a new nn.Parameter to the module"

@@ -3,15 +3,17 @@
     step:   grad (q.dtype) -> fp32 -> inner.step() on the masters -> amax of each master shard
             -> one all-reduce for all tensor-wide scales of the model -> requantize every shard in place
 
-A master is the shard in fp32, a DTensor where the parameter is one; parameters in fp32 are their own masters. The bytes of a parameter are a
-function of its full master and the recipe alone, so they are the same for every world size, and a step that moves no master moves no byte:
+A master is the shard in fp32, a DTensor where the parameter is one; parameters in fp32 are their own masters. The bytes
+of a parameter are a function of its full master and the recipe alone, so they are the same for every world size, and a
+step that moves no master moves no byte:
 
     bytes == quantize(master)                     once a step has written the parameter
     master == dequantize(bytes), still "fresh"    before, where the master was made from the bytes (quantizing again could choose other codes
-                                                  for the same values, so a fresh parameter is written only when some shard's master moved)
+                                                  for the same values, so a fresh parameter is written only when some
+                                                  shard's master moved)
 
-`param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an ordinary optimizer);
-`state[p]` holds "master_weight" beside the inner optimizer's own entries.
+`param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an
+ordinary optimizer); `state[p]` holds "master_weight" beside the inner optimizer's own entries.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +34,8 @@ MASTER = "master_weight"
 class MasterWeightOptimizer(torch.optim.Optimizer):
     """An optimizer with fp32 master weights for quantized (and other low-precision) parameters.
 
-    Building it is a collective where parameters have tensor-wide scales (they are agreed on first, see `fsdp_hooks.sync_scales`); so is `step`.
+    Building it is a collective where parameters have tensor-wide scales (they are agreed on first, see
+    `fsdp_hooks.sync_scales`); so is `step`.
 
     Args:
         optimizer_cls: the optimizer that updates the masters, such as torch.optim.AdamW.
@@ -43,14 +46,18 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         ValueError: a parameter is on the meta device.
     """
 
-    def __init__(self, optimizer_cls: type[torch.optim.Optimizer], params: Iterable[Any], **optimizer_kwargs: Any) -> None:
+    def __init__(
+        self, optimizer_cls: type[torch.optim.Optimizer], params: Iterable[Any], **optimizer_kwargs: Any
+    ) -> None:
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._fresh: set[Tensor] = set()
         super().__init__(params, {})
         everything = [param for group in self.param_groups for param in group["params"]]
         if any(param.is_meta for param in everything):
-            raise ValueError("MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them first")
+            raise ValueError(
+                "MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them first"
+            )
         sync_scales(everything)
         self._inner = optimizer_cls([self._master_group(group) for group in self.param_groups], **optimizer_kwargs)
         self.defaults = self._inner.defaults
@@ -64,7 +71,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             group = self.param_groups[-1]
             sync_scales(group["params"])
             self._inner.add_param_group(self._master_group(group))
-            group.update({key: value for key, value in self._inner.param_groups[-1].items() if key not in ("params", "param_names")})
+            group.update(
+                {
+                    key: value
+                    for key, value in self._inner.param_groups[-1].items()
+                    if key not in ("params", "param_names")
+                }
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -90,12 +103,17 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Load what `state_dict()` returned. Masters keep fp32 (the base class would cast them to the parameter's dtype).
 
         Raises:
-            ValueError: groups or parameters differ, or a master weight is missing or has another shape; nothing has been loaded then.
+            ValueError: groups or parameters differ, or a master weight is missing or has another shape; nothing has
+                been loaded then.
         """
         assert self._inner is not None
         params = [param for group in self.param_groups for param in group["params"]]
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        saved = {param: state_dict["state"][index] for param, index in zip(params, ids, strict=False) if index in state_dict["state"]}
+        saved = {
+            param: state_dict["state"][index]
+            for param, index in zip(params, ids, strict=False)
+            if index in state_dict["state"]
+        }
         self._check_masters(saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for param, master in self._masters.items():
@@ -106,10 +124,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict(
             {
                 "state": {
-                    position[param]: {key: value for key, value in values.items() if key != MASTER} for param, values in saved.items()
+                    position[param]: {key: value for key, value in values.items() if key != MASTER}
+                    for param, values in saved.items()
                 },
                 "param_groups": [
-                    {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": indices}
+                    {
+                        **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                        "params": indices,
+                    }
                     for group, indices in zip(self.param_groups, self._positions(), strict=True)
                 ],
             }

@@ -1,7 +1,8 @@
 """Recipes: frozen value objects that say how a tensor is quantized.
 
-A recipe holds numbers and words only - never a process group, a mesh, a rank or a tensor - so it can be hashed, compared,
-pickled, put into JSON and baked into a compiled graph as a constant. The recipe of a format stands in the file of that format.
+A recipe holds numbers and words only - never a process group, a mesh, a rank or a tensor - so it can be hashed,
+compared, pickled, put into JSON and baked into a compiled graph as a constant. The recipe of a format stands in the
+file of that format.
 """
 
 import dataclasses

@@ -1,16 +1,19 @@
 """QuantizedTensor: a tensor that looks like bf16 [.., N, K] and stores only quantized parts.
 
-A wrapper subclass: it has the logical shape, contiguous strides and the appearance dtype, and its bytes live in plain inner tensors, its
-parts, kept as attributes (`payload`, `scale`, ...). The invariants, with d = q.dequantize() and S = the specs of the format:
+A wrapper subclass: it has the logical shape, contiguous strides and the appearance dtype, and its bytes live in plain
+inner tensors, its parts, kept as attributes (`payload`, `scale`, ...). The invariants, with d = q.dequantize() and S =
+the specs of the format:
 
     q.parts().keys() == names of S                       q.parts()[s].shape == s.shape(q.shape)
     bytes of q       == sum of the bytes of its parts    (no dense copy, no cached transpose)
     q[a:b].parts()   == the same rows of q.parts(), aliased
     d.dtype == q.dtype == what autograd and FSDP see     q.recipe says all the rest
 
-A gathered weight differs in one point: its tensor-wide parts are vectors with one value a shard (see fsdp_hooks.all_gather).
+A gathered weight differs in one point: its tensor-wide parts are vectors with one value a shard (see
+fsdp_hooks.all_gather).
 
-Which torch operations keep the quantized representation, which requantize and which raise is decided by the one table in ops.py.
+Which torch operations keep the quantized representation, which requantize and which raise is decided by the one table
+in ops.py.
 """
 
 import math
@@ -29,7 +32,8 @@ from qtensor.recipes import Recipe
 
 __all__ = ["OPS", "QuantizedTensor", "quantize", "rebuild"]
 
-# aten overload -> handler(func, args, kwargs), filled by ops.py; torch function -> handler(*args, **kwargs), filled by linear.py
+# aten overload -> handler(func, args, kwargs), filled by ops.py; torch function -> handler(*args, **kwargs), filled by
+# linear.py
 OPS: dict[Any, Callable[..., Any]] = {}
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
@@ -173,7 +177,8 @@ class QuantizedTensor(AllGatherHooks, Tensor):
 
     def scale_claim(self) -> Tensor:
         """[2] fp32, what this shard brings to an agreement: its tensor-wide scale (0 where every value is 0, the scale of zeros says
-        nothing), and the amax of its preserved initial value (0 without one)."""
+        nothing), and the amax of its preserved initial value (0 without one).
+        """
         with torch.no_grad():
             scale = getattr(self, self.tensor_wide() or "scale").amax()
             claim = torch.where(finite_amax(self.dequantize(torch.float32)) > 0, scale, torch.zeros_like(scale))
@@ -235,7 +240,9 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = OPS.get(func)
-        if handler is None and torch.is_inference_mode_enabled():  # composite ops arrive whole there, elsewhere in pieces
+        if (
+            handler is None and torch.is_inference_mode_enabled()
+        ):  # composite ops arrive whole there, elsewhere in pieces
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
@@ -245,7 +252,9 @@ class QuantizedTensor(AllGatherHooks, Tensor):
                 f"{func} is not defined for quantized tensors (got {names}); call .dequantize() on them first if a dense "
                 "result is what you want"
             )
-        if torch.is_inference_mode_enabled() and any(isinstance(arg, QuantizedTensor) and not arg.is_inference() for arg in args):
+        if torch.is_inference_mode_enabled() and any(
+            isinstance(arg, QuantizedTensor) and not arg.is_inference() for arg in args
+        ):
             # a view must be the kind of tensor its base is, and what is made here would be an inference tensor
             with torch.inference_mode(mode=False), torch.no_grad():
                 return handler(func, args, kwargs or {})
@@ -253,10 +262,16 @@ class QuantizedTensor(AllGatherHooks, Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [spec.name for spec in self.specs()]
-        return names + (["init_value"] if self.init_value is not None else []), (self.recipe, self.dtype, self.arrangement)
+        return names + (["init_value"] if self.init_value is not None else []), (
+            self.recipe,
+            self.dtype,
+            self.arrangement,
+        )
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> "QuantizedTensor":
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "QuantizedTensor":
         recipe, dtype, arrangement = context
         parts = {name: part for name, part in inner.items() if name != "init_value"}
         kind = registered(recipe).tensor_class
@@ -269,7 +284,9 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
-            raise RuntimeError("only quantized tensors that are leaves of the autograd graph can be deep-copied; detach() first")
+            raise RuntimeError(
+                "only quantized tensors that are leaves of the autograd graph can be deep-copied; detach() first"
+            )
         copy = self.detach().clone().requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
@@ -279,7 +296,11 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # float8 tensors can not be pickled by every supported torch: parts travel as bytes plus the name of their dtype
         packed = {
-            name: (_own_storage(part).reshape(-1).view(torch.uint8), str(part.dtype).removeprefix("torch."), tuple(part.shape))
+            name: (
+                _own_storage(part).reshape(-1).view(torch.uint8),
+                str(part.dtype).removeprefix("torch."),
+                tuple(part.shape),
+            )
             for name, part in self.detach().parts().items()
         }
         shards = self.arrangement.shards
@@ -297,7 +318,9 @@ class QuantizedTensor(AllGatherHooks, Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Raises: a quantized tensor has no storage of its own, only its parts have."""
-        if torch.compiler.is_compiling():  # a tracer describes every tensor it meets by its storage, and touches no byte of it
+        if (
+            torch.compiler.is_compiling()
+        ):  # a tracer describes every tensor it meets by its storage, and touches no byte of it
             return super().untyped_storage()
         raise RuntimeError(
             f"{describe(self.shape, self.recipe)} has no single storage to write, share or compare; use .parts(), and save "
@@ -306,7 +329,9 @@ class QuantizedTensor(AllGatherHooks, Tensor):
 
     def tolist(self, *args: Any, **kwargs: Any) -> Any:
         """Raises, as do numpy() and __dlpack__() (which would hand out a null pointer): call .dequantize() first."""
-        raise NotImplementedError("tolist, numpy and DLPack are not defined for quantized tensors; call .dequantize() first")
+        raise NotImplementedError(
+            "tolist, numpy and DLPack are not defined for quantized tensors; call .dequantize() first"
+        )
 
     numpy = __dlpack__ = tolist
 
@@ -315,13 +340,13 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
     """Quantize a dense tensor.
 
     Args:
-        x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (Float8 1, MXFP8 32, NVFP4 16);
-            for square blocks N too.
+        x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (Float8 1,
+            MXFP8 32, NVFP4 16); for square blocks N too.
         recipe: Float8CurrentScaling, MXFP8BlockScaling or NVFP4BlockScaling.
 
     Returns:
-        Float8Tensor, MXFP8Tensor or NVFP4Tensor of the same shape, appearance dtype and device, detached from autograd. The formulas stand in the
-        module of the format.
+        Float8Tensor, MXFP8Tensor or NVFP4Tensor of the same shape, appearance dtype and device, detached from autograd.
+        The formulas stand in the module of the format.
 
     Raises:
         TypeError: x is quantized already, not floating point, or recipe is no recipe.

@@ -27,7 +27,6 @@ from tests.fsdp_hooks.cases import (
 )
 from tests.ranks import run_ranks
 
-
 FORMATS = ("float8-tensor", "mxfp8-row", "nvfp4-square")  # one recipe a format
 
 
