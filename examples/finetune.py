@@ -1,13 +1,13 @@
-"""Fine-tune SmolLM2-135M with quantized weights under FSDP2, checkpoint it while it trains, resume on any number of ranks.
+"""Fine-tune SmolLM2-135M with quantized weights under FSDP2, checkpoint it while it trains, resume on any world size.
 
     torchrun --nproc-per-node 2 examples/finetune.py --recipe mxfp8 --out runs/mxfp8
-    torchrun --nproc-per-node 1 examples/finetune.py --recipe mxfp8 --out runs/mxfp8-resumed --resume runs/mxfp8/step-10
+    torchrun --nproc-per-node 1 examples/finetune.py --recipe mxfp8 --out runs/resumed --resume runs/mxfp8/step-6
 
 The whole life of a quantized weight: built on the meta device, sharded, filled from the file one tensor at a time,
 gathered as quantized bytes, updated through fp32 masters, saved raw, loaded bit for bit. `make demo` runs it all.
 
 The masters start from the values in the file, not from the quantized ones: a master that sits in the middle of a
-quantization step has to travel half a step before the weight moves at all, and a fine-tuning run is over by then.
+quantization step has to travel half a step before the weight moves at all, and a short fine-tuning run is over by then.
 """
 
 import argparse
@@ -29,25 +29,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
+import qtensor as qt
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
-from qtensor import (
-    Float8CurrentScaling,
-    MasterWeightOptimizer,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    clear_high_precision_init_val,
-    quantized_model_init,
-)
 
-RECIPES = {"bf16": None, "float8": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
+RECIPES: dict[str, Any] = {
+    "bf16": None,
+    "float8": qt.Float8CurrentScaling(),
+    "mxfp8": qt.MXFP8BlockScaling(),
+    "nvfp4": qt.NVFP4BlockScaling(),
+}
 
 
 def sharded_model(recipe: Any) -> LlamaForCausalLM:
     """An unmodified transformers model, its linear weights quantized, one FSDP group a decoder layer; no bytes yet."""
-    init = quantized_model_init(
-        recipe or MXFP8BlockScaling(), enabled=recipe is not None, preserve_high_precision_init_val=True
+    quantized = qt.quantized_model_init(
+        recipe or RECIPES["mxfp8"], enabled=recipe is not None, preserve_high_precision_init_val=True
     )
-    with torch.device("meta"), init:
+    with torch.device("meta"), quantized:
         model = LlamaForCausalLM(smollm2.config()).to(torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -60,7 +58,7 @@ def sharded_model(recipe: Any) -> LlamaForCausalLM:
 @torch.no_grad()
 def load_pretrained(model: nn.Module) -> None:
     """Fill the shards from the file, each rank its rows; one full tensor exists at a time."""
-    params = dict(model.named_parameters())
+    params: dict[str, Any] = dict(model.named_parameters())
     for fqn, weight in smollm2.iter_weights(params):
         param = params[fqn]
         param.copy_(distribute_tensor(weight, param.device_mesh, param.placements, src_data_rank=None))
@@ -73,27 +71,66 @@ def held_out_loss(model: nn.Module, blocks: torch.Tensor) -> float:
     return torch.stack(losses).float().mean().item()
 
 
-def verify_resumed(model: nn.Module, checkpoint: str) -> int:
-    """Compare every payload and scale byte with the checkpoint's, read as plain tensors by stock DCP; returns how many bytes."""
+def training_state(model: nn.Module, optimizer: qt.MasterWeightOptimizer, step: int) -> dict[str, Any]:
+    """What a checkpoint of this run holds."""
+    return {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": step}
+
+
+def resume(model: nn.Module, optimizer: qt.MasterWeightOptimizer, checkpoint: str) -> tuple[int, int]:
+    """Load on whatever world size this is, then compare every payload, scale and other weight with the checkpoint's.
+
+    The comparison reads the parts as plain tensors with stock DCP. Returns the step to go on from, and how many bytes
+    were compared.
+    """
+    state = training_state(model, optimizer, 0)
+    dcp.load(state, checkpoint_id=checkpoint, planner=QuantizedLoadPlanner())
+    set_optimizer_state_dict(model, optimizer, state["optim"])
     live = {f"model.{name}": tensor for name, tensor in expand(model.state_dict()).items()}
     saved = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     dcp.load(saved, checkpoint_id=checkpoint)
-    checked = 0
-    for name, tensor in live.items():
-        mine, theirs = (
-            t.to_local().reshape(-1).view(torch.uint8) if isinstance(t, DTensor) else t for t in (tensor, saved[name])
-        )
-        if not torch.equal(mine, theirs):
+    compared = 0
+    for name, pair in ((name, (live[name], saved[name])) for name in live):
+        mine, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in pair)
+        if not torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
             raise SystemExit(f"{name}: bytes differ from the checkpoint's")
-        checked += mine.nbytes
-    return checked
+        compared += mine.nbytes
+    return int(state["step"]), compared
+
+
+def train(
+    model: nn.Module, optimizer: qt.MasterWeightOptimizer, data: torch.Tensor, steps: range, *, checkpoint: Path | None
+) -> dict[str, Any]:
+    """An ordinary FSDP2 loop over `data` [batch, rows, seq_len]; snapshots into `checkpoint` half-way and trains on."""
+    report: dict[str, Any] = {}
+    rank, world, upload = dist.get_rank(), dist.get_world_size(), None
+    uploads = dist.new_group(backend="gloo")  # async_save's own: its upload thread must not share one with training
+    bar = tqdm(steps, desc=f"{world} ranks", unit="step", disable=rank != 0)
+    for step in bar:
+        batch = data[step % len(data)][rank::world]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+        if checkpoint is not None and step + 1 == steps.stop // 2:
+            state = training_state(model, optimizer, step + 1)
+            report["checkpoint"] = str(checkpoint / f"step-{step + 1}")
+            began = time.perf_counter()
+            upload = dcp.async_save(
+                state, checkpoint_id=report["checkpoint"], planner=QuantizedSavePlanner(), process_group=uploads
+            )
+            report["async_save_blocked_s"] = time.perf_counter() - began
+    if upload is not None:
+        upload.result()  # type: ignore[union-attr]  # the default stager blocks, so this is a plain future
+        report["weight_bytes_on_disk"] = saved_weight_bytes(report["checkpoint"], "model.")
+    return report
 
 
 def main() -> None:
     """One run; writes its figures to OUT/report.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=RECIPES, default="mxfp8")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--global-batch", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -101,62 +138,28 @@ def main() -> None:
     parser.add_argument("--resume", help="checkpoint to resume from")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    uploads = dist.new_group(backend="gloo")  # async_save's own: its upload thread must not share one with training
-    rank, world, recipe = dist.get_rank(), dist.get_world_size(), RECIPES[args.recipe]
     args.out.mkdir(parents=True, exist_ok=True)
 
-    model = sharded_model(recipe)
+    model = sharded_model(RECIPES[args.recipe])
     gathers = CountingAllGather.attach(model)
-    start, report = 0, {"recipe": args.recipe, "ranks": world}
     if args.resume is None:
         load_pretrained(model)
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=args.lr)
+    optimizer = qt.MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=args.lr)
     for param in model.parameters():
-        clear_high_precision_init_val(param)  # the masters have it now
-    if args.resume is not None:
-        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": 0}
-        dcp.load(state, checkpoint_id=args.resume, planner=QuantizedLoadPlanner())
-        set_optimizer_state_dict(model, optimizer, state["optim"])
-        start = state["step"]
-        report["verified_bytes"] = verify_resumed(model, args.resume)
-    report |= bytes_at_rest(model)
+        qt.clear_high_precision_init_val(param)  # the masters have it now
+    start, compared = resume(model, optimizer, args.resume) if args.resume else (0, 0)
 
     tokenizer = smollm2.tokenizer()
-    train, held_out = (smollm2.token_blocks(tokenizer, args.seq_len, split=split) for split in ("train", "heldout"))
-    held_out = held_out[:4]
-    report["loss_before"] = held_out_loss(model, held_out)
+    rows, held_out = (smollm2.token_blocks(tokenizer, args.seq_len, split=split) for split in ("train", "heldout"))
+    batches = rows[: len(rows) // args.global_batch * args.global_batch].unflatten(0, (-1, args.global_batch))
+    report = {"recipe": args.recipe, "ranks": dist.get_world_size(), "compared_bytes": compared, **bytes_at_rest(model)}
+    report["loss_before"] = held_out_loss(model, held_out[:4])
     gathers.reset()
-    upload, train_loss = None, 0.0
-    bar = tqdm(
-        range(start, args.steps),
-        desc=f"{args.recipe} x{world}",
-        unit="step",
-        disable=rank != 0,
-        initial=start,
-        total=args.steps,
-    )
-    for step in bar:
-        batch = train[step * args.global_batch :][: args.global_batch][rank::world]  # [global batch / world, seq_len]
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        train_loss = loss.item()
-        bar.set_postfix(loss=f"{train_loss:.3f}")
-        if step + 1 == args.steps // 2 and args.resume is None:
-            state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": step + 1}
-            began = time.perf_counter()
-            report["checkpoint"] = str(args.out / f"step-{step + 1}")
-            upload = dcp.async_save(
-                state, checkpoint_id=report["checkpoint"], planner=QuantizedSavePlanner(), process_group=uploads
-            )
-            report["async_save_blocked_s"] = time.perf_counter() - began
-    report["gathered_bytes_per_round"] = gathers.received / max(gathers.rounds(model), 1)
-    if upload is not None:
-        upload.result()
-        report["weight_bytes_on_disk"] = saved_weight_bytes(report["checkpoint"], "model.")
-    report["loss_after"] = held_out_loss(model, held_out)
-    if rank == 0:
+    checkpoint = None if args.resume else args.out
+    report |= train(model, optimizer, batches, range(start, args.steps), checkpoint=checkpoint)
+    report["gathered_bytes_per_round"] = gathers.received_per_round(model)
+    report["loss_after"] = held_out_loss(model, held_out[:4])
+    if dist.get_rank() == 0:
         (args.out / "report.json").write_text(json.dumps(report, indent=2))
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What the examples measure: bytes at rest, bytes through the all-gather, bytes on disk - counted from real storages, buffers and files."""
+"""What the examples measure, counted from real storages, buffers and files: bytes at rest, gathered, on disk."""
 
 from typing import Any, Self
 
@@ -31,17 +31,22 @@ class CountingAllGather:
         """Start counting anew."""
         self.received = self.calls = 0
 
-    def rounds(self, model: nn.Module) -> float:
-        """How many times the whole model was gathered."""
-        return self.calls / sum(isinstance(module, FSDPModule) for module in model.modules())
+    def received_per_round(self, model: nn.Module) -> float:
+        """Bytes from other ranks each time the whole model was gathered; 0 on one rank, where nothing travels."""
+        groups = sum(isinstance(module, FSDPModule) for module in model.modules())
+        return self.received * groups / self.calls if self.calls else 0.0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The output buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> Any:  # noqa: FBT001, FBT002 (FSDP2's signature)
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
+    ) -> Any:
         """Gather, counting what came from other ranks."""
         self.received += output_tensor.nbytes - input_tensor.nbytes
         self.calls += 1
@@ -49,7 +54,7 @@ class CountingAllGather:
 
 
 def bytes_at_rest(model: nn.Module) -> dict[str, float]:
-    """Bytes this rank stores a parameter element of its shards: for all parameters, and for the quantizable linear weights."""
+    """Bytes this rank stores for each element of its shards: of all parameters, and of the linear weights alone."""
     linear = {id(child.weight) for child in model.modules() if isinstance(child, nn.Linear)}
     linear -= {id(child.weight) for child in model.modules() if isinstance(child, nn.Embedding)}
     stored = {"all": [0, 0], "linear": [0, 0]}

@@ -77,8 +77,11 @@ def main() -> None:
         table.add_row(label, *(shape.format(value) for value in values), ratio)
     console.print(table)
     console.print(
-        f"resumed on 1 rank: {resumed['verified_bytes'] / MIB:.1f} MiB of payloads, scales and other weights equal the checkpoint's, byte for byte; "
-        f"held-out loss {resumed['loss_before']:.4f} -> {resumed['loss_after']:.4f}"
+        f"resumed on 1 rank: {resumed['compared_bytes'] / MIB:.1f} MiB of payloads, scales and other weights equal the "
+        f"checkpoint's, byte for byte; held-out loss {resumed['loss_before']:.4f} -> {resumed['loss_after']:.4f}"
+    )
+    (args.out / "demo.json").write_text(
+        json.dumps({"bf16": bf16, args.recipe: quantized, "resumed": resumed}, indent=2)
     )
 
 
