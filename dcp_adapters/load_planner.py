@@ -79,7 +79,9 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.target = target
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.quantized = {
-            name: q for name, value in self.state_dict.items() if (q := quantized_local(value)) is not None
+            name: q
+            for name, value in self.state_dict.items()
+            if (q := quantized_local(value)) is not None and f"{name}.payload" in metadata.state_dict_metadata
         }
         self.vectors = _vectors(self.quantized)
         self.state_dict, _ = expand_flat(self.state_dict)

@@ -1,9 +1,8 @@
-"""How tensors made of parts travel through FSDP2: all-gather hooks, scale agreement across shards, unsharding one module.
+"""How tensors made of parts travel through FSDP2: all-gather hooks, agreement on scales, unsharding one module.
 
 Knows parts, not formats. The lowest of the packages: it imports torch only.
 """
 
-from fsdp_hooks.all_gather import AllGatherHooks, Arrangement, ShardRows
 from fsdp_hooks.scale_sync import sync_scales
 from fsdp_hooks.unshard import unsharded
 

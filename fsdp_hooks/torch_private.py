@@ -47,7 +47,7 @@ def make_wrapper(
     storage.
     """
     strides = torch.empty(shape, device="meta").stride()
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(
         cls, torch.Size(shape), strides=strides, dtype=dtype, device=device, requires_grad=requires_grad
     )
 
@@ -60,4 +60,4 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     """
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)  # type: ignore[no-any-return]
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)

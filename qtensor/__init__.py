@@ -1,8 +1,9 @@
-"""Low-precision weights that stay low-precision: recipes, exact numerics, `QuantizedTensor`, model wrapping, master-weight optimizer."""
+"""Low-precision weights that stay low-precision.
 
-from qtensor import linear as _linear
-from qtensor import ops as _ops
-from qtensor import redistribute as _redistribute
+Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight optimizer.
+"""
+
+from qtensor import linear, ops, redistribute, views  # noqa: F401 - importing them fills the table of handlers
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor

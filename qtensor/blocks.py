@@ -71,5 +71,5 @@ def power_of_two_floor(x: Tensor) -> Tensor:
 
 
 def canonical_nan(x: Tensor) -> Tensor:
-    """X with every NaN replaced by the default NaN (0x7FC00000): conversions from float8 differ in it between backends."""
+    """Every NaN replaced by the default one (0x7FC00000): backends convert the NaN of float8 to different ones."""
     return torch.where(torch.isnan(x), torch.full_like(x, torch.nan), x)

@@ -16,7 +16,20 @@ from torch import Tensor
 
 from qtensor.recipes import Recipe
 
-__all__ = ["Format", "PartSpec", "describe", "format_of", "register", "registered", "specs_of"]
+__all__ = [
+    "APPEARANCE_DTYPES",
+    "Format",
+    "PartSpec",
+    "block_multiple",
+    "check_shape",
+    "describe",
+    "format_of",
+    "logical_shape",
+    "part_problems",
+    "register",
+    "registered",
+    "specs_of",
+]
 
 APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -25,10 +38,11 @@ APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class PartSpec:
     """How one part follows the logical shape [.., N, K].
 
-    per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide, one fp32 value of shape
-    []. block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
-    means that
-        a whole row shares one element, stored with a last dim of 1.
+    Attributes:
+        per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide, one fp32 value of
+            shape [].
+        block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
+            means that a whole row shares one element, stored with a last dim of 1.
     """
 
     name: str
@@ -49,7 +63,7 @@ class PartSpec:
 
 
 class Format(Protocol):
-    """The numerics of one format, stateless. `x` is always fp32 [.., N, K]; results depend on nothing but the arguments.
+    """The numerics of one format, stateless: results depend on the arguments alone. `x` is always fp32 [.., N, K].
 
     Called by QuantizedTensor only, in this order when writing: `tensor_amax` (tensor-wide formats; agreed over the
     shards where there are several), then `encode`. `adopt` is `encode` onto a scale that is already decided; `decode`
@@ -63,7 +77,7 @@ class Format(Protocol):
         """Largest finite magnitude, fp32 []; None for formats whose every scale belongs to rows or blocks."""
 
     def encode(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
-        """Parts of x, with tensor-wide scales made from `amax` ([] fp32, what tensor_amax returned or its agreed maximum)."""
+        """Parts of x, the tensor-wide scale made from `amax` ([] fp32: from tensor_amax, or the agreed one)."""
 
     def adopt(self, x: Tensor, recipe: Any, scale: Tensor) -> dict[str, Tensor]:
         """Parts of x under the given tensor-wide scale ([] fp32)."""
@@ -117,23 +131,50 @@ def block_multiple(recipe: Recipe) -> int:
 
 
 def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, full: bool = True) -> None:
-    """Raise ValueError where `shape` can not be quantized under `recipe`; `full` also checks the rows of square blocks.
+    """Raise ValueError where `shape` can not be quantized under `recipe`.
 
-    A shard may hold rows that are no multiple of a square block, a full tensor may not.
+    `full` also checks the rows of square blocks, for a full tensor; a shard may hold any number of rows.
     """
     multiple = block_multiple(recipe)
     if len(shape) == 0:
         raise ValueError(f"{what}: a 0-dim tensor can not be quantized; expected [.., K]")
     if shape[-1] % multiple:
         raise ValueError(
-            f"{what}: shape {tuple(shape)} has K={shape[-1]}, which is not a multiple of {multiple}, as {recipe} needs; "
-            "leave this weight out (exclude=) or choose a Float8 recipe"
+            f"{what}: shape {tuple(shape)} has K={shape[-1]}, which is not a multiple of {multiple}, as {recipe} "
+            "needs; leave this weight out (exclude=) or choose a Float8 recipe"
         )
     if full and getattr(recipe, "blocks", "row") == "square" and (len(shape) < 2 or shape[-2] % multiple):
         raise ValueError(
-            f"{what}: shape {tuple(shape)} needs its last two dims to be multiples of {multiple} for the square blocks of "
-            f'{recipe}; use blocks="row"'
+            f"{what}: shape {tuple(shape)} needs its last two dims to be multiples of {multiple} for the square "
+            f'blocks of {recipe}; use blocks="row"'
         )
+
+
+def logical_shape(payload: Tensor, recipe: Recipe) -> torch.Size:
+    """Shape of the tensor whose payload this is; the payload may pack several elements into a byte."""
+    packing = specs_of(recipe)[0].block
+    return torch.Size((*payload.shape[:-1], payload.shape[-1] * packing))
+
+
+def part_problems(parts: Mapping[str, Tensor], recipe: Recipe) -> list[str]:
+    """Why `parts` are not those of one tensor under `recipe`, in words; empty where they are."""
+    specs = {spec.name: spec for spec in specs_of(recipe)}
+    problems = [f"missing {name!r}" for name in specs.keys() - parts.keys()]
+    problems += [f"unexpected {name!r}" for name in parts.keys() - specs.keys()]
+    if problems:
+        return sorted(problems)
+    shape = logical_shape(parts["payload"], recipe) if parts["payload"].ndim else ()
+    try:
+        check_shape(shape, recipe, full=False)
+    except ValueError as error:
+        return [str(error)]
+    for name, spec in specs.items():
+        got, want = parts[name], spec.shape(shape)
+        if got.dtype != spec.dtype or tuple(got.shape) != want:
+            problems.append(f"{name!r} is {got.dtype} {tuple(got.shape)}, expected {spec.dtype} {want}")
+        elif got.device != parts["payload"].device:
+            problems.append(f"{name!r} is on {got.device}, the payload on {parts['payload'].device}")
+    return problems
 
 
 def describe(shape: Sequence[int], recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""Quantized parameters in models nobody here wrote: `quantized_model_init` while a model is built, `quantize_` afterwards.
+"""Quantized parameters in models nobody here wrote: `quantized_model_init` while they are built, `quantize_` later.
 
 `quantized_model_init` watches every parameter registration (torch's public registration hook) and replaces the weight
 of each nn.Linear by a quantized parameter at the moment it is registered; what the constructor then writes into it -
@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +61,8 @@ def quantized_model_init(
     if not enabled:
         yield
         return
-    watch = _Registrations(recipe, preserve_high_precision_init_val)
-    handle = register_module_parameter_registration_hook(watch)
+    watch = _Registrations(recipe, preserve=preserve_high_precision_init_val)
+    handle = register_module_parameter_registration_hook(watch)  # type: ignore[arg-type] # it may return a parameter
     try:
         yield
     finally:
@@ -71,12 +72,12 @@ def quantized_model_init(
 class _Registrations:
     """The registration hook: sees (module, name, parameter) and may answer with another parameter."""
 
-    def __init__(self, recipe: Recipe, preserve: bool) -> None:
+    def __init__(self, recipe: Recipe, *, preserve: bool) -> None:
         self.recipe, self.preserve = recipe, preserve
-        self.seen: dict[int, weakref.ref[Tensor]] = {}  # id -> dense parameters registered outside nn.Linear.weight
-        self.linears: dict[
-            int, list[weakref.ref[nn.Module]]
-        ] = {}  # id of a quantized parameter -> the Linears that hold it
+        # id -> dense parameters registered outside nn.Linear.weight
+        self.seen: dict[int, weakref.ref[Tensor]] = {}
+        # id of a quantized parameter -> the Linears that hold it
+        self.linears: dict[int, list[weakref.ref[nn.Module]]] = {}
 
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None:
@@ -99,10 +100,7 @@ class _Registrations:
 
     def _quantize(self, param: nn.Parameter) -> nn.Parameter:
         _check_weight(param, self.recipe, "weight of nn.Linear")
-        if param.is_meta:
-            q = _meta(param, self.recipe)
-        else:
-            q = quantize(param, self.recipe)
+        q = _meta(param, self.recipe) if param.is_meta else quantize(param, self.recipe)
         if self.preserve:
             q.init_value = param.detach().clone()
         return nn.Parameter(q, requires_grad=param.requires_grad)
@@ -112,7 +110,8 @@ class _Registrations:
         dense = nn.Parameter(value.detach().clone(), requires_grad=param.requires_grad)
         for ref in self.linears.pop(id(param), []):
             linear = ref()
-            if linear is not None and linear._parameters.get("weight") is param:
+            held: Any = None if linear is None else linear._parameters.get("weight")
+            if linear is not None and held is param:
                 linear._parameters["weight"] = dense
         self.seen[id(dense)] = weakref.ref(dense)
         return dense
@@ -126,7 +125,8 @@ def quantize_(
     Args:
         model: any module; tied weights and weights that are quantized already are left alone.
         recipe: how to quantize.
-        include, exclude: globs over module fqns ("lm_head", "model.layers.*.mlp.*").
+        include: globs over module fqns ("lm_head", "model.layers.*.mlp.*"); every one must match some nn.Linear.
+        exclude: globs over the fqns of modules to leave out.
 
     Returns:
         The fqns of the parameters that were quantized, in model order.
@@ -141,7 +141,7 @@ def quantize_(
         if isinstance(patterns, str):
             raise TypeError(f"quantize_: {argument} is a list of patterns, got {patterns!r}; write [{patterns!r}]")
     include, exclude = tuple(include), tuple(exclude)
-    linears: dict[str, nn.Linear] = {fqn: child for fqn, child in model.named_modules() if _uses_linear(child)}  # type: ignore[misc]
+    linears: dict[str, nn.Linear] = {fqn: child for fqn, child in model.named_modules() if _uses_linear(child)}
     for pattern in include:
         if not fnmatch.filter(linears, pattern):
             raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
@@ -174,8 +174,9 @@ def quantize_(
 
 
 def high_precision_init_val(param: Tensor) -> Tensor | None:
-    """What was written into a parameter in high precision (its dtype and shape; a shard's rows for a DTensor's shard), or None.
+    """What was written into a parameter in high precision, or None.
 
+    It has the parameter's dtype and shape; that of a DTensor has the rows of the local shard.
     Only parameters built under `quantized_model_init(preserve_high_precision_init_val=True)` have one.
     """
     local = _holder(param)
@@ -190,7 +191,7 @@ def clear_high_precision_init_val(param: Tensor) -> None:
 
 
 def _uses_linear(module: nn.Module) -> bool:
-    """Whether a module hands its weight to F.linear. The output projection of nn.MultiheadAttention does not: it is read past the module."""
+    """Whether a module hands its weight to F.linear; nn.MultiheadAttention reads its out_proj past the module."""
     return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
@@ -201,8 +202,8 @@ def _check_weight(weight: Tensor, recipe: Recipe, what: str) -> None:
 
 
 def _holder(param: Tensor) -> Tensor:
-    """The very tensor that carries the value: a DTensor's local tensor (to_local() returns a new view of it while grad is enabled)."""
-    with torch.no_grad():
+    """The very tensor that carries the value: a DTensor's local tensor."""
+    with torch.no_grad():  # while grad is enabled, to_local() returns a new view of it
         return param.to_local() if isinstance(param, DTensor) else param
 
 

@@ -1,4 +1,6 @@
-"""NVFP4: E2M1 elements, two a byte, in 16-blocks with E4M3 scales under one fp32 global scale; value = q * scale * global_scale.
+"""NVFP4: E2M1 elements, two a byte, in 16-blocks with E4M3 scales under one fp32 global scale.
+
+    value        = q * scale * global_scale
 
     S            = 1 if amax_tensor == 0 else min(2688 / amax_tensor, FLT_MAX)          (2688 = 448 * 6)
     global_scale = 1 / S

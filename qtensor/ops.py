@@ -8,19 +8,21 @@ Five behaviours, a group of named functions each:
     requantize   copy_ from other values, zero_, fills and arithmetic in place   dequantize, compute, quantize in place
     anything else raises, listing the op: nothing is dequantized silently
 
-Row cuts alias the parts; cuts along K copy them, so that a shard does not keep the whole tensor's storage alive.
+The alias group stands in views.py, the other three here; the collectives of `full_tensor()`, which gather part by part,
+stand in redistribute.py. All enter the table by `implements`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Arrangement, ShardRows
-from qtensor.formats import APPEARANCE_DTYPES, block_multiple, check_shape, describe, registered
+from fsdp_hooks.all_gather import Arrangement
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
+
+__all__ = ["implements", "map_parts", "refuse_resharding_to_a_smaller_mesh"]
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -39,179 +41,24 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     return enter
 
 
-def _map_parts(
+def map_parts(
     q: QuantizedTensor, fn: Callable[[Tensor], Tensor], arrangement: Arrangement, dtype: torch.dtype | None = None
 ) -> Any:
-    """A tensor like q around fn of each part (and of the preserved initial value)."""
+    """A tensor like q around fn of each part (and of the preserved initial value); `dtype` is its appearance."""
     init = None if q.init_value is None else fn(q.init_value)
     return q.with_parts(
         {name: fn(part) for name, part in q.parts().items()}, dtype=dtype, arrangement=arrangement, init_value=init
     )
 
 
-# -- alias --------------------------------------------------------------------------------------------------------------------
-
-
-@implements(aten.detach.default, aten.alias.default)
-def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same bytes in a new wrapper."""
-    q = args[0]
-    out = _map_parts(q, torch.Tensor.detach, q.arrangement)
-    out.preserved = q.preserved
-    return out
-
-
-@implements(aten.view.default, aten._unsafe_view.default)
-def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any view of the same elements in the same order: rows regrouped where rows stay rows, else a `flat` one (FSDP's view(-1))."""
-    q, shape = args[0], _resolve(args[1], args[0].numel())
-    described = q.arrangement.flat or tuple(q.shape)
-    if shape == described:
-        return _map_parts(q, torch.Tensor.detach, q.arrangement.but(flat=None))
-    regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == Arrangement()
-    if not regroups:
-        kept = q.arrangement.but(flat=described)
-        return type(q)(q.parts(), q.recipe, q.dtype, arrangement=kept, shape=torch.Size(shape))
-    parts = {spec.name: part.view(spec.shape(shape)) for spec, part in zip(q.specs(), q.parts().values(), strict=True)}
-    init = None if q.init_value is None else q.init_value.view(shape)
-    return q.with_parts(parts, arrangement=Arrangement(), init_value=init)
-
-
-def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """`shape` with its -1 filled in."""
-    if -1 not in shape:
-        return tuple(shape)
-    known = -math.prod(shape)
-    return tuple(numel // max(known, 1) if size == -1 else size for size in shape)
-
-
-@implements(aten.slice.Tensor)
-def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """q[a:b] along any dim, step 1. Along K the cut must fall on block boundaries."""
-    q, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-    dim %= q.ndim
-    size = q.shape[dim]
-    start, end, _ = slice(start, end).indices(size)
-    if step != 1:
-        raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
-    return cut(q, dim, start, max(end, start))
-
-
-@implements(aten.split.Tensor)
-def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces of `size` along a dim, the last one shorter: how fully_shard and distribute_tensor cut shards."""
-    q, size, dim = (*args, *(0,)[len(args) - 2 :])
-    refuse_resharding_to_a_smaller_mesh(q, size)
-    total = q.shape[dim]
-    return [cut(q, dim % q.ndim, start, min(start + size, total)) for start in range(0, max(total, 1), max(size, 1))]
-
-
-@implements(aten.split_with_sizes.default)
-def split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces of the given sizes along a dim."""
-    q, sizes, dim = (*args, *(0,)[len(args) - 2 :])
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [cut(q, dim % q.ndim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-@implements(aten.select.int)
-def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One matrix of a stack: q[e] for q [E, N, K] (an expert's weight)."""
-    q, dim, index = args
-    if dim % q.ndim != 0 or q.ndim < 2:
-        raise NotImplementedError(
-            f"select along dim {dim} of {describe(q.shape, q.recipe)}; only dim 0 of 2-D and up is defined"
-        )
-    index %= q.shape[0]
-    piece = cut(q, 0, index, index + 1)
-    parts = {
-        spec.name: getattr(piece, spec.name)[0] if spec.per_row else getattr(piece, spec.name) for spec in q.specs()
-    }
-    return q.with_parts(parts, arrangement=Arrangement(partial=q.shape[0] > 1))
-
-
-@implements(aten.unbind.int)
-def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All matrices of a stack: what iterating over it gives."""
-    q, dim = (*args, *(0,)[len(args) - 1 :])
-    return [select(func, (q, dim, index), {}) for index in range(q.shape[dim])]
-
-
-@implements(aten.as_strided.default)
-def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first rows of a gathered weight: how FSDP crops its padding."""
-    q, size, stride, offset = (*args, *(None,)[len(args) - 3 :])
-    size = tuple(size)
-    plain = torch.empty(size, device="meta").stride() == tuple(stride) and not offset
-    if not plain or size[1:] != tuple(q.shape[1:]) or size[0] > q.shape[0]:
-        raise NotImplementedError(
-            f"as_strided of {describe(q.shape, q.recipe)} to size {size}, stride {tuple(stride)}: only its first rows are defined. "
-            "FSDP2 asks for this with Shard(dim > 0) placements, which quantized weights do not support; shard on dim 0"
-        )
-    cropped, wide = cut(q, 0, 0, size[0]), q.tensor_wide()
-    if q.arrangement.shards is None:
-        return cropped
-    # only padding goes: every shard keeps its tensor-wide value, and this is still the whole weight
-    return q.with_parts(cropped.parts() | ({wide: getattr(q, wide)} if wide else {}), arrangement=q.arrangement)
-
-
-def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
-    """q[start:end] along `dim`, as a tensor of the same class."""
-    if q.arrangement.flat is not None:
-        raise NotImplementedError(
-            f"cutting a reshaped view of {describe(q.arrangement.flat, q.recipe)}; view it back first"
-        )
-    if q.ndim == 1 and (start, end) != (0, q.shape[0]) and q.tensor_wide() is None and q.specs()[1].block == 0:
-        raise NotImplementedError(f"cutting {describe(q.shape, q.recipe)}: its one row has one scale")
-    along_k = dim == q.ndim - 1
-    multiple = block_multiple(q.recipe)
-    if along_k and (start % multiple or (end % multiple and end != q.shape[dim])):
-        raise ValueError(
-            f"cutting {describe(q.shape, q.recipe)} at columns {start}:{end}: cuts along K must be multiples of {multiple}. "
-            "If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) placements; shard on dim 0"
-        )
-    parts = {spec.name: _cut_part(getattr(q, spec.name), spec, q, dim, start, end) for spec in q.specs()}
-    wide, shards = q.tensor_wide(), q.arrangement.shards
-    whole = start == 0 and end == q.shape[dim]
-    if wide and shards is not None and dim == 0 and not whole:
-        parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
-    keeps_padding = dim == 0 and start == 0
-    init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
-    arrangement = Arrangement(
-        shards=shards,
-        padded_rows=q.arrangement.padded_rows if keeps_padding else None,
-        partial=q.arrangement.partial
-        or not (whole or along_k or (keeps_padding and q.arrangement.padded_rows is not None)),
-    )
-    return q.with_parts(parts, arrangement=arrangement, init_value=init)
-
-
-def _cut_part(part: Tensor, spec: Any, q: QuantizedTensor, dim: int, start: int, end: int) -> Tensor:
-    if not spec.extends_along(dim, q.ndim):
-        # a cut along K stands on its own: sharing the scale of its rows would let a write to it reach its siblings
-        return part.detach() if dim != q.ndim - 1 or (start, end) == (0, q.shape[dim]) else part.clone()
-    if dim != q.ndim - 1:
-        return part.narrow(dim, start, end - start)
-    piece = part.narrow(dim, start // spec.block, end // spec.block - start // spec.block)
-    return piece if piece.is_contiguous() and piece.shape == part.shape else piece.contiguous()
-
-
-def _cut_vector(vector: Tensor, shards: ShardRows, start: int, end: int) -> tuple[Tensor, ShardRows | None]:
-    """The tensor-wide values of rows start:end of a gathered weight; one value where they all come from one shard (or are none)."""
-    first, last = (start + shards.offset) // shards.rows, (max(end - 1, start) + shards.offset) // shards.rows
-    if first == last:
-        return vector[min(first, vector.shape[0] - 1)], None
-    return vector, ShardRows(shards.rows, shards.offset + start)
-
-
-# -- copy -----------------------------------------------------------------------------------------------------------------------
+# -- copy --------------------------------------------------------------------------------------------------------------
 
 
 @implements(aten.clone.default)
 def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A deep copy: every part gets storage of its own."""
     q = args[0]
-    return _map_parts(
+    return map_parts(
         q,
         lambda part: part.clone(memory_format=torch.contiguous_format),
         q.arrangement.but(padded_rows=None, partial=False),
@@ -224,10 +71,11 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     q, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in APPEARANCE_DTYPES:
         raise TypeError(
-            f"{describe(q.shape, q.recipe)} can appear as bfloat16, float16 or float32, not {dtype}; call .dequantize({dtype})"
+            f"{describe(q.shape, q.recipe)} can appear as bfloat16, float16 or float32, not {dtype}; "
+            f"call .dequantize({dtype})"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
-    out = _map_parts(q, lambda part: part.to(**moved, copy=True), q.arrangement.but(partial=False), dtype)
+    out = map_parts(q, lambda part: part.to(**moved, copy=True), q.arrangement.but(partial=False), dtype)
     if out.init_value is not None:
         out.init_value = out.init_value.to(dtype)
     return out
@@ -236,7 +84,7 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @implements(aten._pin_memory.default)
 def pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Page-locked copies of the parts."""
-    return _map_parts(args[0], torch.Tensor.pin_memory, args[0].arrangement)
+    return map_parts(args[0], torch.Tensor.pin_memory, args[0].arrangement)
 
 
 @implements(aten.is_pinned.default)
@@ -247,7 +95,7 @@ def is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @implements(aten.copy_.default)
 def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """dst.copy_(src): bytes where both have the same recipe; requantized into a quantized dst; dequantized into a dense one."""
+    """dst.copy_(src): bytes where both have the same recipe, else requantized, or dequantized into a dense dst."""
     dst, src = args[0], args[1]
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(src.dequantize(), *args[2:])
@@ -263,7 +111,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _scales_fit(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
-    """Whether the tensor-wide values of src can be stored in dst: not those of several shards in a tensor that has one."""
+    """Whether dst can store the tensor-wide values of src: those of several shards do not fit where there is one."""
     wide = dst.tensor_wide()
     return wide is None or src.arrangement.shards == dst.arrangement.shards or getattr(src, wide).numel() == 1
 
@@ -272,7 +120,7 @@ def _fit(part: Tensor, like: Tensor) -> Tensor:
     return part.to(like.device).reshape(()).expand_as(like) if part.numel() == 1 and part.ndim < 2 else part
 
 
-# -- allocate -------------------------------------------------------------------------------------------------------------------
+# -- allocate ----------------------------------------------------------------------------------------------------------
 
 
 def _allocate(q: QuantizedTensor, shape: Sequence[int], kwargs: dict[str, Any], *, zero: bool) -> QuantizedTensor:
@@ -316,8 +164,9 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     q, shape = args[0], tuple(args[1])
     if shape[1:] != tuple(q.shape[1:]):
         raise NotImplementedError(
-            f"new_zeros({shape}) of {describe(q.shape, q.recipe)} changes more than the rows. FSDP2 asks for this with Shard(dim > 0) "
-            "placements, which quantized weights do not support; shard on dim 0 (tensor parallelism may use dim 1)"
+            f"new_zeros({shape}) of {describe(q.shape, q.recipe)} changes more than the rows. FSDP2 asks for this with "
+            "Shard(dim > 0) placements, which quantized weights do not support; shard on dim 0 (tensor parallelism may "
+            "use dim 1)"
         )
     out = _allocate(q, shape, kwargs, zero=True)
     out.arrangement = Arrangement(padded_rows=shape[0])
@@ -329,7 +178,10 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_resharding_to_a_smaller_mesh(q: QuantizedTensor, size: int) -> None:
-    """fully_shard(reshard_after_forward=int) cuts a weight a second time, to another number of rows, right after sharding it."""
+    """Raise where a weight just sharded is cut once more, to another number of rows.
+
+    That is what fully_shard(reshard_after_forward=<int>) does.
+    """
     rows = q.__dict__.get("_fsdp_shard_rows")
     if rows is not None and size != rows:
         raise NotImplementedError(
@@ -340,7 +192,7 @@ def refuse_resharding_to_a_smaller_mesh(q: QuantizedTensor, size: int) -> None:
 
 @implements(aten.zeros_like.default)
 def zeros_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PLAIN zeros: what optimizers allocate for their state. With `device=` the same class: what blocking stagers allocate."""
+    """PLAIN zeros, as optimizers allocate for their state; with `device=` the same class, as blocking stagers do."""
     q = args[0]
     if kwargs.get("device") is not None:
         out = _allocate(q, q.arrangement.flat or q.shape, kwargs, zero=True)
@@ -356,7 +208,7 @@ def plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(torch.empty(q.shape, dtype=q.dtype, device=q.device), *args[1:], **kwargs)
 
 
-# -- requantize -------------------------------------------------------------------------------------------------------------------
+# -- requantize --------------------------------------------------------------------------------------------------------
 
 
 @implements(aten.zero_.default)
@@ -421,7 +273,10 @@ def _overload(namespace: str, name: str) -> Any:
 
 @implements(*(_overload("", name) for name in _IN_PLACE))
 def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """q.op_(...): on the dequantized values in the appearance dtype (so random fills draw what a plain tensor would), then quantize."""
+    """q.op_(...) on the dequantized values, then quantize.
+
+    They have the appearance dtype, so that random fills draw what a plain tensor would.
+    """
     q = args[0]
     if not isinstance(q, QuantizedTensor):
         return func(q, *dense(args[1:]), **dense(kwargs))
@@ -442,15 +297,15 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def refuse_data(q: Tensor, value: Tensor) -> None:
-    """`q.data = value` would exchange an outside without bytes and leave the parts as they are: the write would be lost."""
+    """Raises: `q.data = value` would exchange an outside without bytes, leave the parts, and so lose the write."""
     what = (
         describe(q.shape, q.recipe)
         if isinstance(q, QuantizedTensor)
         else "a plain tensor's .data to a quantized weight"
     )
     raise NotImplementedError(
-        f"assigning .data of {what} is not defined; call .copy_(value) on it under torch.no_grad() (it requantizes in place, and copies "
-        "the bytes where the recipes agree), or assign a new nn.Parameter to the module"
+        f"assigning .data of {what} is not defined; call .copy_(value) on it under torch.no_grad() (it requantizes in "
+        "place, and copies the bytes where the recipes agree), or assign a new nn.Parameter to the module"
     )
 
 

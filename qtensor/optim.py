@@ -8,9 +8,9 @@ of a parameter are a function of its full master and the recipe alone, so they a
 step that moves no master moves no byte:
 
     bytes == quantize(master)                     once a step has written the parameter
-    master == dequantize(bytes), still "fresh"    before, where the master was made from the bytes (quantizing again could choose other codes
-                                                  for the same values, so a fresh parameter is written only when some
-                                                  shard's master moved)
+    master == dequantize(bytes), still "fresh"    before, where the master was made from the bytes (quantizing again
+                                                  could choose other codes for the same values, so a fresh parameter is
+                                                  written only when some shard's master moved)
 
 `param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an
 ordinary optimizer); `state[p]` holds "master_weight" beside the inner optimizer's own entries.
@@ -56,7 +56,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         everything = [param for group in self.param_groups for param in group["params"]]
         if any(param.is_meta for param in everything):
             raise ValueError(
-                "MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them first"
+                "MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them "
+                "first"
             )
         sync_scales(everything)
         self._inner = optimizer_cls([self._master_group(group) for group in self.param_groups], **optimizer_kwargs)
@@ -81,7 +82,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the masters and requantize the parameters in place. Call on all ranks; at most one all-reduce a group of shards."""
+        """Update the masters and requantize the parameters in place.
+
+        Call it on all ranks; it makes at most one all-reduce a group of shards.
+        """
         assert self._inner is not None
         loss = None
         if closure is not None:
@@ -100,7 +104,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` returned. Masters keep fp32 (the base class would cast them to the parameter's dtype).
+        """Load what `state_dict()` returned.
+
+        Masters keep fp32; the base class would cast them to the parameter's dtype.
 
         Raises:
             ValueError: groups or parameters differ, or a master weight is missing or has another shape; nothing has
@@ -153,8 +159,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             if found is None or found.shape != param.shape:
                 what = "no master weight" if found is None else f"a master weight of shape {tuple(found.shape)}"
                 raise ValueError(
-                    f"MasterWeightOptimizer.load_state_dict: state {number} holds {what}, expected one of shape {tuple(param.shape)}; "
-                    "was it saved by another optimizer?"
+                    f"MasterWeightOptimizer.load_state_dict: state {number} holds {what}, expected one of shape "
+                    f"{tuple(param.shape)}; was it saved by another optimizer?"
                 )
 
     def _master_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +183,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 master.grad = param.grad.to(master.dtype)
 
     def _write_back(self, stepped: list[Tensor]) -> None:
-        """Masters -> parameters; the amaxes of tensor-wide formats, and whether fresh parameters moved, travel in one all-reduce."""
+        """Masters -> parameters.
+
+        The amaxes of tensor-wide formats, and whether fresh parameters moved, travel in one all-reduce.
+        """
         quantized: list[tuple[Tensor, Any, Tensor]] = []
         for param in stepped:
             local, master = local_of(param), self._masters[param]
@@ -199,7 +208,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             local.write(master, amaxes[param] if local.tensor_wide() else None)
 
     def _report(self, param: Tensor, local: QuantizedTensor, master: Tensor) -> Tensor:
-        """[2] fp32: the shard's amax (0 where the format has no tensor-wide scale), and 1 unless it is fresh and did not move."""
+        """[2] fp32: the shard's amax, 0 without a tensor-wide scale; and 1 unless it is fresh and did not move."""
         zero = torch.zeros((), dtype=torch.float32, device=master.device)
         amax = local.tensor_amax(master) if local.tensor_wide() else zero
         still = param in self._fresh and torch.equal(local.dequantize(torch.float32), master)

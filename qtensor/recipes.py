@@ -38,7 +38,11 @@ class Recipe:
 
     @staticmethod
     def from_json(record: dict[str, Any]) -> "Recipe":
-        """The recipe of a manifest record. Raises ValueError for a type this version does not know; extra keys are ignored."""
+        """The recipe of a manifest record; extra keys are ignored.
+
+        Raises:
+            ValueError: a type that this version does not know.
+        """
         kind = Recipe.registry.get(record.get("type", ""))
         if kind is None:
             known = ", ".join(sorted(Recipe.registry))

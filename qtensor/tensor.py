@@ -12,11 +12,10 @@ the specs of the format:
 A gathered weight differs in one point: its tensor-wide parts are vectors with one value a shard (see
 fsdp_hooks.all_gather).
 
-Which torch operations keep the quantized representation, which requantize and which raise is decided by the one table
-in ops.py.
+Which torch operations keep the quantized representation, which requantize and which raise is decided by one table; see
+ops.py.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -27,20 +26,31 @@ from torch import Tensor
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
 from fsdp_hooks.torch_private import make_wrapper, tree_map, without_torch_function
 from qtensor.blocks import canonical_nan, finite_amax
-from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, describe, format_of, registered, specs_of
+from qtensor.formats import (
+    APPEARANCE_DTYPES,
+    PartSpec,
+    check_shape,
+    describe,
+    format_of,
+    logical_shape,
+    part_problems,
+    registered,
+    specs_of,
+)
+from qtensor.pickling import rebuild, reduced
 from qtensor.recipes import Recipe
 
-__all__ = ["OPS", "QuantizedTensor", "quantize", "rebuild"]
+__all__ = ["OPS", "TORCH_FUNCTIONS", "QuantizedTensor", "dense", "quantize"]
 
-# aten overload -> handler(func, args, kwargs), filled by ops.py; torch function -> handler(*args, **kwargs), filled by
-# linear.py
+# aten overload -> handler(func, args, kwargs), filled by ops.py, views.py and redistribute.py
 OPS: dict[Any, Callable[..., Any]] = {}
+# torch function -> handler(*args, **kwargs), filled by linear.py and ops.py
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 @dataclass
 class Preserved:
-    """Holds a preserved initial value; aliases share it, so that what is forgotten through one of them is forgotten by all."""
+    """Holds a preserved initial value. Aliases share it: what is forgotten through one of them is forgotten by all."""
 
     value: Tensor | None = None
 
@@ -62,8 +72,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     scale: Tensor
     preserved: Preserved
 
-    @staticmethod
-    def __new__(
+    def __new__(  # noqa: PLR0913 - everything an instance consists of; internal
         cls,
         parts: Mapping[str, Tensor],
         recipe: Recipe,
@@ -75,9 +84,8 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     ) -> Self:
         """Internal: wraps parts without any check; `from_parts` is the checked way in."""
         payload = parts["payload"]
-        if shape is None:
-            shape = arrangement.flat or _logical_shape(payload, recipe)
-        self: Any = make_wrapper(cls, shape, dtype, payload.device)
+        outer = arrangement.flat or logical_shape(payload, recipe) if shape is None else shape
+        self: Any = make_wrapper(cls, outer, dtype, payload.device)
         self.recipe, self.arrangement, self.preserved = recipe, arrangement, Preserved(init_value)
         for name, part in parts.items():
             setattr(self, name, part)
@@ -86,7 +94,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """All is done in __new__."""
 
-    # -- the public surface -------------------------------------------------------------------------------------------------
+    # -- the public surface --------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_parts(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> "QuantizedTensor":
@@ -100,20 +108,20 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         Raises:
             ValueError: for missing, extra, misshapen or wrongly typed parts, naming each.
         """
-        specs = {spec.name: spec for spec in specs_of(recipe)}
-        problems = _part_problems(parts, specs, recipe)
+        problems = part_problems(parts, recipe)
         if dtype not in APPEARANCE_DTYPES:
             problems.append(f"the appearance dtype {dtype} is not one of bfloat16, float16, float32")
         if problems:
             raise ValueError(f"these are no parts of {recipe}: " + "; ".join(problems))
-        return registered(recipe).tensor_class({name: parts[name] for name in specs}, recipe, dtype)  # type: ignore[no-any-return]
+        ordered = {spec.name: parts[spec.name] for spec in specs_of(recipe)}
+        return registered(recipe).tensor_class(ordered, recipe, dtype)  # type: ignore[no-any-return]
 
     def parts(self) -> dict[str, Tensor]:
         """The inner tensors by name, payload first; they alias this tensor's bytes."""
         return {spec.name: getattr(self, spec.name) for spec in self.specs()}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense values, computed in fp32 and rounded once to `dtype` (default: the appearance dtype). Shape: self.shape."""
+        """The dense values, shape self.shape, computed in fp32 and rounded once to `dtype` (None: self.dtype)."""
         with torch.no_grad():
             values = format_of(self.recipe).decode(self._parts_per_row(), self.recipe)
             dtype = dtype or self.dtype
@@ -122,7 +130,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
 
     @staticmethod
     def safe_globals() -> list[Any]:
-        """What `torch.serialization.safe_globals` must allow for `torch.load(weights_only=True)` of a pickled quantized tensor."""
+        """What `torch.serialization.safe_globals` must allow for `torch.load(weights_only=True)` of them."""
         return [rebuild, *Recipe.registry.values()]
 
     @property
@@ -134,7 +142,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     def init_value(self, value: Tensor | None) -> None:
         self.preserved.value = value
 
-    # -- what ops, hooks and adapters build on --------------------------------------------------------------------------------
+    # -- what ops, hooks and adapters build on -------------------------------------------------------------------------
 
     def specs(self) -> tuple[PartSpec, ...]:
         """The specs of the parts."""
@@ -160,7 +168,10 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         return type(self)(parts, self.recipe, dtype or self.dtype, arrangement=arrangement, init_value=init_value)
 
     def write(self, dense: Tensor, amax: Tensor | None = None) -> None:
-        """Requantize in place from dense values of the same shape; `amax` is the agreed amax of a tensor-wide format ([])."""
+        """Requantize in place from dense values of the same shape.
+
+        `amax` ([] fp32) is the agreed one of a tensor-wide format; without it that of the values is taken.
+        """
         with torch.no_grad():
             fmt, x = format_of(self.recipe), dense.to(torch.float32).reshape(self.arrangement.flat or self.shape)
             if amax is None:
@@ -176,8 +187,10 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         return amax
 
     def scale_claim(self) -> Tensor:
-        """[2] fp32, what this shard brings to an agreement: its tensor-wide scale (0 where every value is 0, the scale of zeros says
-        nothing), and the amax of its preserved initial value (0 without one).
+        """[2] fp32, what this shard brings to an agreement: its tensor-wide scale, the amax of its initial value.
+
+        The scale is 0 where every value is 0, for the scale of zeros says nothing; the amax is 0 where no initial value
+        is preserved.
         """
         with torch.no_grad():
             scale = getattr(self, self.tensor_wide() or "scale").amax()
@@ -186,13 +199,14 @@ class QuantizedTensor(AllGatherHooks, Tensor):
             return torch.stack([claim, finite_amax(init.float()) if init is not None else torch.zeros_like(claim)])
 
     def adopt_scale(self, agreed: Tensor) -> None:
-        """Re-encode under what `scale_claim` came to over all shards ([2] fp32); bytes stay where the scale is the same.
+        """Re-encode under what `scale_claim` came to over all shards ([2] fp32); the same scale leaves the bytes alone.
 
         With a preserved initial value this is the quantization of the full tensor's value, bit for bit.
         """
         scale, amax = agreed
         if self.init_value is not None:
-            return self.write(self.init_value, amax)
+            self.write(self.init_value, amax)
+            return
         with torch.no_grad():
             scale = torch.where(scale > 0, scale, torch.ones_like(scale))
             new = format_of(self.recipe).adopt(self.dequantize(torch.float32), self.recipe, scale)
@@ -208,8 +222,8 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         wide = self.tensor_wide()
         if wide and self.arrangement.partial and not bool((getattr(self, wide) == parts[wide]).all()):
             raise RuntimeError(
-                f"writing into some rows of {describe(self.shape, self.recipe)} would change its {wide}, which the other rows "
-                "share; write the whole tensor, or use a recipe whose scales belong to rows"
+                f"writing into some rows of {describe(self.shape, self.recipe)} would change its {wide}, which the "
+                "other rows share; write the whole tensor, or use a recipe whose scales belong to rows"
             )
         for name, part in self.parts().items():
             part.copy_(parts[name])
@@ -223,7 +237,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
             parts[wide] = parts[wide][entry].reshape(rows, *[1] * (ndim - 1))
         return parts
 
-    # -- torch protocols --------------------------------------------------------------------------------------------------------
+    # -- torch protocols -----------------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(
@@ -236,21 +250,20 @@ class QuantizedTensor(AllGatherHooks, Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override] # torch's type is that of the C function it has by default
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = OPS.get(func)
-        if (
-            handler is None and torch.is_inference_mode_enabled()
-        ):  # composite ops arrive whole there, elsewhere in pieces
+        if handler is None and torch.is_inference_mode_enabled():
+            # composite ops arrive whole there, elsewhere in pieces
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         if handler is None:
             names = ", ".join(sorted({kind.__name__ for kind in types}))
             raise NotImplementedError(
-                f"{func} is not defined for quantized tensors (got {names}); call .dequantize() on them first if a dense "
-                "result is what you want"
+                f"{func} is not defined for quantized tensors (got {names}); call .dequantize() on them first if a "
+                "dense result is what you want"
             )
         if torch.is_inference_mode_enabled() and any(
             isinstance(arg, QuantizedTensor) and not arg.is_inference() for arg in args
@@ -287,44 +300,28 @@ class QuantizedTensor(AllGatherHooks, Tensor):
             raise RuntimeError(
                 "only quantized tensors that are leaves of the autograd graph can be deep-copied; detach() first"
             )
-        copy = self.detach().clone().requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
+        copy: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        if is_parameter:
             copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
         memo[id(self)] = copy
-        return copy
+        return copy  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # float8 tensors can not be pickled by every supported torch: parts travel as bytes plus the name of their dtype
-        packed = {
-            name: (
-                _own_storage(part).reshape(-1).view(torch.uint8),
-                str(part.dtype).removeprefix("torch."),
-                tuple(part.shape),
-            )
-            for name, part in self.detach().parts().items()
-        }
-        shards = self.arrangement.shards
-        state = {
-            "shape": tuple(self.shape),
-            "flat": self.arrangement.flat,
-            "shards": None if shards is None else (shards.rows, shards.offset),
-            "requires_grad": self.requires_grad,
-            "parameter": isinstance(self, torch.nn.Parameter),
-        }
-        return rebuild, (packed, self.recipe, self.dtype, state)
+        return reduced(self)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', recipe={self.recipe})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch's own has no types
+        looks = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
+        return f"{type(self).__name__}({looks}, recipe={self.recipe})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Raises: a quantized tensor has no storage of its own, only its parts have."""
-        if (
-            torch.compiler.is_compiling()
-        ):  # a tracer describes every tensor it meets by its storage, and touches no byte of it
+        if torch.compiler.is_compiling():
+            # a tracer describes every tensor it meets by its storage, and touches no byte of it
             return super().untyped_storage()
         raise RuntimeError(
-            f"{describe(self.shape, self.recipe)} has no single storage to write, share or compare; use .parts(), and save "
-            "it by dcp.save with planner=QuantizedSavePlanner() (or expand the state dict first)"
+            f"{describe(self.shape, self.recipe)} has no single storage to write, share or compare; use .parts(), and "
+            "save it by dcp.save with planner=QuantizedSavePlanner() (or expand the state dict first)"
         )
 
     def tolist(self, *args: Any, **kwargs: Any) -> Any:
@@ -364,48 +361,6 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
         return registration.tensor_class(parts, recipe, x.dtype)  # type: ignore[no-any-return]
 
 
-def rebuild(packed: dict[str, Any], recipe: Recipe, dtype: torch.dtype, state: dict[str, Any]) -> QuantizedTensor:
-    """The inverse of pickling; a function of this module because that is what torch's weights_only loader can allow."""
-    from fsdp_hooks.all_gather import ShardRows
-
-    parts = {name: data.view(getattr(torch, kind)).reshape(shape) for name, (data, kind, shape) in packed.items()}
-    arrangement = Arrangement(flat=state["flat"], shards=ShardRows(*state["shards"]) if state["shards"] else None)
-    q = registered(recipe).tensor_class(parts, recipe, dtype, arrangement=arrangement, shape=torch.Size(state["shape"]))
-    if state["parameter"]:
-        return torch.nn.Parameter(q, requires_grad=state["requires_grad"])  # type: ignore[return-value]
-    return q.requires_grad_(state["requires_grad"])  # type: ignore[no-any-return]
-
-
 def dense(value: Any) -> Any:
     """`value` with every quantized tensor in it dequantized."""
     return tree_map(lambda leaf: leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf, value)
-
-
-def _logical_shape(payload: Tensor, recipe: Recipe) -> torch.Size:
-    packing = specs_of(recipe)[0].block
-    return torch.Size((*payload.shape[:-1], payload.shape[-1] * packing))
-
-
-def _own_storage(part: Tensor) -> Tensor:
-    """`part` itself, or a copy where it is a view of something larger (pickling would drag all of that along)."""
-    whole = part.untyped_storage().nbytes() == math.prod(part.shape) * part.itemsize
-    return part if whole and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format)
-
-
-def _part_problems(parts: Mapping[str, Tensor], specs: Mapping[str, PartSpec], recipe: Recipe) -> list[str]:
-    problems = [f"missing {name!r}" for name in specs.keys() - parts.keys()]
-    problems += [f"unexpected {name!r}" for name in parts.keys() - specs.keys()]
-    if problems:
-        return sorted(problems)
-    shape = _logical_shape(parts["payload"], recipe) if parts["payload"].ndim else ()
-    try:
-        check_shape(shape, recipe, full=False)
-    except ValueError as error:
-        return [str(error)]
-    for name, spec in specs.items():
-        got, want = parts[name], spec.shape(shape)
-        if got.dtype != spec.dtype or tuple(got.shape) != want:
-            problems.append(f"{name!r} is {got.dtype} {tuple(got.shape)}, expected {spec.dtype} {want}")
-        elif got.device != parts["payload"].device:
-            problems.append(f"{name!r} is on {got.device}, the payload on {parts['payload'].device}")
-    return problems

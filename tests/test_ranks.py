@@ -302,6 +302,11 @@ def test_under_xdist(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_under_torchrun(tmp_path: Path) -> None:
-    output = _run_probe(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert output.count("5 passed, 1 skipped, 1 xfailed") == 2, output
-    assert output.count("needs 3 ranks, torchrun gave 2") == 2, output
+    # A log for each rank: in one pipe their lines would mix.
+    logs = ("--redirects", "3", "--log-dir", str(tmp_path / "logs"))
+    _run_probe(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *logs)
+    outputs = [log.read_text(encoding="utf-8") for log in sorted((tmp_path / "logs").rglob("stdout.log"))]
+    assert len(outputs) == 2
+    for output in outputs:
+        assert "5 passed, 1 skipped, 1 xfailed" in output
+        assert "needs 3 ranks, torchrun gave 2" in output

@@ -393,6 +393,7 @@ def load_partially(path: Path) -> None:
     extra = torch.full((3,), 7.0)
     target["models"]["mxfp8"]["extra"] = extra
     kept = quantize(values((4, 64), 9), RECIPES["nvfp4"])
+    kept.init_value = torch.ones(4, 64)
     target["models"]["mxfp8"]["kept"] = kept
     before = held({"kept": kept})
     load(target, path, allow_partial_load=True)
@@ -402,6 +403,7 @@ def load_partially(path: Path) -> None:
     assert_holds(target["models"], expected)
     assert extra.tolist() == [7.0, 7.0, 7.0]
     assert held({"kept": kept}) == before
+    assert kept.init_value is not None
 
 
 def load_misshapen_partially(path: Path) -> None:

@@ -1,0 +1,56 @@
+"""How a quantized tensor travels through pickle: its parts as bytes, its recipe, and plain values.
+
+Not every supported torch can pickle float8 tensors, so a part is packed as (uint8 [bytes], name of its dtype, shape).
+What else is packed is made of tuples, numbers and words, which torch's weights_only loader knows.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.all_gather import Arrangement, ShardRows
+from qtensor.formats import registered
+from qtensor.recipes import Recipe
+
+__all__ = ["rebuild", "reduced"]
+
+PackedPart = tuple[Tensor, str, tuple[int, ...]]
+
+
+def reduced(q: Any) -> tuple[Any, ...]:
+    """What `QuantizedTensor.__reduce_ex__` answers: `rebuild` and its arguments."""
+    packed: dict[str, PackedPart] = {
+        name: (
+            _own_storage(part).reshape(-1).view(torch.uint8),
+            str(part.dtype).removeprefix("torch."),
+            tuple(part.shape),
+        )
+        for name, part in q.detach().parts().items()
+    }
+    shards = q.arrangement.shards
+    state = {
+        "shape": tuple(q.shape),
+        "flat": q.arrangement.flat,
+        "shards": None if shards is None else (shards.rows, shards.offset),
+        "requires_grad": q.requires_grad,
+        "parameter": isinstance(q, torch.nn.Parameter),
+    }
+    return rebuild, (packed, q.recipe, q.dtype, state)
+
+
+def rebuild(packed: dict[str, PackedPart], recipe: Recipe, dtype: torch.dtype, state: dict[str, Any]) -> Any:
+    """The inverse of `reduced`; a function of a module because that is what torch's weights_only loader can allow."""
+    parts = {name: data.view(getattr(torch, kind)).reshape(shape) for name, (data, kind, shape) in packed.items()}
+    arrangement = Arrangement(flat=state["flat"], shards=ShardRows(*state["shards"]) if state["shards"] else None)
+    q = registered(recipe).tensor_class(parts, recipe, dtype, arrangement=arrangement, shape=torch.Size(state["shape"]))
+    if state["parameter"]:
+        return torch.nn.Parameter(q, requires_grad=state["requires_grad"])
+    return q.requires_grad_(state["requires_grad"])
+
+
+def _own_storage(part: Tensor) -> Tensor:
+    """`part` itself, or a copy where it is a view of something larger (pickling would drag all of that along)."""
+    whole = part.untyped_storage().nbytes() == math.prod(part.shape) * part.itemsize
+    return part if whole and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format)
