@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around
-from qtensor.formats import PartSpec
+from qtensor.formats import PartSpec, block_multiple
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["expand", "expand_flat", "expand_leaf", "quantized_local"]
@@ -104,9 +104,10 @@ def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> D
     if cuts_columns and weight.device_mesh.get_coordinate() is not None:
         expected, _ = compute_local_shape_and_global_offset(shape, weight.device_mesh, placements)
         if tuple(expected) != tuple(part.shape):
+            multiple = block_multiple(local_of(weight).recipe)  # type: ignore[attr-defined]
             raise ValueError(
                 f"{name}: a shard of {tuple(local_of(weight).shape)} out of {tuple(weight.shape)} has a {spec.name} of "
-                f"{tuple(part.shape)}, expected {tuple(expected)}: column cuts must fall on multiples of {spec.block}; "
+                f"{tuple(part.shape)}, expected {tuple(expected)}: column cuts must fall on multiples of {multiple}; "
                 "choose a mesh that divides K into such pieces"
             )
     return dtensor_around(part, weight.device_mesh, placements, shape)

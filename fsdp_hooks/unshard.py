@@ -170,7 +170,7 @@ def _stamp(param: Tensor | None) -> tuple[int, ...]:
     if param is None:
         return ()
     tensors = _plain_parts(param)
-    versions = [0 if tensor.is_inference() else tensor._version for tensor in (param, *tensors)]  # noqa: SLF001 - the only way to see writes
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in (param, *tensors)]
     return (id(param), *versions, *(tensor.data_ptr() for tensor in tensors))
 
 

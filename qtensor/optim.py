@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.scale_sync import local_of, max_over_shards, sync_scales
+from qtensor.masters import Written, master_of, refill
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["MasterWeightOptimizer"]
@@ -52,6 +52,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._fresh: set[Tensor] = set()
+        self._written: dict[Tensor, Written] = {}
         super().__init__(params, {})
         everything = [param for group in self.param_groups for param in group["params"]]
         if any(param.is_meta for param in everything):
@@ -84,13 +85,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the masters and requantize the parameters in place.
 
-        Call it on all ranks; it makes at most one all-reduce a group of shards.
+        Call it on all ranks; it makes one all-reduce a group of shards.
+        A parameter that others wrote since the last step (a checkpoint loaded later, a copy_) keeps that value: its
+        master starts anew from it.
         """
         assert self._inner is not None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_outside_writes()
         stepped = [param for param in self._masters if param.grad is not None]
         self._lend_grads(stepped)
         try:
@@ -123,9 +127,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._check_masters(saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for param, master in self._masters.items():
-            if master is not param:  # one without state was saved before its first step, where the parameter decides
-                with torch.no_grad():
-                    master.copy_(saved[param][MASTER] if param in saved else _master_of(param))
+            if master is not param:
+                if param in saved:
+                    with torch.no_grad():
+                        master.copy_(saved[param][MASTER])
+                else:  # saved before its first step, where the parameter decides
+                    refill(master, param)
+            self._start_anew(param)
+        self._written.clear()  # torch restores an optimizer before its model: until the next step the masters decide
         position = {param: index for index, param in enumerate(params)}
         self._inner.load_state_dict(
             {
@@ -142,7 +151,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 ],
             }
         )
-        self._fresh = {param for param in self._masters if isinstance(local_of(param), QuantizedTensor)}
         if saved:
             self._publish_state()
 
@@ -166,9 +174,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _master_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """The same group over masters."""
         for param in group["params"]:
-            self._masters[param] = _master_of(param)
-            if isinstance(local_of(param), QuantizedTensor):
-                self._fresh.add(param)
+            self._masters[param] = master_of(param)
+            self._start_anew(param)
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         return {**options, "params": [self._masters[param] for param in group["params"]]}
 
@@ -182,36 +189,54 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 assert param.grad is not None
                 master.grad = param.grad.to(master.dtype)
 
+    def _start_anew(self, param: Tensor) -> None:
+        """Take note of a parameter's bytes; a quantized one is fresh until a step moves its master."""
+        if isinstance(local_of(param), QuantizedTensor):
+            self._fresh.add(param)
+        if self._masters[param] is not param:
+            self._written[param] = Written.now(param)
+
+    def _follow_outside_writes(self) -> None:
+        """Give parameters that were written by others since (a load, a copy_) a new master."""
+        for param, record in self._written.items():
+            if not record.holds(param):
+                refill(self._masters[param], param)
+                self._start_anew(param)
+
     def _write_back(self, stepped: list[Tensor]) -> None:
         """Masters -> parameters.
 
-        The amaxes of tensor-wide formats, and whether fresh parameters moved, travel in one all-reduce.
+        The amaxes of tensor-wide formats, and whether a parameter moved on any rank, travel in one all-reduce. All
+        trainable quantized parameters take part in it every time, so that ranks never differ in what they reduce.
         """
+        written: list[Tensor] = []
         quantized: list[tuple[Tensor, Any, Tensor]] = []
-        for param in stepped:
-            local, master = local_of(param), self._masters[param]
-            if isinstance(local, QuantizedTensor):
+        for param, master in self._masters.items():
+            local = local_of(param)
+            if isinstance(local, QuantizedTensor) and param.requires_grad:
                 quantized.append((param, local, local_of(master)))
-            elif master is not param:
+            elif param.grad is not None and master is not param and not isinstance(local, QuantizedTensor):
                 local.copy_(local_of(master))
-        shared = [entry for entry in quantized if entry[0] in self._fresh or entry[1].tensor_wide()]
-        amaxes: dict[Tensor, Tensor] = {}
-        if shared:
-            columns = torch.stack([self._report(*entry) for entry in shared])  # [params, 2]: amax, moved
-            agreed, _ = max_over_shards(columns, [param for param, _, _ in shared])
-            amaxes = {param: row[0] for (param, _, _), row in zip(shared, agreed, strict=True)}
-            if self._fresh:  # the only host sync, and only until every parameter has been written once
-                still = {param for (param, _, _), moved in zip(shared, agreed[:, 1].tolist(), strict=True) if not moved}
-                quantized = [entry for entry in quantized if entry[0] not in still]
-                self._fresh -= {param for param, _, _ in quantized}
-        for param, local, master in quantized:
-            local.write(master, amaxes[param] if local.tensor_wide() else None)
+                written.append(param)
+        if quantized:
+            columns = torch.stack([self._report(*entry) for entry in quantized])  # [params, 2]: amax, moved
+            agreed, _ = max_over_shards(columns, [param for param, _, _ in quantized])
+            moved = [True] * len(quantized)
+            if self._fresh or len(stepped) < len(self._masters):  # the only host sync, rare once all have been written
+                moved = [bool(flag) for flag in agreed[:, 1].tolist()]
+            for (param, local, master), amax, move in zip(quantized, agreed[:, 0], moved, strict=True):
+                if move:
+                    local.write(master, amax if local.tensor_wide() else None)
+                    self._fresh.discard(param)
+                    written.append(param)
+        for param in written:
+            self._written[param] = Written.now(param)
 
     def _report(self, param: Tensor, local: QuantizedTensor, master: Tensor) -> Tensor:
-        """[2] fp32: the shard's amax, 0 without a tensor-wide scale; and 1 unless it is fresh and did not move."""
+        """[2] fp32: the shard's amax, 0 without a tensor-wide scale; and whether the master moved (1) or not (0)."""
         zero = torch.zeros((), dtype=torch.float32, device=master.device)
         amax = local.tensor_amax(master) if local.tensor_wide() else zero
-        still = param in self._fresh and torch.equal(local.dequantize(torch.float32), master)
+        still = param.grad is None or (param in self._fresh and torch.equal(local.dequantize(torch.float32), master))
         return torch.stack([amax, zero if still else zero + 1])
 
     def _publish_state(self) -> None:
@@ -222,19 +247,3 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             if entries is None and param.grad is None:
                 continue
             self.state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
-
-
-def _master_of(param: Tensor) -> Tensor:
-    """fp32 master of a parameter: itself in fp32, else its preserved initial value, else its dequantized value."""
-    local = local_of(param)
-    if not isinstance(local, QuantizedTensor) and param.dtype == torch.float32:
-        return param
-    with torch.no_grad():
-        master = torch.zeros_like(param, dtype=torch.float32).detach()
-        target = master.to_local() if isinstance(master, DTensor) else master
-        if isinstance(local, QuantizedTensor):
-            target.copy_(local.init_value if local.init_value is not None else local.dequantize(torch.float32))
-        else:
-            target.copy_(local)
-        target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
-    return master

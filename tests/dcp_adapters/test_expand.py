@@ -124,6 +124,23 @@ def test_parts_are_placed_as_the_weight_and_replicated_where_they_do_not_extend(
     run_ranks(4, parts_are_placed_as_the_weight)
 
 
+def cut_at_other_columns() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    columns = (64, 32)[dist.get_rank()]  # DTensor's own cut of 96 columns would be 48 and 48
+    local = quantize(values((32, columns), 0), RECIPES["mxfp8"])
+    expand(
+        {"w": DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=torch.Size((32, 96)), stride=(96, 1))}
+    )
+
+
+def test_column_cuts_that_dcp_would_misplace_are_refused() -> None:
+    for error, columns in zip(run_ranks_catching(2, cut_at_other_columns), (64, 32), strict=True):
+        assert error == (
+            f"ValueError: w: a shard of (32, {columns}) out of (32, 96) has a payload of (32, {columns}), expected "
+            "(32, 48): column cuts must fall on multiples of 32; choose a mesh that divides K into such pieces"
+        )
+
+
 def gathered_weights(base: Path) -> None:
     for name in RECIPES:
         expected = dict(model(name, 0).named_parameters())

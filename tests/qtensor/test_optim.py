@@ -463,3 +463,32 @@ def test_wrong_options_are_the_inner_optimizers_errors() -> None:
         MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), momentum=0.9)
     with pytest.raises(ValueError, match="empty parameter list"):
         MasterWeightOptimizer(torch.optim.AdamW, [])
+
+
+@all_recipes
+def test_a_parameter_that_others_wrote_keeps_that_value_and_its_master_starts_anew(recipe: Any) -> None:
+    """A checkpoint loaded after the optimizer was built must not be undone by the next step."""
+    model, other = Model(recipe), Model(recipe)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01)
+    for step in range(2):
+        grads(model, step)
+        optimizer.step()
+    with torch.no_grad():
+        other.a.weight.copy_(weight(64, 96, seed=7))
+        other.a.bias.add_(1.0)
+    model.load_state_dict(other.state_dict())
+    loaded = parts_of(model)
+    optimizer.param_groups[0]["lr"] = 0.0
+    grads(model, 2)
+    optimizer.step()
+    assert unchanged(model, loaded)
+    masters = reference_masters(model)
+    sgd = MasterWeightOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    model.load_state_dict(other.state_dict())
+    grads(model, 3)
+    for master, param in zip(masters, model.parameters(), strict=True):
+        assert param.grad is not None
+        master.grad = param.grad.float()
+    torch.optim.SGD(masters, lr=0.1).step()
+    sgd.step()
+    assert_equals_masters(model, masters)

@@ -1,0 +1,58 @@
+"""Masters of sharded parameters: what moves shards to other storage is no write, what writes them on one rank is."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_hooks import unsharded
+from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantized_model_init
+from qtensor.recipes import Recipe
+from tests.ranks import run_ranks
+
+RECIPES = [MXFP8BlockScaling(), NVFP4BlockScaling()]
+
+
+def _sharded(recipe: Recipe) -> nn.Module:
+    torch.manual_seed(0)
+    with quantized_model_init(recipe, preserve_high_precision_init_val=True):
+        model = nn.Linear(64, 33, bias=False, dtype=torch.bfloat16)
+    return fully_shard(model)
+
+
+def _padding_is_no_write(recipe: Recipe) -> None:
+    """FSDP pads uneven shards once more before the first forward, into new storage."""
+    torch.manual_seed(0)
+    initial = nn.Linear(64, 33, bias=False, dtype=torch.bfloat16).weight.detach().float()
+    model = _sharded(recipe)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, model.parameters(), lr=0.0)
+    model(torch.randn(2, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    master = optimizer.state[model.weight]["master_weight"].full_tensor()
+    assert torch.equal(master, initial)  # not what the quantized bytes decode to
+
+
+def _write_on_one_rank(recipe: Recipe) -> None:
+    model = _sharded(recipe)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, model.parameters(), lr=0.0)
+    for step in range(3):
+        model(torch.randn(2, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and dist.get_rank() == 0:
+            with torch.no_grad():
+                model.weight.to_local().fill_(0.5)
+    with unsharded(model):
+        rows = -(-33 // dist.get_world_size())
+        assert torch.equal(model.weight.dequantize()[:rows], torch.full((rows, 64), 0.5, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_padding_uneven_shards_is_no_write(recipe: Recipe) -> None:
+    run_ranks(2, _padding_is_no_write, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_a_write_on_one_rank_reaches_its_master_and_hangs_nobody(recipe: Recipe) -> None:
+    run_ranks(2, _write_on_one_rank, recipe)
