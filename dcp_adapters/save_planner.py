@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.expand import expand_flat, quantized_local
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest, TensorEntry
+from fsdp_hooks.digest import digest
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -36,6 +37,7 @@ class _Record:
     """What a rank tells the coordinator beside its items (plain values; nothing of ours reaches the disk).
 
     kinds: for each item an index into `recipes` where it is a payload, else PLAIN.
+    replicated: (part, offset, digest) of each row part that column cuts replicate; all holders must have equal bytes.
     scales: bit patterns of the tensor-wide scales, one for each payload whose format has one, in item order.
     """
 
@@ -43,6 +45,7 @@ class _Record:
     recipes: list[tuple[dict[str, Any], torch.dtype]]
     kinds: bytes
     scales: list[int]
+    replicated: list[tuple[str, tuple[int, ...], int]]
 
 
 class QuantizedSavePlanner(DefaultSavePlanner):
@@ -108,6 +111,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             recipes=[(recipe.to_json(), dtype) for recipe, dtype in recipes],
             kinds=bytes(kinds),
             scales=_scale_bits(listed),
+            replicated=self._replicated(items),
         )
         self.plan = dataclasses.replace(plan, items=items, planner_data=record)
         return self.plan
@@ -124,6 +128,24 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         planner_data = {**(metadata.planner_data or {}), MANIFEST: (MANIFEST,), MANIFEST_JSON: manifest.to_json()}
         self.metadata = dataclasses.replace(metadata, planner_data=planner_data)
         return plans, self.metadata
+
+    def _replicated(self, items: list[WriteItem]) -> list[tuple[str, tuple[int, ...], int]]:
+        """Digests of the row parts that have no columns to cut (`[N, 1]` scales), of weights cut along columns."""
+        watched = {
+            f"{name}.{spec.name}"
+            for name, q in self.quantized.items()
+            for spec in q.specs()
+            if spec.per_row and not spec.block and self._cuts_columns(f"{name}.payload")
+        }
+        return [
+            (item.index.fqn, tuple(item.index.offset or ()), int(digest([self.state_dict[item.index.fqn].to_local()])))
+            for item in items
+            if item.index.fqn in watched
+        ]
+
+    def _cuts_columns(self, payload: str) -> bool:
+        value = self.state_dict[payload]
+        return isinstance(value, DTensor) and any(p.is_shard(value.ndim - 1) for p in value.placements)
 
     def _lists(self, item: WriteItem) -> bool:
         """Whether this rank lists the item: a scalar that every rank of a mesh holds is listed by the mesh's first."""
@@ -165,6 +187,7 @@ def _merge(all_plans: list[SavePlan]) -> Manifest:
     """The manifest of all ranks. Raises ValueError where ranks disagree on a weight's recipe or tensor-wide scale."""
     entries: dict[str, TensorEntry] = {}
     scales: dict[str, tuple[int, int]] = {}  # name -> (bits, the rank they came from)
+    digests: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # (part, offset) -> (digest, the rank)
     listed = {item.index.fqn for plan in all_plans for item in plan.items}
     for rank, plan in enumerate(all_plans):
         record: _Record = plan.planner_data
@@ -190,6 +213,14 @@ def _merge(all_plans: list[SavePlan]) -> Manifest:
                         f"{name}.{wide}: the rank that saves it, the first of the weight's mesh, takes no part; save "
                         "on all ranks of the mesh"
                     )
+        for part, offset, value in record.replicated:
+            first, holder = digests.setdefault((part, offset), (value, rank))
+            if first != value:
+                raise ValueError(
+                    f"{part}: rank {holder} and rank {rank} hold different scales for the same rows, whose columns "
+                    "they share; write the full weight (param.copy_(distribute_tensor(quantize(full, recipe), ...))) "
+                    "or use a recipe whose scales belong to blocks"
+                )
     return Manifest(entries)
 
 

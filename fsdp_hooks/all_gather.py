@@ -44,12 +44,16 @@ class Arrangement:
 
     shards: set on a gathered weight, whose tensor-wide parts are vectors with one value a shard.
     padded_rows: set on an FSDP shard, whose storage was allocated with this many rows.
+    allocated: set on the padded tensor itself, as FSDP allocates it: its first rows are to become the shard.
+    severed: set on a slice of some columns, which is a copy: what is written into it would not reach the tensor.
     partial: set on a view of some of the rows of a larger tensor, with which it shares its tensor-wide parts.
     flat: the shape the parts describe, set on a view of another shape.
     """
 
     shards: ShardRows | None = None
     padded_rows: int | None = None
+    allocated: bool = False
+    severed: bool = False
     partial: bool = False
     flat: tuple[int, ...] | None = None
 

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
+from fsdp_hooks.digest import digest
 
 __all__ = ["unsharded"]
 
@@ -44,6 +45,7 @@ class _Slot:
     data: Any  # its data at entry, an alias of FSDP's buffers
     stamp: tuple[int, ...]
     sharded_stamp: tuple[int, ...]
+    digest: Tensor  # of the gathered bytes at entry
 
     def now(self) -> Any:
         """What stands there at this moment; None where the body removed it."""
@@ -117,7 +119,7 @@ def _gather(module: nn.Module, groups: Sequence[FSDPModule]) -> list[_Slot]:
                 sharded[index] = standing[index]
             group.unshard()
     return [
-        _Slot(*place, before, after, after.data, _stamp(after), _stamp(before))
+        _Slot(*place, before, after, after.data, _stamp(after), _stamp(before), digest(_plain_parts(after)))
         for place, before, after in zip(places, sharded, _standing(places), strict=True)
         if after is not before
     ]
@@ -195,25 +197,14 @@ def _check_shapes(changed: Sequence[_Slot]) -> None:
             )
 
 
-@torch.no_grad()
 def _differs(slot: _Slot) -> bool:
-    """Whether this rank's rows are no longer what its shard holds, where nobody wrote into the shard meanwhile."""
+    """Whether the gathered bytes are others than at entry, where nobody wrote into the shards meanwhile.
+
+    All of them, not this rank's rows only, so that all ranks come to the same answer.
+    """
     if _stamp(slot.sharded) != slot.sharded_stamp:
         return False
-    rows: Any = _own_rows(slot, _local(slot.full))
-    shard: Any = _local(slot.sharded)
-    if isinstance(shard, AllGatherHooks):
-        full: Any = _local(slot.full)
-        here, values = rows.parts(), full.parts()
-        along = shard.row_parts()
-        return any(
-            not torch.equal(_bytes(here[name]), _bytes(part).to(rows.device))
-            if name in along
-            else not (values[name] == part.to(rows.device)).any()  # this shard's is one of them
-            for name, part in shard.parts().items()
-        )
-    there = shard.to(rows.device, rows.dtype)
-    return not bool(((rows == there) | (rows.isnan() & there.isnan())).all())
+    return not torch.equal(digest(_plain_parts(slot.full)), slot.digest)
 
 
 @torch.no_grad()

@@ -2,40 +2,37 @@
 
 A parameter can be written by others than the optimizer - a checkpoint loaded after the optimizer was built, a weight
 copied in by hand. Its master is stale then, and the next step would silently undo that write. So the optimizer keeps a
-digest of the bytes it wrote, and a parameter whose bytes are others gives its master a new start. Addresses and version
-counters answer for free where nothing happened; FSDP moves shards to new storage (uneven ones before the first
-forward), so only the bytes decide.
+digest of the bytes it wrote, and a parameter whose bytes are others gives its master a new start. Only the bytes can
+tell: version counters miss writes through aliases such as those of a state dict, and FSDP moves uneven shards to new
+storage without writing them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.digest import digest
 from fsdp_hooks.scale_sync import local_of
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Written", "master_of", "refill"]
+__all__ = ["digest_of", "master_of", "outside_writes", "refill"]
 
 
-@dataclass(frozen=True)
-class Written:
-    """What a parameter held at one moment: addresses and versions of its tensors, and a digest of their bytes."""
+def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """The parameters whose bytes are no longer those of their recorded digests; one host sync for all of them."""
+    if not records:
+        return []
+    now = torch.stack([digest_of(param) for param in records])
+    same = (now == torch.stack(list(records.values()))).tolist()
+    return [param for param, kept in zip(records, same, strict=True) if not kept]
 
-    stamp: tuple[int, ...]
-    digest: Tensor
 
-    @staticmethod
-    def now(param: Tensor) -> "Written":
-        """The record of this moment; costs one pass over the bytes, no host sync."""
-        tensors = _tensors(param)
-        return Written(_stamp(param, tensors), _digest(tensors))
-
-    def holds(self, param: Tensor) -> bool:
-        """Whether the parameter's bytes are still the same."""
-        tensors = _tensors(param)
-        return _stamp(param, tensors) == self.stamp or torch.equal(_digest(tensors), self.digest)
+def digest_of(param: Tensor) -> Tensor:
+    """int64 []: a digest of all bytes of a parameter on this rank."""
+    local = local_of(param)
+    return digest(local.parts().values() if isinstance(local, QuantizedTensor) else [local])
 
 
 def master_of(param: Tensor) -> Tensor:
@@ -58,32 +55,3 @@ def refill(master: Tensor, param: Tensor) -> None:
     else:
         target.copy_(local)
     target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
-
-
-def _tensors(param: Tensor) -> list[Tensor]:
-    local = local_of(param)
-    return list(local.parts().values()) if isinstance(local, QuantizedTensor) else [local]
-
-
-def _stamp(param: Tensor, tensors: list[Tensor]) -> tuple[int, ...]:
-    """Addresses of the tensors; versions of theirs, the local tensor's and the parameter's.
-
-    An operation counts where it enters: a copy_ into a DTensor raises the DTensor's version alone, not its parts'.
-    """
-    counted = [param, *tensors]
-    with torch.no_grad():
-        counted += [param.to_local()] if isinstance(param, DTensor) else []
-    versions = tuple(0 if tensor.is_inference() else tensor._version for tensor in counted)
-    return (*versions, *(tensor.data_ptr() for tensor in tensors))
-
-
-def _digest(tensors: list[Tensor]) -> Tensor:
-    """int64 [tensors]: the bytes of each as 64-bit words, summed with wrap-around; the odd rest added on."""
-    sums = []
-    for tensor in tensors:
-        data = tensor.reshape(-1).view(torch.uint8)
-        if data.storage_offset() % 8:
-            data = data.clone()
-        whole = data.numel() // 8 * 8
-        sums.append(data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64))
-    return torch.stack(sums)

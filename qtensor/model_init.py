@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, specs_of
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
 
@@ -78,25 +78,57 @@ class _Registrations:
         self.seen: dict[int, weakref.ref[Tensor]] = {}
         # id of a quantized parameter -> the Linears that hold it
         self.linears: dict[int, list[weakref.ref[nn.Module]]] = {}
+        # id of a dense parameter that was given to a Linear -> it, and the quantized one that took its place
+        self.replaced: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
 
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None:
             return None
         is_linear_weight = _uses_linear(module) and name == "weight"
         if isinstance(param, QuantizedTensor):
-            if is_linear_weight:
-                self.linears.setdefault(id(param), []).append(weakref.ref(module))
-                return None
-            return self._untie(param)
-        if not is_linear_weight or isinstance(param, DTensor):
-            self.seen[id(param)] = weakref.ref(param)
+            if not is_linear_weight:
+                return self._untie(param)
+            self.linears.setdefault(id(param), []).append(weakref.ref(module))
             return None
+        if is_linear_weight:
+            return self._linear_weight(module, param)
+        self._elsewhere(param)
+        return None
+
+    def _elsewhere(self, param: nn.Parameter) -> None:
+        """A dense parameter that is no Linear's weight: remembered, and given back to Linears that had it first."""
+        self.seen[id(param)] = weakref.ref(param)
+        stood_for = self._stands_for(param)
+        if stood_for is not None:
+            self._replace(stood_for, param)
+
+    def _linear_weight(self, module: nn.Module, param: nn.Parameter) -> nn.Parameter | None:
         known = self.seen.get(id(param))
-        if known is not None and known() is param:
+        if isinstance(param, DTensor) or (known is not None and known() is param):
             return None  # tied to a parameter that another module owns
-        quantized = self._quantize(param)
-        self.linears[id(quantized)] = [weakref.ref(module)]
+        quantized = self._stands_for(param)
+        if quantized is None:
+            quantized = self._quantize(param)
+            self.replaced[id(param)] = (weakref.ref(param), weakref.ref(quantized))
+        self.linears.setdefault(id(quantized), []).append(weakref.ref(module))  # more than one where Linears share it
         return quantized
+
+    def _stands_for(self, param: nn.Parameter) -> nn.Parameter | None:
+        """The quantized parameter that took the place of this very dense one, if any."""
+        dense, quantized = self.replaced.get(id(param), (None, None))
+        found: Any = quantized() if dense is not None and quantized is not None and dense() is param else None
+        return found  # type: ignore[no-any-return]
+
+    def _replace(self, quantized: Tensor, dense: nn.Parameter) -> int:
+        """Put `dense` into all Linears that hold `quantized`; returns how many there were."""
+        count = 0
+        for ref in self.linears.pop(id(quantized), []):
+            linear = ref()
+            held: Any = None if linear is None else linear._parameters.get("weight")
+            if linear is not None and held is quantized:
+                linear._parameters["weight"] = dense
+                count += 1
+        return count
 
     def _quantize(self, param: nn.Parameter) -> nn.Parameter:
         _check_weight(param, self.recipe, "weight of nn.Linear")
@@ -106,13 +138,14 @@ class _Registrations:
         return nn.Parameter(q, requires_grad=param.requires_grad)
 
     def _untie(self, param: QuantizedTensor) -> nn.Parameter:
-        value = param.init_value if param.init_value is not None else param.dequantize()
+        value = param.init_value if param.init_value is not None else param.decoded()
         dense = nn.Parameter(value.detach().clone(), requires_grad=param.requires_grad)
-        for ref in self.linears.pop(id(param), []):
-            linear = ref()
-            held: Any = None if linear is None else linear._parameters.get("weight")
-            if linear is not None and held is param:
-                linear._parameters["weight"] = dense
+        if not self._replace(param, dense):
+            raise RuntimeError(
+                f"{describe(param.shape, param.recipe)} is given to a module that is no nn.Linear, and which nn.Linear "
+                "holds it is not known (was it deep-copied?); tie the dense weight, or leave it out of "
+                "quantized_model_init"
+            )
         self.seen[id(dense)] = weakref.ref(dense)
         return dense
 

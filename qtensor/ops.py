@@ -46,9 +46,9 @@ def map_parts(
 ) -> Any:
     """A tensor like q around fn of each part (and of the preserved initial value); `dtype` is its appearance."""
     init = None if q.init_value is None else fn(q.init_value)
-    return q.with_parts(
-        {name: fn(part) for name, part in q.parts().items()}, dtype=dtype, arrangement=arrangement, init_value=init
-    )
+    parts = {name: fn(part) for name, part in q.parts().items()}
+    shape = q.shape if arrangement.flat else None
+    return type(q)(parts, q.recipe, dtype or q.dtype, arrangement=arrangement, shape=shape, init_value=init)
 
 
 # -- copy --------------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_parts(
         q,
         lambda part: part.clone(memory_format=torch.contiguous_format),
-        q.arrangement.but(padded_rows=None, partial=False),
+        q.arrangement.but(padded_rows=None, allocated=False, partial=False, severed=False),
     )
 
 
@@ -75,7 +75,7 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"call .dequantize({dtype})"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
-    out = map_parts(q, lambda part: part.to(**moved, copy=True), q.arrangement.but(partial=False), dtype)
+    out = map_parts(q, lambda part: part.to(**moved, copy=True), q.arrangement.but(partial=False, severed=False), dtype)
     if out.init_value is not None:
         out.init_value = out.init_value.to(dtype)
     return out
@@ -98,14 +98,16 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """dst.copy_(src): bytes where both have the same recipe, else requantized, or dequantized into a dense dst."""
     dst, src = args[0], args[1]
     if not isinstance(dst, QuantizedTensor):
-        return dst.copy_(src.dequantize(), *args[2:])
+        return dst.copy_(src.decoded(), *args[2:])
     same = isinstance(src, QuantizedTensor) and src.recipe == dst.recipe and src.shape == dst.shape
     if same and src.arrangement.flat == dst.arrangement.flat and _scales_fit(dst, src):
         dst.store({name: _fit(part, getattr(dst, name)) for name, part in src.parts().items()})
-        if dst.init_value is not None:
-            dst.init_value.copy_(src.init_value if src.init_value is not None else src.dequantize())
+        if dst.init_value is not None and src.init_value is not None:
+            dst.init_value.copy_(src.init_value)
+        else:  # bytes without a history: what was preserved is not what they came from
+            dst.init_value = None
         return dst
-    values = src.dequantize(torch.float32) if isinstance(src, QuantizedTensor) else src
+    values = src.decoded(torch.float32) if isinstance(src, QuantizedTensor) else src
     dst.write(values.to(dst.device).expand(dst.shape))
     return dst
 
@@ -169,7 +171,7 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "use dim 1)"
         )
     out = _allocate(q, shape, kwargs, zero=True)
-    out.arrangement = Arrangement(padded_rows=shape[0])
+    out.arrangement = Arrangement(padded_rows=shape[0], allocated=True)
     wide = q.tensor_wide()
     if wide and q.arrangement.shards is None and not q.is_meta:
         getattr(out, wide).copy_(getattr(q, wide))
@@ -275,12 +277,13 @@ def _overload(namespace: str, name: str) -> Any:
 def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """q.op_(...) on the dequantized values, then quantize.
 
-    They have the appearance dtype, so that random fills draw what a plain tensor would.
+    They have the appearance dtype, so that random fills draw what a plain tensor would. A preserved initial value is
+    computed on instead. A plain tensor in front (`plain.add_(q)`) is updated with the dequantized values.
     """
     q = args[0]
     if not isinstance(q, QuantizedTensor):
         return func(q, *dense(args[1:]), **dense(kwargs))
-    values = q.dequantize()
+    values = q.decoded() if q.init_value is None else q.init_value.reshape(q.shape).clone()
     func(values, *dense(args[1:]), **dense(kwargs))
     q.write(values)
     return q

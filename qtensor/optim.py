@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.scale_sync import local_of, max_over_shards, sync_scales
-from qtensor.masters import Written, master_of, refill
+from qtensor.masters import digest_of, master_of, outside_writes, refill
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["MasterWeightOptimizer"]
@@ -52,34 +52,28 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._fresh: set[Tensor] = set()
-        self._written: dict[Tensor, Written] = {}
+        self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
         super().__init__(params, {})
         everything = [param for group in self.param_groups for param in group["params"]]
-        if any(param.is_meta for param in everything):
-            raise ValueError(
-                "MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them "
-                "first"
-            )
+        _refuse_meta(everything)
         sync_scales(everything)
         self._inner = optimizer_cls([self._master_group(group) for group in self.param_groups], **optimizer_kwargs)
         self.defaults = self._inner.defaults
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update({key: value for key, value in inner.items() if key not in ("params", "param_names")})
+            group.update(_options(inner))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; a collective where they have tensor-wide scales."""
+        if self._inner is not None:
+            given = param_group["params"]
+            _refuse_meta([given] if isinstance(given, Tensor) else (given := list(given)))
+            param_group = {**param_group, "params": given}
         super().add_param_group(param_group)
         if self._inner is not None:
             group = self.param_groups[-1]
             sync_scales(group["params"])
             self._inner.add_param_group(self._master_group(group))
-            group.update(
-                {
-                    key: value
-                    for key, value in self._inner.param_groups[-1].items()
-                    if key not in ("params", "param_names")
-                }
-            )
+            group.update(_options(self._inner.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -99,6 +93,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._lend_grads(stepped)
         try:
             self._inner.step()
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                group.update(_options(inner))  # some optimizers keep state in their groups
         finally:
             for param in stepped:
                 if self._masters[param] is not param:
@@ -144,7 +140,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 },
                 "param_groups": [
                     {
-                        **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                        **_options(group),
                         "params": indices,
                     }
                     for group, indices in zip(self.param_groups, self._positions(), strict=True)
@@ -176,13 +172,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for param in group["params"]:
             self._masters[param] = master_of(param)
             self._start_anew(param)
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = _options(group)
         return {**options, "params": [self._masters[param] for param in group["params"]]}
 
     def _lend_grads(self, stepped: list[Tensor]) -> None:
         assert self._inner is not None
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
+            inner.update(_options(group))
         for param in stepped:
             master = self._masters[param]
             if master is not param:
@@ -194,14 +190,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if isinstance(local_of(param), QuantizedTensor):
             self._fresh.add(param)
         if self._masters[param] is not param:
-            self._written[param] = Written.now(param)
+            self._written[param] = digest_of(param)
 
     def _follow_outside_writes(self) -> None:
         """Give parameters that were written by others since (a load, a copy_) a new master."""
-        for param, record in self._written.items():
-            if not record.holds(param):
-                refill(self._masters[param], param)
-                self._start_anew(param)
+        for param in outside_writes(self._written):
+            refill(self._masters[param], param)
+            self._start_anew(param)
 
     def _write_back(self, stepped: list[Tensor]) -> None:
         """Masters -> parameters.
@@ -230,7 +225,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                     self._fresh.discard(param)
                     written.append(param)
         for param in written:
-            self._written[param] = Written.now(param)
+            self._written[param] = digest_of(param)
 
     def _report(self, param: Tensor, local: QuantizedTensor, master: Tensor) -> Tensor:
         """[2] fp32: the shard's amax, 0 without a tensor-wide scale; and whether the master moved (1) or not (0)."""
@@ -247,3 +242,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             if entries is None and param.grad is None:
                 continue
             self.state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _refuse_meta(params: Iterable[Tensor]) -> None:
+    if any(param.is_meta for param in params):
+        raise ValueError(
+            "MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them "
+            "first"
+        )

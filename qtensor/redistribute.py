@@ -53,7 +53,9 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if wide and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
     arrangement = Arrangement(
-        shards=shards if wide and parts[wide].ndim else None, padded_rows=None if padded is None else ranks * q.shape[0]
+        shards=shards if wide and parts[wide].ndim else None,
+        padded_rows=None if padded is None else ranks * q.shape[0],
+        allocated=padded is not None,  # its first rows are the whole tensor
     )
     return q.with_parts(parts, arrangement=arrangement)
 

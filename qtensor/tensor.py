@@ -121,12 +121,21 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         return {spec.name: getattr(self, spec.name) for spec in self.specs()}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense values, shape self.shape, computed in fp32 and rounded once to `dtype` (None: self.dtype)."""
+        """The dense values, shape self.shape, computed in fp32 and rounded once to `dtype` (None: self.dtype).
+
+        Differentiable: the gradient of the values is the weight's gradient (straight through), in self.dtype.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _StraightThrough.apply(self, dtype)  # type: ignore[no-any-return, no-untyped-call]
+        return self.decoded(dtype)
+
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`dequantize` outside of autograd."""
         with torch.no_grad():
             values = format_of(self.recipe).decode(self._parts_per_row(), self.recipe)
             dtype = dtype or self.dtype
             values = canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
-            return values.view(self.shape)
+            return values if values.shape == self.shape else values.view(self.shape)
 
     @staticmethod
     def safe_globals() -> list[Any]:
@@ -178,7 +187,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
                 amax = fmt.tensor_amax(x, self.recipe)
             self.store(fmt.encode(x, self.recipe, amax))
             if self.init_value is not None:
-                self.init_value.copy_(dense)
+                self.init_value.copy_(dense.reshape(self.init_value.shape))
 
     def tensor_amax(self, dense: Tensor) -> Tensor:
         """[] fp32: the amax that decides the tensor-wide scale of dense values of this shape."""
@@ -219,6 +228,11 @@ class QuantizedTensor(AllGatherHooks, Tensor):
 
     def store(self, parts: Mapping[str, Tensor]) -> None:
         """Copy new bytes into the parts. A view of some rows refuses to change the tensor-wide scale of all rows."""
+        if self.arrangement.severed:
+            raise RuntimeError(
+                f"writing into some columns of {describe(self.shape, self.recipe)}: a slice of columns is a copy, so "
+                "the write would be lost; write the whole tensor, or clone() the slice to own it"
+            )
         wide = self.tensor_wide()
         if wide and self.arrangement.partial and not bool((getattr(self, wide) == parts[wide]).all()):
             raise RuntimeError(
@@ -333,6 +347,21 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     numpy = __dlpack__ = tolist
 
 
+class _StraightThrough(torch.autograd.Function):
+    """Dequantize whose backward hands the gradient of the dense values to the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
+        """The dense values."""
+        ctx.dtype = q.dtype
+        return q.decoded(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        """The gradient in the weight's dtype."""
+        return grads[0].to(ctx.dtype), None
+
+
 def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
     """Quantize a dense tensor.
 
@@ -363,4 +392,4 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
 
 def dense(value: Any) -> Any:
     """`value` with every quantized tensor in it dequantized."""
-    return tree_map(lambda leaf: leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf, value)
+    return tree_map(lambda leaf: leaf.decoded() if isinstance(leaf, QuantizedTensor) else leaf, value)

@@ -46,20 +46,25 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shape == described:
         return map_parts(q, torch.Tensor.detach, q.arrangement.but(flat=None))
     regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == Arrangement()
+    if getattr(q.recipe, "blocks", "row") == "square":
+        regroups = regroups and shape[-2] % block_multiple(q.recipe) == 0  # else blocks would span two matrices
     if not regroups:
         kept = q.arrangement.but(flat=described)
-        return type(q)(q.parts(), q.recipe, q.dtype, arrangement=kept, shape=torch.Size(shape))
+        flat = type(q)(q.parts(), q.recipe, q.dtype, arrangement=kept, shape=torch.Size(shape))
+        flat.preserved = q.preserved
+        return flat
     parts = {spec.name: part.view(spec.shape(shape)) for spec, part in zip(q.specs(), q.parts().values(), strict=True)}
     init = None if q.init_value is None else q.init_value.view(shape)
     return q.with_parts(parts, arrangement=Arrangement(), init_value=init)
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """`shape` with its -1 filled in."""
-    if -1 not in shape:
-        return tuple(shape)
-    known = -math.prod(shape)
-    return tuple(numel // max(known, 1) if size == -1 else size for size in shape)
+    """`shape` with its -1 filled in. Raises RuntimeError, as torch does, where it does not hold `numel` elements."""
+    known = math.prod(size for size in shape if size != -1)
+    full = tuple(numel // max(known, 1) if size == -1 else size for size in shape)
+    if math.prod(full) != numel or list(shape).count(-1) > 1:
+        raise RuntimeError(f"shape {list(shape)} is invalid for a quantized tensor of {numel} elements")
+    return full
 
 
 @implements(aten.slice.Tensor)
@@ -71,7 +76,10 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, end, _ = slice(start, end).indices(size)
     if step != 1:
         raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
-    return cut(q, dim, start, max(end, start))
+    piece = cut(q, dim, start, max(end, start))
+    if dim == q.ndim - 1 and piece.shape != q.shape:
+        piece.arrangement = piece.arrangement.but(severed=True)
+    return piece
 
 
 @implements(aten.split.Tensor)
@@ -99,12 +107,15 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(
             f"select along dim {dim} of {describe(q.shape, q.recipe)}; only dim 0 of 2-D and up is defined"
         )
+    if not -q.shape[0] <= index < q.shape[0]:
+        raise IndexError(f"index {index} is out of range for {describe(q.shape, q.recipe)}")
     index %= q.shape[0]
     piece = cut(q, 0, index, index + 1)
     parts = {
         spec.name: getattr(piece, spec.name)[0] if spec.per_row else getattr(piece, spec.name) for spec in q.specs()
     }
-    return q.with_parts(parts, arrangement=Arrangement(partial=q.shape[0] > 1))
+    init = None if piece.init_value is None else piece.init_value[0]
+    return q.with_parts(parts, arrangement=Arrangement(partial=q.shape[0] > 1), init_value=init)
 
 
 @implements(aten.unbind.int)
@@ -160,12 +171,13 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     if wide and shards is not None and dim == 0 and not whole:
         parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
     keeps_padding = dim == 0 and start == 0
+    becomes_shard = keeps_padding and q.arrangement.allocated
     init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
     arrangement = Arrangement(
         shards=shards,
         padded_rows=q.arrangement.padded_rows if keeps_padding else None,
-        partial=q.arrangement.partial
-        or not (whole or along_k or (keeps_padding and q.arrangement.padded_rows is not None)),
+        partial=q.arrangement.partial or not (whole or along_k or becomes_shard),
+        severed=q.arrangement.severed,
     )
     return q.with_parts(parts, arrangement=arrangement, init_value=init)
 

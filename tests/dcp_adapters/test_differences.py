@@ -171,6 +171,8 @@ def test_only_containers_the_target_has_can_hold_extra_tensors() -> None:
     ]
     metadata.planner_data = None  # which container an entry belongs to is not known then
     assert differences(model, metadata, manifest, partial=False) == []
+    mixed = target({"model.w": entry(), "model.b": (5,), "optim.m": (5,)}, {"model.w": ("model", "w")})
+    assert differences(mixed, metadata, manifest, partial=False) == []
 
 
 def test_recipe_differences_are_of_tensors_both_sides_have_quantized() -> None:

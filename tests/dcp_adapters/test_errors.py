@@ -598,3 +598,20 @@ def test_a_reader_that_keeps_its_metadata_can_load_again_and_still_notices_damag
     truncate(tmp_path / "__0_0.distcp")
     with pytest.raises(BaseException, match="truncated"), alone():
         dcp.load(target, storage_reader=reader, planner=QuantizedLoadPlanner())
+
+
+def _row_scales_of_column_cuts(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    q = quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), RECIPES["float8_row"])
+    weight = placed(q, mesh, Shard(1))
+    save({"w": weight}, path)  # cut from one tensor: the scales of its rows are the same in both halves
+    with torch.no_grad():
+        weight.to_local().copy_(torch.full((8, 32), 1.0 + dist.get_rank()))
+    save({"w": weight}, f"{path}/other")
+
+
+def test_row_scales_that_differ_between_column_cuts_are_not_saved(shared_tmp_path: Path) -> None:
+    """Stock DCP would keep one rank's scales and apply them to the other rank's bytes."""
+    expected = "w.scale: rank 0 and rank 1 hold different scales for the same rows, whose columns they share"
+    for error in run_ranks_catching(2, _row_scales_of_column_cuts, str(shared_tmp_path)):
+        assert expected in error

@@ -1,11 +1,15 @@
 """Masters of sharded parameters: what moves shards to other storage is no write, what writes them on one rank is."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from fsdp_hooks import unsharded
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantized_model_init
 from qtensor.recipes import Recipe
@@ -56,3 +60,27 @@ def test_padding_uneven_shards_is_no_write(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_a_write_on_one_rank_reaches_its_master_and_hangs_nobody(recipe: Recipe) -> None:
     run_ranks(2, _write_on_one_rank, recipe)
+
+
+def _load_after_the_optimizer_was_built(recipe: Recipe, path: str) -> None:
+    model = _sharded(recipe)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path, planner=QuantizedSavePlanner())
+    saved = [part.reshape(-1).view(torch.uint8).clone() for part in model.weight.to_local().parts().values()]
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, model.parameters(), lr=1.0)
+    for lr in (1.0, 0.0):
+        optimizer.param_groups[0]["lr"] = lr
+        model(torch.randn(2, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if lr:
+            dcp.load({"model": model.state_dict()}, checkpoint_id=path, planner=QuantizedLoadPlanner())
+    for part, before in zip(model.weight.to_local().parts().values(), saved, strict=True):
+        assert torch.equal(part.reshape(-1).view(torch.uint8), before)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_loaded_after_the_optimizer_was_built_is_not_undone(
+    world_size: int, recipe: Recipe, shared_tmp_path: Path
+) -> None:
+    run_ranks(world_size, _load_after_the_optimizer_was_built, recipe, str(shared_tmp_path))

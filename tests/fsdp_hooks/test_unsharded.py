@@ -34,7 +34,7 @@ from tests.fsdp_hooks.cases import (
     shard,
     snapshot,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_catching
 
 
 def _model(name: str = "mxfp8-row", **options: Any) -> Net:
@@ -491,3 +491,15 @@ def _works_under_inference_mode(name: str) -> None:
 def test_inference_mode(world_size: int) -> None:
     for name in ("mxfp8-row", "nvfp4-row"):
         run_ranks(world_size, _works_under_inference_mode, name)
+
+
+def _data_write_into_the_rows_of_one_rank() -> None:
+    torch.manual_seed(0)
+    net = fully_shard(nn.Linear(64, 32, bias=False))
+    with unsharded(net):
+        net.weight.data[:2].fill_(9.0)  # rows of rank 0, uncounted by any version counter
+
+
+def test_a_write_that_only_one_rank_has_rows_of_raises_on_all_ranks() -> None:
+    errors = run_ranks_catching(2, _data_write_into_the_rows_of_one_rank)
+    assert all("parameters were changed inside unsharded(writeback=False): weight" in error for error in errors), errors

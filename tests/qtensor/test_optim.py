@@ -492,3 +492,41 @@ def test_a_parameter_that_others_wrote_keeps_that_value_and_its_master_starts_an
     torch.optim.SGD(masters, lr=0.1).step()
     sgd.step()
     assert_equals_masters(model, masters)
+
+
+@all_recipes
+def test_a_write_through_the_parts_of_a_state_dict_is_seen_too(recipe: Any) -> None:
+    """dcp.load writes through aliases that share no version counter with the parameter."""
+    model = Model(recipe)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    grads(model, 0)
+    optimizer.step()
+    alias = model.state_dict()["a.weight"].parts()["payload"].view(torch.uint8)
+    alias.copy_(alias.flip(0))  # a permutation of rows
+    optimizer.param_groups[0]["lr"] = 0.0
+    loaded = parts_of(model)
+    grads(model, 1)
+    optimizer.step()
+    assert unchanged(model, loaded)
+
+
+def test_what_an_optimizer_keeps_in_its_groups_survives() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["steps"] = group.get("steps", 0) + 1
+            return super().step(closure)
+
+    model = Model(MXFP8)
+    optimizer = MasterWeightOptimizer(Counting, model.parameters(), lr=0.1)
+    for step in range(3):
+        grads(model, step)
+        optimizer.step()
+    assert optimizer.param_groups[0]["steps"] == 3
+
+
+def test_a_group_of_meta_parameters_is_refused_and_not_added() -> None:
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, Model(MXFP8).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="parameters are on the meta device"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.empty(4, device="meta"))]})
+    assert len(optimizer.param_groups) == 1
