@@ -1,0 +1,31 @@
+"""The main job, two steps of it: the real model, all three launches, the figures it reports."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import agreed
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_trains_checkpoints_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    if agreed(value=str(tmp_path)) != str(tmp_path):
+        pytest.skip("launches its own ranks: rank 0 runs it")
+    command = [sys.executable, str(ROOT / "examples" / "run_demo.py"), "--steps", "2", "--out", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = json.loads((tmp_path / "runs" / "demo.json").read_text())
+    bf16, mxfp8, resumed = reports["bf16"], reports["mxfp8"], reports["resumed"]
+    assert mxfp8["bytes_per_param_linear"] == 1 + 1 / 32
+    assert bf16["bytes_per_param_linear"] == 2.0
+    assert mxfp8["gathered_bytes_per_round"] < 0.6 * bf16["gathered_bytes_per_round"]
+    assert resumed["ranks"] == 1
+    assert resumed["compared_bytes"] > 200_000_000
+    assert mxfp8["loss_after"] < mxfp8["loss_before"]
+    assert "byte for byte" in done.stdout.replace("\n", " ")
