@@ -78,8 +78,9 @@ class _Registrations:
         self.seen: dict[int, weakref.ref[Tensor]] = {}
         # id of a quantized parameter -> the Linears that hold it
         self.linears: dict[int, list[weakref.ref[nn.Module]]] = {}
-        # id of a dense parameter that was given to a Linear -> it, and the quantized one that took its place
-        self.replaced: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+        # id of a dense parameter given to a Linear -> it, and the quantized one that took its place, for as long
+        # as somebody else holds the dense one. No weak reference to the quantized one: swap_tensors refuses those.
+        self.replaced: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
 
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None:
@@ -109,15 +110,15 @@ class _Registrations:
         quantized = self._stands_for(param)
         if quantized is None:
             quantized = self._quantize(param)
-            self.replaced[id(param)] = (weakref.ref(param), weakref.ref(quantized))
+            key = id(param)
+            self.replaced[key] = (weakref.ref(param, lambda _: self.replaced.pop(key, None)), quantized)
         self.linears.setdefault(id(quantized), []).append(weakref.ref(module))  # more than one where Linears share it
         return quantized
 
     def _stands_for(self, param: nn.Parameter) -> nn.Parameter | None:
         """The quantized parameter that took the place of this very dense one, if any."""
         dense, quantized = self.replaced.get(id(param), (None, None))
-        found: Any = quantized() if dense is not None and quantized is not None and dense() is param else None
-        return found  # type: ignore[no-any-return]
+        return quantized if dense is not None and dense() is param else None
 
     def _replace(self, quantized: Tensor, dense: nn.Parameter) -> int:
         """Put `dense` into all Linears that hold `quantized`; returns how many there were."""

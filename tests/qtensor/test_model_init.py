@@ -433,3 +433,11 @@ def test_every_recipe_is_a_value() -> None:
         assert recipe.from_json(recipe.to_json()) == recipe
     assert len({*RECIPES.values()}) == len(RECIPES)
     assert Float8CurrentScaling() != MXFP8
+
+
+def test_a_model_can_be_cast_inside_the_context() -> None:
+    """Module.to swaps quantized parameters, which torch refuses where something holds a weak reference to one."""
+    with torch.device("meta"), quantized_model_init(MXFP8BlockScaling()):
+        model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32)).to(torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert isinstance(model[0].weight, QuantizedTensor)
