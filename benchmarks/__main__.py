@@ -3,6 +3,7 @@
 import datetime as dt
 import importlib
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -19,7 +20,12 @@ def main() -> None:
     cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
     results = {
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
-        "machine": {"cpu": cpu, "cores": torch.get_num_threads(), "platform": platform.platform()},
+        "machine": {
+            "cpu": cpu,
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "platform": platform.platform(),
+        },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     for name in names:
