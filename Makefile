@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.installed-demo-test
+demo: $(VENV)/.installed-demo
 	$(PY) examples/run_demo.py --recipe $(RECIPE)
 
 test: $(VENV)/.installed-demo-test
@@ -50,7 +50,8 @@ $(VENV)/.created:
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv." >&2; exit 1; }
 	@touch $@
 
-# The demo and the tests share one set: the tests run the examples.
+# The tests run the examples, too.
+$(VENV)/.installed-demo: EXTRAS = demo
 $(VENV)/.installed-demo-test: EXTRAS = demo,test
 $(VENV)/.installed-dev: EXTRAS = dev
 $(VENV)/.installed-bench: EXTRAS = bench
