@@ -217,7 +217,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             columns = torch.stack([self._report(*entry) for entry in quantized])  # [params, 2]: amax, moved
             agreed, _ = max_over_shards(columns, [param for param, _, _ in quantized])
             moved = [True] * len(quantized)
-            if self._fresh or len(stepped) < len(self._masters):  # the only host sync, rare once all have been written
+            if self._fresh or len(stepped) < len(self._masters):  # a host sync, rare once all have been written
                 moved = [bool(flag) for flag in agreed[:, 1].tolist()]
             for (param, local, master), amax, move in zip(quantized, agreed[:, 0], moved, strict=True):
                 if move:
