@@ -1,9 +1,10 @@
-"""Agreement on tensor-wide scales: all shards of a weight hold the same value, by one fused all-reduce a group.
+"""Agreement on shared scales: all shards that share a scale hold the same value, by one fused all-reduce a group.
 
-A weight is cut along the mesh dims whose placement is a Shard; those are the dims over which its shards must agree
-(replicas hold equal bytes already). Values of all weights are stacked and reduced together, once for each distinct
-process group: 1 all-reduce for FSDP and HSDP, 2 for FSDP x TP. Which group that is, is read from the DTensor at the
-moment of use and stored nowhere.
+A mesh dim over which shards must agree is one whose placement cuts the weight along a dim that some scale does not
+extend along: every sharded dim for a tensor-wide scale, the one that cuts K for a scale a row, none for scales of
+blocks (replicas hold equal bytes already). The values of all weights are laid end to end and reduced together, once for
+each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP. Which group that is, is read from
+the DTensor at the moment of use and stored nowhere.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,46 +15,55 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.all_gather import AllGatherHooks
+__all__ = ["SharesScales", "groups_sharing", "local_of", "max_over_groups", "shard_groups", "sync_scales"]
 
-__all__ = ["local_of", "max_over_shards", "sync_scales"]
+
+class SharesScales:
+    """What `sync_scales` asks of a shard, in this order: whether pieces share a scale, its claim, and to adopt."""
+
+    def shares_scale_along(self, dim: int) -> bool:
+        """Whether pieces cut along tensor dim `dim` have a scale in common."""
+        raise NotImplementedError
+
+    def scale_claim(self) -> Tensor:
+        """fp32 [n]: what this shard brings; the maximum over all shards decides. n is the same on all of them."""
+        raise NotImplementedError
+
+    def adopt_scale(self, agreed: Tensor) -> None:
+        """Re-encode under what was agreed on (fp32 [n]); leaves the bytes alone where they fit already."""
+        raise NotImplementedError
 
 
 def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
-    """Make every tensor-wide scale agreed, by re-encoding the shards whose scale differs onto the largest one.
+    """Make every shared scale agreed, by re-encoding the shards whose scale differs onto the largest one.
 
-    Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard). Shards that
-    hold the largest scale keep their bytes, and so does everything that was agreed already. Shards of zeros only
-    never decide a scale. A weight that still carries its high-precision initial value is re-encoded from that.
+    Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard), and with
+    storage="high_precision" after every optimizer step. Shards that hold the largest scale keep their bytes, and so
+    does everything that was agreed already. Shards of zeros only never decide a scale. A weight that still carries its
+    high-precision initial value is re-encoded from that.
 
     Args:
-        model_or_params: a module, or parameters (DTensors or plain; what is not quantized, or has no tensor-wide
-            scale, is passed over).
+        model_or_params: a module, or parameters (DTensors or plain; what is not quantized, or shares no scale with
+            other shards, is passed over).
 
     Returns:
         The number of all-reduces: one for each distinct group with anything to agree on, 0 in a single process.
+
+    Raises:
+        ValueError: such parameters are on the meta device.
     """
     params = model_or_params.parameters() if isinstance(model_or_params, torch.nn.Module) else model_or_params
-    wide = [param for param in params if tensor_wide_of(param) is not None]
-    if not wide:
-        return 0
-    if any(param.is_meta for param in wide):
+    shared = [(param, groups) for param in params if (groups := groups_sharing(param))]
+    if any(param.is_meta for param, _ in shared):
         raise ValueError(
             "sync_scales: the parameters are on the meta device; call to_empty() and initialise or load them first"
         )
     with torch.no_grad():
-        claims = torch.stack([local_of(param).scale_claim() for param in wide])  # type: ignore[attr-defined]  # [params, 2]
-        agreed, collectives = max_over_shards(claims, wide)
-        if collectives:
-            for param, claim in zip(wide, agreed, strict=True):
-                local_of(param).adopt_scale(claim)  # type: ignore[attr-defined]
+        shards: list[Any] = [local_of(param) for param, _ in shared]
+        agreed, collectives = max_over_groups([shard.scale_claim() for shard in shards], [g for _, g in shared])
+        for shard, claim in zip(shards, agreed, strict=True):
+            shard.adopt_scale(claim)
     return collectives
-
-
-def tensor_wide_of(param: Tensor) -> str | None:
-    """The name of a parameter's tensor-wide scale; None where it has none, or is not quantized."""
-    local: Any = local_of(param)
-    return local.tensor_wide() if isinstance(local, AllGatherHooks) else None  # type: ignore[attr-defined]
 
 
 def local_of(param: Tensor) -> Tensor:
@@ -62,35 +72,52 @@ def local_of(param: Tensor) -> Tensor:
         return param.to_local() if isinstance(param, DTensor) else param.detach()
 
 
-def max_over_shards(values: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Elementwise maximum of each row of `values` over the shards of its parameter.
+def max_over_groups(
+    values: Sequence[Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
+) -> tuple[list[Tensor], int]:
+    """Elementwise maximum of each tensor over the groups that belong to it.
 
     Args:
-        values: fp32 [len(params), columns], this rank's values.
-        params: the parameters they belong to, in the same order on every rank.
+        values: fp32, 1-D, on one device; the same order and sizes on every rank of a group.
+        groups: for each of them the groups it is reduced over, none or more.
 
     Returns:
-        The maxima (a new tensor), and the number of all-reduces it took.
+        The maxima (the tensors themselves where there is no group), and the number of all-reduces it took.
     """
-    groups: dict[dist.ProcessGroup, list[int]] = {}
-    for row, param in enumerate(params):
-        for group in shard_groups(param):
-            groups.setdefault(group, []).append(row)
-    result = values.clone()
-    for group, rows in groups.items():
-        fused = result[rows].contiguous()
+    result = list(values)
+    members: dict[dist.ProcessGroup, list[int]] = {}
+    for index, own in enumerate(groups):
+        for group in own:
+            members.setdefault(group, []).append(index)
+    for group, indices in members.items():
+        fused = torch.cat([result[index] for index in indices])
         dist.all_reduce(fused, op=dist.ReduceOp.MAX, group=group)
-        result[rows] = fused
-    return result, len(groups)
+        for index, piece in zip(indices, fused.split([result[index].numel() for index in indices]), strict=True):
+            result[index] = piece
+    return result, len(members)
+
+
+def groups_sharing(param: Tensor) -> list[dist.ProcessGroup]:
+    """The groups over which the shards of a parameter share a scale; empty for one that has no such scale."""
+    local = local_of(param)
+    if not isinstance(local, SharesScales):
+        return []
+    return [group for dim, group in _cuts(param) if local.shares_scale_along(dim)]
 
 
 def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
     """The groups over which the shards of a parameter are spread, one a sharded mesh dim with more than one rank."""
+    return [group for _, group in _cuts(param)]
+
+
+def _cuts(param: Tensor) -> list[tuple[int, dist.ProcessGroup]]:
+    """(tensor dim, group) of every mesh dim that shards the parameter over more than one rank."""
     if not isinstance(param, DTensor):
         return []
     mesh = param.device_mesh
     return [
-        mesh.get_group(dim)
-        for dim, placement in enumerate(param.placements)
-        if placement.is_shard() and mesh.size(dim) > 1
+        (placement.dim % param.ndim, mesh.get_group(number))
+        for number, placement in enumerate(param.placements)
+        # FSDP over TP on the same dim is a strided placement, which answers False to is_shard()
+        if hasattr(placement, "dim") and mesh.size(number) > 1
     ]

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from qtensor.blocks import FLT_MAX, finite_amax, power_of_two_floor, quotient, row_amax
 from qtensor.formats import PartSpec, register
+from qtensor.products import Route, register_route
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
 
@@ -26,7 +28,7 @@ __all__ = ["FLOAT8_ELEMENTS", "Float8CurrentScaling", "Float8Tensor"]
 FLOAT8_ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Float8CurrentScaling(Recipe):
     """Float8 with scales taken from the tensor's own amax.
 
@@ -34,6 +36,8 @@ class Float8CurrentScaling(Recipe):
         element: "e4m3" (largest value 448) or "e5m2" (57344).
         granularity: "row", one scale for each row ([.., N, 1]), or "tensor", one scale for all ([]).
         power_of_two: round the encoding scale down to a power of two.
+        activations: None, or "dynamic": a linear layer quantizes its input too, with one scale a row whatever the
+            granularity.
 
     Raises:
         ValueError: for any other value.
@@ -44,6 +48,7 @@ class Float8CurrentScaling(Recipe):
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice(self, "element", tuple(FLOAT8_ELEMENTS))
         check_choice(self, "granularity", ("row", "tensor"))
         check_choice(self, "power_of_two", (False, True))
@@ -55,13 +60,12 @@ class _Float8:
         per_row = recipe.granularity == "row"
         return PartSpec("payload", dtype), PartSpec("scale", torch.float32, per_row=per_row, block=0)
 
-    def tensor_amax(self, x: Tensor, recipe: Float8CurrentScaling) -> Tensor | None:
-        return finite_amax(x) if recipe.granularity == "tensor" else None
+    def shared_amax(self, x: Tensor, recipe: Float8CurrentScaling) -> Tensor | None:
+        return finite_amax(x) if recipe.granularity == "tensor" else row_amax(x)  # [] or [.., 1]
 
     def encode(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
         _, largest = FLOAT8_ELEMENTS[recipe.element]
-        if amax is None:
-            amax = row_amax(x)  # [.., 1]
+        assert amax is not None
         enc = torch.where(amax == 0, torch.ones_like(amax), quotient(largest, amax)).clamp(max=FLT_MAX)
         if recipe.power_of_two:
             enc = power_of_two_floor(enc)
@@ -85,4 +89,20 @@ class Float8Tensor(QuantizedTensor):
     """A Float8 quantized tensor: `payload` float8 [.., K]; `scale` fp32 [.., 1] (row) or [] (tensor)."""
 
 
+def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The hardware's product, row-wise: a tensor-wide scale of w is spread over its rows."""
+    w_scale = w["scale"].reshape(1, -1).expand(1, w["payload"].shape[0]).contiguous()  # [1, N]
+    return scaled_mm(
+        x["payload"],  # [M, K]
+        w["payload"].t(),  # [K, N]
+        x["scale"],  # [M, 1]
+        ScalingType.RowWise,
+        w_scale,
+        ScalingType.RowWise,
+        output_dtype=dtype,
+    )
+
+
 register(Float8CurrentScaling, _Float8(), Float8Tensor)
+# Row-wise kernels: CUTLASS for 8.9, 9.x and 10.x, cuBLAS from CUDA 12.9 for 9.x.
+register_route(Float8CurrentScaling, Route(multiply=_multiply, capabilities=((8, 9), (9, 0), (10, 0)), columns=16))

@@ -28,6 +28,7 @@ __all__ = [
     "part_problems",
     "register",
     "registered",
+    "shares_scale_along",
     "specs_of",
 ]
 
@@ -65,22 +66,24 @@ class PartSpec:
 class Format(Protocol):
     """The numerics of one format, stateless: results depend on the arguments alone. `x` is always fp32 [.., N, K].
 
-    Called by QuantizedTensor only, in this order when writing: `tensor_amax` (tensor-wide formats; agreed over the
-    shards where there are several), then `encode`. `adopt` is `encode` onto a scale that is already decided; `decode`
-    is the way back.
+    Called in this order when writing: `shared_amax` (agreed over the shards that share the scale, where there are
+    several), then `encode`. `adopt` is `encode` onto a scale that is already decided; `decode` is the way back.
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
         """The parts, payload first."""
 
-    def tensor_amax(self, x: Tensor, recipe: Any) -> Tensor | None:
-        """Largest finite magnitude, fp32 []; None for formats whose every scale belongs to rows or blocks."""
+    def shared_amax(self, x: Tensor, recipe: Any) -> Tensor | None:
+        """Largest finite magnitudes behind the scales that some cut of the tensor shares (see `shares_scale_along`).
+
+        fp32 [] for a tensor-wide scale, [.., N, 1] for one a row; None where every scale belongs to a block.
+        """
 
     def encode(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
-        """Parts of x, the tensor-wide scale made from `amax` ([] fp32: from tensor_amax, or the agreed one)."""
+        """Parts of x, the shared scales made from `amax` (what shared_amax returned, or what was agreed on)."""
 
     def adopt(self, x: Tensor, recipe: Any, scale: Tensor) -> dict[str, Tensor]:
-        """Parts of x under the given tensor-wide scale ([] fp32)."""
+        """Parts of x under the given scale, shaped like the amax."""
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Any) -> Tensor:
         """fp32 [.., N, K]. A tensor-wide part may also be given per row ([N, 1, ..]), as a gathered weight has it."""
@@ -128,6 +131,14 @@ def specs_of(recipe: Recipe) -> tuple[PartSpec, ...]:
 def block_multiple(recipe: Recipe) -> int:
     """What K must be a multiple of (1, 16 or 32)."""
     return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block))
+
+
+def shares_scale_along(recipe: Recipe, dim: int, ndim: int) -> bool:
+    """Whether the pieces of a tensor cut along `dim` share a scale, which then has to be agreed between them.
+
+    True along every dim for a tensor-wide scale, along K for a scale a row, never for scales of blocks.
+    """
+    return not all(spec.extends_along(dim, ndim) for spec in specs_of(recipe))
 
 
 def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, full: bool = True) -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from qtensor.blocks import finite_magnitude, scatter_blocks, tile
 from qtensor.float8 import FLOAT8_ELEMENTS
 from qtensor.formats import PartSpec, register
+from qtensor.products import Route, register_route, swizzled
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
 
@@ -31,7 +33,7 @@ ELEMENT_EMAX = {"e4m3": 8, "e5m2": 15}
 RECIPROCAL_MAX = {name: torch.tensor(1 / largest).item() for name, (_, largest) in FLOAT8_ELEMENTS.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP8BlockScaling(Recipe):
     """MXFP8: float8 elements in blocks of 32 with E8M0 scales (OCP Microscaling 1.0).
 
@@ -39,6 +41,7 @@ class MXFP8BlockScaling(Recipe):
         element: "e4m3" or "e5m2".
         blocks: "row" (1x32 along K) or "square" (32x32; the same bytes serve the transposed product).
         scale_rounding: "up" (never saturates) or "floor" (the OCP specification's rule).
+        activations: None, or "dynamic": a linear layer quantizes its input too, in 1x32 blocks.
 
     Raises:
         ValueError: for any other value.
@@ -49,6 +52,7 @@ class MXFP8BlockScaling(Recipe):
     scale_rounding: str = "up"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice(self, "element", tuple(FLOAT8_ELEMENTS))
         check_choice(self, "blocks", ("row", "square"))
         check_choice(self, "scale_rounding", ("up", "floor"))
@@ -59,7 +63,7 @@ class _MXFP8:
         dtype, _ = FLOAT8_ELEMENTS[recipe.element]
         return PartSpec("payload", dtype), PartSpec("scale", torch.uint8, block=BLOCK)
 
-    def tensor_amax(self, x: Tensor, recipe: MXFP8BlockScaling) -> Tensor | None:
+    def shared_amax(self, x: Tensor, recipe: MXFP8BlockScaling) -> Tensor | None:
         return None
 
     def encode(self, x: Tensor, recipe: MXFP8BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
@@ -111,4 +115,21 @@ class MXFP8Tensor(QuantizedTensor):
     """An MXFP8 quantized tensor: `payload` float8 [.., K]; `scale` uint8 E8M0 codes [.., K // 32]."""
 
 
+def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The hardware's product. Square blocks are stored a row at a time, so they are row blocks to it."""
+    x_scale, w_scale = (swizzled(parts["scale"]).view(torch.float8_e8m0fnu) for parts in (x, w))
+    return scaled_mm(
+        x["payload"],  # [M, K]
+        w["payload"].t(),  # [K, N]
+        x_scale,
+        ScalingType.BlockWise1x32,
+        w_scale,
+        ScalingType.BlockWise1x32,
+        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+        output_dtype=dtype,
+    )
+
+
 register(MXFP8BlockScaling, _MXFP8(), MXFP8Tensor)
+register_route(MXFP8BlockScaling, Route(multiply=_multiply, capabilities=((10, 0), (11, 0), (12, 0)), columns=32))

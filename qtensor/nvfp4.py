@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from qtensor.blocks import FLT_MAX, finite_amax, finite_magnitude, quotient, scatter_blocks, tile
 from qtensor.formats import PartSpec, register
+from qtensor.products import Route, register_route, swizzled
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
 
@@ -32,12 +34,14 @@ SIXTH = torch.tensor(1 / 6).item()  # fp32(1/6), exactly representable
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the E2M1 codes 0..7; bit 3 is the sign
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NVFP4BlockScaling(Recipe):
     """NVFP4: 4-bit elements in blocks of 16 with E4M3 scales and one fp32 global scale.
 
     Args:
         blocks: "row" (1x16 along K) or "square" (16x16).
+        activations: None, or "dynamic": a linear layer quantizes its input too, in 1x16 blocks under a global scale a
+            row.
 
     Raises:
         ValueError: for any other value.
@@ -46,6 +50,7 @@ class NVFP4BlockScaling(Recipe):
     blocks: str = "row"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice(self, "blocks", ("row", "square"))
 
 
@@ -57,7 +62,7 @@ class _NVFP4:
             PartSpec("global_scale", torch.float32, per_row=False),
         )
 
-    def tensor_amax(self, x: Tensor, recipe: NVFP4BlockScaling) -> Tensor | None:
+    def shared_amax(self, x: Tensor, recipe: NVFP4BlockScaling) -> Tensor | None:
         return finite_amax(x)
 
     def encode(self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
@@ -110,4 +115,25 @@ class NVFP4Tensor(QuantizedTensor):
     """An NVFP4 quantized tensor: `payload` uint8 [.., K // 2], `scale` E4M3 [.., K // 16], `global_scale` fp32 []."""
 
 
+def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The hardware's product of elements and block scales in fp32, the global scales applied to its rows and columns.
+
+    (The hardware takes one global scale for all of an operand: not what quantized rows or a gathered weight have.)
+    """
+    y = scaled_mm(
+        x["payload"].view(torch.float4_e2m1fn_x2),  # [M, K // 2]
+        w["payload"].view(torch.float4_e2m1fn_x2).t(),  # [K // 2, N]
+        swizzled(x["scale"]),
+        ScalingType.BlockWise1x16,
+        swizzled(w["scale"]),
+        ScalingType.BlockWise1x16,
+        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+        output_dtype=torch.float32,
+    )
+    return (y * x["global_scale"] * w["global_scale"].reshape(1, -1)).to(dtype)  # [M, 1] and [1, 1] or [1, N]
+
+
 register(NVFP4BlockScaling, _NVFP4(), NVFP4Tensor)
+# K counts in packed bytes there, which must come in sixteens.
+register_route(NVFP4BlockScaling, Route(multiply=_multiply, capabilities=((10, 0), (11, 0), (12, 0)), columns=32))

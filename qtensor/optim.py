@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fsdp_hooks.scale_sync import local_of, max_over_shards, sync_scales
+from fsdp_hooks.scale_sync import groups_sharing, local_of, max_over_groups, shard_groups, sync_scales
 from qtensor.masters import digest_of, master_of, outside_writes, refill
 from qtensor.tensor import QuantizedTensor
 
@@ -214,25 +215,34 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 local.copy_(local_of(master))
                 written.append(param)
         if quantized:
-            columns = torch.stack([self._report(*entry) for entry in quantized])  # [params, 2]: amax, moved
-            agreed, _ = max_over_shards(columns, [param for param, _, _ in quantized])
-            moved = [True] * len(quantized)
+            amaxes, moved = self._agree(quantized)
+            move = [True] * len(quantized)
             if self._fresh or len(stepped) < len(self._masters):  # a host sync, rare once all have been written
-                moved = [bool(flag) for flag in agreed[:, 1].tolist()]
-            for (param, local, master), amax, move in zip(quantized, agreed[:, 0], moved, strict=True):
-                if move:
-                    local.write(master, amax if local.tensor_wide() else None)
+                move = [bool(flag) for flag in moved.tolist()]
+            for (param, local, master), amax, moves in zip(quantized, amaxes, move, strict=True):
+                if moves:
+                    local.write(master, amax, step=True)
                     self._fresh.discard(param)
                     written.append(param)
         for param in written:
             self._written[param] = digest_of(param)
 
-    def _report(self, param: Tensor, local: QuantizedTensor, master: Tensor) -> Tensor:
-        """[2] fp32: the shard's amax, 0 without a tensor-wide scale; and whether the master moved (1) or not (0)."""
-        zero = torch.zeros((), dtype=torch.float32, device=master.device)
-        amax = local.tensor_amax(master) if local.tensor_wide() else zero
+    def _agree(self, quantized: list[tuple[Tensor, Any, Tensor]]) -> tuple[list[Tensor | None], Tensor]:
+        """Over all shards: the amaxes of shared scales (None where no other shard shares one), and who moved [n]."""
+        values: list[Tensor] = []
+        groups: list[list[ProcessGroup]] = []
+        for param, local, master in quantized:
+            sharing = groups_sharing(param)
+            values += [local.shared_amax(master) if sharing else master.new_zeros(0), self._moved(param, local, master)]
+            groups += [sharing, shard_groups(param)]
+        agreed, _ = max_over_groups(values, groups)
+        amaxes = [amax if sharing else None for amax, sharing in zip(agreed[::2], groups[::2], strict=True)]
+        return amaxes, torch.cat(agreed[1::2])
+
+    def _moved(self, param: Tensor, local: QuantizedTensor, master: Tensor) -> Tensor:
+        """fp32 [1]: whether this rank's master moved (1) or not (0)."""
         still = param.grad is None or (param in self._fresh and torch.equal(local.dequantize(torch.float32), master))
-        return torch.stack([amax, zero if still else zero + 1])
+        return torch.zeros(1, device=master.device) if still else torch.ones(1, device=master.device)
 
     def _publish_state(self) -> None:
         """Fill `state` with what state_dict() must hold; references only."""

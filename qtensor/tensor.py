@@ -25,7 +25,8 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
 from fsdp_hooks.torch_private import make_wrapper, tree_map, without_torch_function
-from qtensor.blocks import canonical_nan, finite_amax
+from qtensor.agreement import AgreedScales
+from qtensor.blocks import canonical_nan
 from qtensor.formats import (
     APPEARANCE_DTYPES,
     PartSpec,
@@ -58,7 +59,7 @@ class Preserved:
         return Preserved()  # DCP stages attributes by deepcopy, and a checkpoint has no use for it
 
 
-class QuantizedTensor(AllGatherHooks, Tensor):
+class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
     """Base of Float8Tensor, MXFP8Tensor and NVFP4Tensor; built by `quantize` or `QuantizedTensor.from_parts`.
 
     Attributes:
@@ -176,55 +177,31 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         """A tensor of the same class and recipe around other parts."""
         return type(self)(parts, self.recipe, dtype or self.dtype, arrangement=arrangement, init_value=init_value)
 
-    def write(self, dense: Tensor, amax: Tensor | None = None) -> None:
+    def write(self, dense: Tensor, amax: Tensor | None = None, *, step: bool = False) -> None:
         """Requantize in place from dense values of the same shape.
 
-        `amax` ([] fp32) is the agreed one of a tensor-wide format; without it that of the values is taken.
+        `amax` is what the shards agreed on, of as many values as there are shared scales; without it that of the
+        values is taken. `step` says that the values develop from those before, as an optimizer's do: recipes with a
+        history continue it; otherwise it begins anew.
         """
         with torch.no_grad():
             fmt, x = format_of(self.recipe), dense.to(torch.float32).reshape(self.arrangement.flat or self.shape)
             if amax is None:
-                amax = fmt.tensor_amax(x, self.recipe)
-            self.store(fmt.encode(x, self.recipe, amax))
+                amax = fmt.shared_amax(x, self.recipe)
+            else:
+                amax = amax.view_as(self.shared_scale())
+            self.store(self.encoded(x, amax, step=step))
             if self.init_value is not None:
                 self.init_value.copy_(dense.reshape(self.init_value.shape))
 
-    def tensor_amax(self, dense: Tensor) -> Tensor:
-        """[] fp32: the amax that decides the tensor-wide scale of dense values of this shape."""
-        amax = format_of(self.recipe).tensor_amax(dense.to(torch.float32), self.recipe)
-        assert amax is not None
-        return amax
+    def encoded(self, x: Tensor, amax: Tensor | None, *, step: bool) -> dict[str, Tensor]:
+        """The parts that `write` stores for fp32 values; classes whose recipe has a history continue it in a step."""
+        return format_of(self.recipe).encode(x, self.recipe, amax)
 
-    def scale_claim(self) -> Tensor:
-        """[2] fp32, what this shard brings to an agreement: its tensor-wide scale, the amax of its initial value.
-
-        The scale is 0 where every value is 0, for the scale of zeros says nothing; the amax is 0 where no initial value
-        is preserved.
-        """
-        with torch.no_grad():
-            scale = getattr(self, self.tensor_wide() or "scale").amax()
-            claim = torch.where(finite_amax(self.dequantize(torch.float32)) > 0, scale, torch.zeros_like(scale))
-            init = self.init_value
-            return torch.stack([claim, finite_amax(init.float()) if init is not None else torch.zeros_like(claim)])
-
-    def adopt_scale(self, agreed: Tensor) -> None:
-        """Re-encode under what `scale_claim` came to over all shards ([2] fp32); the same scale leaves the bytes alone.
-
-        With a preserved initial value this is the quantization of the full tensor's value, bit for bit.
-        """
-        scale, amax = agreed
-        if self.init_value is not None:
-            self.write(self.init_value, amax)
-            return
-        with torch.no_grad():
-            scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-            new = format_of(self.recipe).adopt(self.dequantize(torch.float32), self.recipe, scale)
-            same = getattr(self, self.tensor_wide() or "scale") == scale
-            for name, part in self.parts().items():
-                if part.ndim == 0:
-                    part.copy_(new[name])
-                else:  # as bytes, since torch.where knows no float8
-                    part.view(torch.uint8).copy_(torch.where(same, part.view(torch.uint8), new[name].view(torch.uint8)))
+    def shared_amax(self, dense: Tensor) -> Tensor | None:
+        """fp32, flat: the amaxes of dense values of this shape that decide the scales shards may share."""
+        amax = format_of(self.recipe).shared_amax(dense.to(torch.float32), self.recipe)
+        return None if amax is None else amax.reshape(-1)
 
     def store(self, parts: Mapping[str, Tensor]) -> None:
         """Copy new bytes into the parts. A view of some rows refuses to change the tensor-wide scale of all rows."""
@@ -386,7 +363,7 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
     check_shape(x.shape, recipe)
     with torch.no_grad():
         dense, fmt = x.detach().to(torch.float32), registration.format
-        parts = fmt.encode(dense, recipe, fmt.tensor_amax(dense, recipe))
+        parts = fmt.encode(dense, recipe, fmt.shared_amax(dense, recipe))
         return registration.tensor_class(parts, recipe, x.dtype)  # type: ignore[no-any-return]
 
 

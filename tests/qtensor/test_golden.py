@@ -106,9 +106,10 @@ def test_shards_quantized_with_the_agreed_amax_are_slices_of_the_whole(golden: G
 def assert_shards(recipe: Any, x: Tensor, parts: dict[str, Tensor], rows: int) -> None:
     fmt, dense = format_of(recipe), x.float()
     shards = dense.split(rows)
-    amaxes = [fmt.tensor_amax(shard, recipe) for shard in shards]
-    agreed = None if amaxes[0] is None else torch.stack(amaxes).amax()
-    for start, shard in zip(range(0, x.shape[0], rows), shards, strict=True):
+    amaxes = [fmt.shared_amax(shard, recipe) for shard in shards]
+    if amaxes[0] is not None and amaxes[0].ndim == 0:
+        amaxes = [torch.stack(amaxes).amax()] * len(shards)
+    for start, shard, agreed in zip(range(0, x.shape[0], rows), shards, amaxes, strict=True):
         encoded = fmt.encode(shard, recipe, agreed)
         expected = {name: part[start : start + rows] if part.ndim else part for name, part in parts.items()}
         assert_parts(encoded, expected, f"rows {start}:{start + rows}")
@@ -126,7 +127,7 @@ def compiled(recipe: Any) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]
     fmt = format_of(recipe)
 
     def encode_and_decode(x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        parts = fmt.encode(x, recipe, fmt.tensor_amax(x, recipe))
+        parts = fmt.encode(x, recipe, fmt.shared_amax(x, recipe))
         return parts, canonical_nan(fmt.decode(parts, recipe))  # as QuantizedTensor.dequantize does
 
     return torch.compile(encode_and_decode, fullgraph=True, dynamic=True)
