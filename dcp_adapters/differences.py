@@ -37,7 +37,7 @@ class Target:
         for name, value in flat.items():
             q = quantized_local(value)
             if q is not None:
-                quantized[name] = TensorEntry(q.recipe, tuple(value.shape), q.dtype)
+                quantized[name] = TensorEntry(q.recipe.stored, tuple(value.shape), q.dtype)
             elif isinstance(value, Tensor):
                 dense[name] = tuple(value.shape)
             else:

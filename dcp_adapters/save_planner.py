@@ -102,9 +102,10 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             if q is None:
                 kinds.append(PLAIN)
                 continue
-            if (q.recipe, q.dtype) not in recipes:
-                recipes.append((q.recipe, q.dtype))
-            kinds.append(recipes.index((q.recipe, q.dtype)))
+            kind = (q.recipe.stored, q.dtype)
+            if kind not in recipes:
+                recipes.append(kind)
+            kinds.append(recipes.index(kind))
             listed.append(q)
         record = _Record(
             mappings=self.mappings,

@@ -99,7 +99,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dst, src = args[0], args[1]
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(src.decoded(), *args[2:])
-    same = isinstance(src, QuantizedTensor) and src.recipe == dst.recipe and src.shape == dst.shape
+    same = isinstance(src, QuantizedTensor) and src.recipe.stored == dst.recipe.stored and src.shape == dst.shape
     if same and src.arrangement.flat == dst.arrangement.flat and _scales_fit(dst, src):
         dst.store({name: _fit(part, getattr(dst, name)) for name, part in src.parts().items()})
         if dst.init_value is not None and src.init_value is not None:

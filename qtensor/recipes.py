@@ -3,6 +3,9 @@
 A recipe holds numbers and words only - never a process group, a mesh, a rank or a tensor - so it can be hashed,
 compared, pickled, put into JSON and baked into a compiled graph as a constant. The recipe of a format stands in the
 file of that format.
+
+Most fields say what the stored bytes are. `activations` says how to compute with them, so no checkpoint holds it:
+recipes that differ in it alone describe the same bytes, and `stored` is what is compared where bytes are moved.
 """
 
 import dataclasses
@@ -10,31 +13,58 @@ from typing import Any, ClassVar, Self
 
 __all__ = ["Recipe", "check_choice"]
 
+NOT_STORED = {"stored": False}  # metadata of a field that says nothing about bytes
+
 
 def check_choice(recipe: object, field: str, choices: tuple[Any, ...]) -> None:
     """Raise ValueError unless `recipe.field` is one of `choices`."""
     value = getattr(recipe, field)
-    if value not in choices or type(value) is not type(choices[0]):
+    if value not in choices or type(value) not in map(type, choices):
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{type(recipe).__name__}: {field}={value!r} is not one of {allowed}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
-    """Base of all recipes; subclasses are frozen dataclasses that validate themselves on construction."""
+    """Base of all recipes; subclasses are frozen dataclasses (repr=False) that validate themselves on construction.
+
+    Args:
+        activations: how a linear layer treats its input. None, it stays as it is and the weight is dequantized;
+            "dynamic", each row (token) is quantized on the fly in the weight's format (see qtensor/products.py).
+
+    Raises:
+        ValueError: for any other value.
+    """
 
     registry: ClassVar[dict[str, type["Recipe"]]] = {}
+
+    activations: str | None = dataclasses.field(default=None, metadata=NOT_STORED)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         Recipe.registry[cls.__name__] = cls
 
+    def __post_init__(self) -> None:
+        check_choice(self, "activations", (None, "dynamic"))
+
+    def __repr__(self) -> str:
+        """As a dataclass's, the fields that are not stored last and only where they are not the default."""
+        described = [f"{name}={getattr(self, name)!r}" for name in _stored_names(type(self))]
+        if self.activations is not None:
+            described.append(f"activations={self.activations!r}")
+        return f"{type(self).__name__}({', '.join(described)})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a value: staging and deepcopy need no second one
 
+    @property
+    def stored(self) -> Self:
+        """The recipe of the bytes alone, with activations=None. Equal ones describe the same bytes."""
+        return self if self.activations is None else dataclasses.replace(self, activations=None)
+
     def to_json(self) -> dict[str, Any]:
-        """All fields plus the type's name, as stored in a checkpoint's manifest."""
-        return {"type": type(self).__name__, **dataclasses.asdict(self)}
+        """The fields that describe bytes plus the type's name, as stored in a checkpoint's manifest."""
+        return {"type": type(self).__name__, **{name: getattr(self, name) for name in _stored_names(type(self))}}
 
     @staticmethod
     def from_json(record: dict[str, Any]) -> "Recipe":
@@ -47,5 +77,10 @@ class Recipe:
         if kind is None:
             known = ", ".join(sorted(Recipe.registry))
             raise ValueError(f"unknown recipe type {record.get('type')!r}; this version knows {known}")
-        names = {field.name for field in dataclasses.fields(kind)}
+        names = _stored_names(kind)
         return kind(**{name: value for name, value in record.items() if name in names})
+
+
+def _stored_names(kind: type[Recipe]) -> tuple[str, ...]:
+    """Names of the fields that describe bytes, in the order of their definition."""
+    return tuple(field.name for field in dataclasses.fields(kind) if field.metadata.get("stored", True))
