@@ -1,8 +1,12 @@
 """F.linear with a quantized weight: plain output, plain gradients.
 
     forward    y  = x  @ dequantize(w).T + b         # [T, K] @ [K, N] -> [T, N]
+               y  = product(x, w) + b                # activations="dynamic": Q(x) @ Q(w).T, see products.py
     backward   dx = dy @ dequantize(w)               # [T, N] @ [N, K] -> [T, K]
                dw = dy.T @ x                         # [N, T] @ [T, K] -> [N, K], in w.dtype, never quantized
+
+The backward products are the same for all recipes: the rounding of a quantized input is passed straight through, dw is
+made of the input as it came, and gradients are never quantized.
 
 What is saved for backward is x and the quantized weight; the dense weight lives inside one product and dies with it.
 The weight reaches this function through __torch_function__, before autograd takes F.linear apart.
@@ -15,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtensor.formats import describe
+from qtensor.products import product
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
 
 __all__ = ["QuantizedLinear", "linear"]
@@ -28,7 +33,10 @@ class QuantizedLinear(torch.autograd.Function):
         """X [.., K], weight [N, K], bias [N] or None -> [.., N]."""
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, weight.dequantize(), bias)
+        if weight.recipe.activations is None:
+            return F.linear(x, weight.dequantize(), bias)
+        y = product(_autocast(x), weight)
+        return y if bias is None else y + bias.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -47,6 +55,12 @@ class QuantizedLinear(torch.autograd.Function):
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
         return dx, dw, db
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """X in the dtype that autocast computes linear layers in, where it is on (the meta device knows no autocast)."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's own argument name)

@@ -1,5 +1,9 @@
-"""F.linear with a quantized weight: the arithmetic of its dequantized values, and nothing dense kept for backward."""
+"""F.linear with a quantized weight: the arithmetic of its dequantized values, and nothing dense kept for backward.
 
+With activations="dynamic" the output is that of the quantized input, and the gradients are what they were.
+"""
+
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtensor import MXFP8BlockScaling, QuantizedTensor, quantize
+from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor.products import product
 from tests.qtensor.recipes_under_test import all_recipes, same_bytes, weight
 
+both_activations = pytest.mark.parametrize("activations", [None, "dynamic"])
 INPUT_SHAPES = [(96,), (7, 96), (3, 5, 96), (2, 3, 5, 96), (0, 96)]
 
 
@@ -164,6 +170,107 @@ def test_only_the_weight_may_be_quantized(recipe: Any) -> None:
             call()
 
 
+# -- activations="dynamic" ---------------------------------------------------------------------------------------------
+
+
+def dynamic(recipe: Any) -> Any:
+    return dataclasses.replace(recipe, activations="dynamic")
+
+
+@all_recipes
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
+def test_a_quantized_input_changes_the_output_and_no_gradient(
+    recipe: Any, shape: tuple[int, ...], with_bias: bool
+) -> None:
+    """The output is the product plus the bias; the rounding of the input is passed straight through."""
+    bias = weight(1, 64)[0]
+
+    def results(kind: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        w = nn.Parameter(quantize(weight(), kind))
+        return run(inputs(*shape), w, nn.Parameter(bias.clone()) if with_bias else None)
+
+    found, weight_only = results(dynamic(recipe)), results(recipe)
+    y = product(inputs(*shape), quantize(weight(), recipe))
+    assert same_bytes(found[0], y + bias if with_bias else y)
+    assert y.numel() == 0 or not same_bytes(found[0], weight_only[0])
+    for name, a, b in zip(("dx", "dw", "db"), found[1:], weight_only[1:], strict=True):
+        if b is None:
+            assert a is None
+            continue
+        assert type(a) is Tensor, name
+        assert same_bytes(a, b), name
+
+
+@all_recipes
+@both_activations
+def test_a_validation_between_two_steps_changes_nothing(recipe: Any, activations: str | None) -> None:
+    """No operand is cached: what a pass without gradients leaves behind can not be stale in the next step."""
+
+    def second_gradients(*, validate: bool) -> tuple[Tensor, ...]:
+        module = nn.Linear(96, 64, dtype=torch.bfloat16)
+        module.weight = nn.Parameter(quantize(weight(), dataclasses.replace(recipe, activations=activations)))
+        module.bias = nn.Parameter(weight(1, 64)[0])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        step(module, module)
+        optimizer.step()
+        if validate:
+            with torch.no_grad():
+                module(inputs(11, 96))
+            module.eval()
+            with torch.inference_mode():
+                module(inputs(2, 96))
+            module.train()
+        return *step(module, module), module.bias.grad
+
+    for a, b in zip(second_gradients(validate=True), second_gradients(validate=False), strict=True):
+        assert same_bytes(a, b)
+
+
+@all_recipes
+def test_a_quantized_input_under_autocast_is_rounded_to_its_dtype_first(recipe: Any) -> None:
+    q = quantize(weight(dtype=torch.float32), dynamic(recipe))
+    w, x, bias = nn.Parameter(q), inputs(4, 96, dtype=torch.float32), nn.Parameter(torch.full((64,), 1 / 3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = F.linear(x, w, bias)
+    assert same_bytes(y, product(x.to(torch.bfloat16), q) + bias.to(torch.bfloat16))
+    y.backward(torch.ones_like(y))
+    assert {w.grad.dtype, x.grad.dtype, bias.grad.dtype} == {torch.float32}
+
+
+@all_recipes
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputing_quantizes_the_input_to_the_same(recipe: Any, use_reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    w = nn.Parameter(quantize(weight(), dynamic(recipe)))
+    plain = run(inputs(4, 96), w, None)
+    w.grad = None
+    x = inputs(4, 96)
+    y = checkpoint(F.linear, x, w, use_reentrant=use_reentrant)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype))
+    for a, b in zip((y, x.grad, w.grad), plain, strict=False):
+        assert same_bytes(a, b)
+
+
+@all_recipes
+def test_a_quantized_input_is_not_what_is_kept_for_backward(recipe: Any) -> None:
+    x, w = inputs(4, 96), nn.Parameter(quantize(weight(), dynamic(recipe)))
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        F.linear(x, w)
+    plain = [tensor for tensor in saved if not isinstance(tensor, QuantizedTensor)]
+    assert [tensor.data_ptr() for tensor in plain] == [x.data_ptr()]
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
@@ -191,3 +298,29 @@ def test_a_linear_compiles_into_one_graph(backend: str) -> None:
     for a, b in zip(found, expected, strict=True):
         assert type(a) is Tensor
         assert same_bytes(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        (MXFP8BlockScaling(), "aot_eager"),
+        (MXFP8BlockScaling(), "inductor"),
+        (NVFP4BlockScaling(blocks="square"), "aot_eager"),
+    ],
+    ids=["mxfp8-aot_eager", "mxfp8-inductor", "nvfp4-aot_eager"],
+)
+def test_a_linear_with_a_quantized_input_compiles_into_one_graph(recipe: Any, backend: str) -> None:
+    """Once: a second step finds the graph, and recompiling would raise."""
+    module = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
+    module.weight = nn.Parameter(quantize(weight(), dynamic(recipe)))
+    expected = step(module, module)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    first = step(module, compiled)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        second = step(module, compiled)
+    for a, b, c in zip(first, second, expected, strict=True):
+        assert type(a) is Tensor
+        assert same_bytes(a, c)
+        assert same_bytes(b, c)

@@ -1,0 +1,165 @@
+"""The product y = Q(x) @ Q(w).T of a recipe with activations="dynamic".
+
+The input is quantized on the fly in the weight's format, every row (token) by itself:
+
+    Float8   one scale a row, whatever the granularity of the weight
+    MXFP8    1x32 blocks
+    NVFP4    1x16 blocks under a global scale a row
+
+No amax is taken over several tokens, so the bytes of a token depend on nothing else: not on the batch, its padding, or
+how ranks share it, and no collective is needed.
+
+There are two routes to the product. The hardware's is torch.nn.functional.scaled_mm; a format says in its own file how
+to call it and where its kernels exist (`register_route`), and `scaled_mm_support` tells whether they serve a case, and
+if not why. Everything else is emulated: both operands are decoded to fp32, multiplied in fp32 and rounded once to the
+input's dtype. The two differ by the order and width of the accumulation and by the fp32 rounding of scales, which the
+hardware applies to sums and the emulation to elements. The CPU always emulates.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qtensor.blocks import row_amax
+from qtensor.formats import describe, format_of, specs_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["Route", "product", "quantized_rows", "register_route", "scaled_mm_support", "swizzled"]
+
+Parts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How the hardware multiplies two tensors of one format.
+
+    Attributes:
+        multiply: (parts of x [M, K], parts of w [N, K], output dtype) -> [M, N]; tensor-wide parts of x are given per
+            row, [M, 1], those of w as one value or, for a gathered weight, per row, [N, 1].
+        capabilities: the CUDA compute capabilities that have kernels, as (major, least minor).
+        columns, rows: what K and N must be multiples of.
+    """
+
+    multiply: Callable[[Parts, Parts, torch.dtype], Tensor]
+    capabilities: tuple[tuple[int, int], ...]
+    columns: int
+    rows: int = 16
+
+
+_routes: dict[type[Recipe], Route] = {}
+
+
+def register_route(recipe_type: type[Recipe], route: Route) -> None:
+    """Enter the hardware's product of a format. A second one for the same recipe type raises."""
+    if recipe_type in _routes:
+        raise ValueError(f"{recipe_type.__name__} has a route already")
+    _routes[recipe_type] = route
+
+
+def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
+    """Q(x) @ Q(w).T with the rows of x quantized on the fly; not differentiable.
+
+    Args:
+        x: dense [.., K], bf16, fp16 or fp32, 1-D and up.
+        weight: [N, K], also a gathered weight whose shards have different tensor-wide scales.
+
+    Returns:
+        [.., N] in x.dtype, rounded once.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"an input of shape {tuple(x.shape)} does not fit {describe(weight.shape, weight.recipe)}; expected "
+            "[.., K] and [N, K]"
+        )
+    rows, columns = weight.shape
+    with torch.no_grad():
+        flat = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)  # [M, K]
+        parts = quantized_rows(flat, weight.recipe)
+        supported, _ = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
+        if supported and weight.arrangement.flat is None:
+            own = weight._parts_per_row()  # noqa: SLF001 - spreads the scales of a gathered weight, as decoding does
+            y = _routes[type(weight.recipe)].multiply(parts, own, x.dtype)
+        else:
+            y = emulated(parts, weight, x.dtype)
+        return y.reshape(*x.shape[:-1], rows)
+
+
+def quantized_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+    """The parts of x [.., K], every row quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
+    values = x.to(torch.float32)
+    return format_of(recipe).encode(values, _in_rows(recipe), row_amax(values))
+
+
+def emulated(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """The product in fp32 of the decoded operands, [M, N], rounded once to `dtype`."""
+    values = format_of(weight.recipe).decode(x, _in_rows(weight.recipe))
+    with _without_autocast(values.device):
+        return F.linear(values, weight.decoded(torch.float32)).to(dtype)
+
+
+def scaled_mm_support(
+    device: torch.device, recipe: Recipe, dtype: torch.dtype, rows: int, columns: int
+) -> tuple[bool, str]:
+    """Whether scaled_mm computes [.., columns] @ [rows, columns].T in `dtype` under this recipe; if not, why."""
+    reason = _unfit_device(device, recipe) or _unfit_operands(recipe, dtype, rows, columns)
+    return not reason, reason
+
+
+def _unfit_device(device: torch.device, recipe: Recipe) -> str:
+    name, route = type(recipe).__name__, _routes.get(type(recipe))
+    if route is None:
+        return f"scaled_mm does not know {name}"
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"scaled_mm is used on NVIDIA GPUs, not on this device ({device.type})"
+    found = torch.cuda.get_device_properties(device)
+    if any(found.major == major and found.minor >= minor for major, minor in route.capabilities):
+        return ""
+    known = ", ".join(f"{major}.{minor}" for major, minor in route.capabilities)
+    return f"scaled_mm knows {name} on compute capability {known}, not on {found.major}.{found.minor}"
+
+
+def _unfit_operands(recipe: Recipe, dtype: torch.dtype, rows: int, columns: int) -> str:
+    route = _routes[type(recipe)]
+    if specs_of(recipe)[0].dtype == torch.float8_e5m2:
+        return "scaled_mm does not multiply e5m2 by e5m2"
+    if dtype != torch.bfloat16:
+        return f"scaled_mm is used for bfloat16 inputs, not for {dtype}"
+    if rows % route.rows or columns % route.columns or 0 in (rows, columns):
+        return f"scaled_mm needs N a multiple of {route.rows} and K of {route.columns}, not N={rows} and K={columns}"
+    return ""
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Scales of blocks [rows, blocks], one byte each, in the order the tensor cores read them (SWIZZLE_32_4_4), flat.
+
+    Tiles of 128 rows and 4 blocks, padded with zeros; in a tile row r goes to line r % 32, the four r // 32 side by
+    side. Equals torchao's `to_blocked`.
+    """
+    rows, blocks = scale.shape
+    tiles = -(-rows // 128), -(-blocks // 4)
+    padded = F.pad(scale.view(torch.uint8), (0, 4 * tiles[1] - blocks, 0, 128 * tiles[0] - rows))
+    tiled = padded.reshape(tiles[0], 4, 32, tiles[1], 4)  # [.., r // 32, r % 32, .., block]
+    return tiled.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
+
+
+@functools.cache
+def _in_rows(recipe: Recipe) -> Recipe:
+    """The recipe for activations: blocks of rows whatever those of the weight."""
+    if getattr(recipe, "blocks", "row") == "row":
+        return recipe
+    return dataclasses.replace(recipe, blocks="row")  # type: ignore[call-arg]
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast would round the fp32 operands of the emulation. The meta device knows no autocast."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
