@@ -19,9 +19,10 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around
 from qtensor.formats import PartSpec, block_multiple
+from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["expand", "expand_flat", "expand_leaf", "quantized_local"]
+__all__ = ["expand", "expand_flat", "expand_leaf", "plain_leaf", "quantized_local"]
 
 
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in state_dict.items():
         parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(str(name), value).items()}
-        _merge(out, parts or {name: _expand_container(str(name), value)})
+        _merge(out, parts or {name: _expand_container(str(name), plain_leaf(value))})
     return out
 
 
@@ -57,7 +58,7 @@ def expand_flat(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
             )
         parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(name, value).items()}
         owner.update(dict.fromkeys(parts, name))
-        _merge(out, parts or {name: value})
+        _merge(out, parts or {name: plain_leaf(value)})
     return out, owner
 
 
@@ -70,6 +71,18 @@ def expand_leaf(name: str, value: Any) -> dict[str, Tensor]:
     if not isinstance(value, DTensor):
         return parts
     return {spec.name: _part_dtensor(name, spec, parts[spec.name], value) for spec in local.specs()}
+
+
+def plain_leaf(value: Any) -> Any:
+    """A weight with storage="high_precision" as the dense tensor it is, aliased; any other leaf as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    local = local_of(value) if isinstance(value, DTensor) else value
+    if not isinstance(local, HighPrecisionWeight):
+        return value
+    if not isinstance(value, DTensor):
+        return local.dense.detach()
+    return dtensor_around(local.dense.detach(), value.device_mesh, value.placements, value.shape)
 
 
 def quantized_local(value: Any) -> QuantizedTensor | None:
@@ -86,7 +99,8 @@ def _expand_container(name: str, value: Any) -> Any:
         return expand(value)
     if isinstance(value, list):
         return [
-            expand_leaf(f"{name}.{i}", item) or _expand_container(f"{name}.{i}", item) for i, item in enumerate(value)
+            expand_leaf(f"{name}.{i}", item) or _expand_container(f"{name}.{i}", plain_leaf(item))
+            for i, item in enumerate(value)
         ]
     return value
 

@@ -2,7 +2,7 @@
 
 The claim is one flat fp32 tensor, so that those of a whole model travel in one all-reduce:
 
-    [scale ..., amax of the preserved initial value ..., amax history ...]       (each part 0 or empty where it has none)
+    [scale ..., amax of the preserved initial value ..., amax history ...]      (each 0 or empty where there is none)
 
 A scale is claimed as 0 where every value under it is 0: the scale of zeros says nothing.
 """
@@ -28,13 +28,11 @@ class AgreedScales(SharesScales):
     @torch.no_grad()
     def scale_claim(self: Any) -> Tensor:
         """fp32 [2 n + history]: scales, amaxes of the initial value, history; n scales are shared."""
-        fmt, scale = format_of(self.recipe), self.shared_scale()
-        amax = fmt.shared_amax(self.decoded(torch.float32), self.recipe)
-        init = torch.zeros_like(scale)
-        if self.init_value is not None:
-            init = fmt.shared_amax(self.init_value.float(), self.recipe)
+        scale = self.shared_scale().reshape(-1)
+        amax = self.shared_amax(self.decoded(torch.float32))
+        init = torch.zeros_like(scale) if self.init_value is None else self.shared_amax(self.init_value)
         claims = [torch.where(amax > 0, scale, torch.zeros_like(scale)), init, *self.history()]
-        return torch.cat([claim.reshape(-1) for claim in claims])
+        return torch.cat(claims)
 
     @torch.no_grad()
     def adopt_scale(self: Any, agreed: Tensor) -> None:

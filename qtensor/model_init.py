@@ -24,10 +24,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered, specs_of
+from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
 
 __all__ = ["clear_high_precision_init_val", "high_precision_init_val", "quantize_", "quantized_model_init"]
+
+STORAGES = ("quantized", "high_precision")
 
 
 @contextmanager
@@ -46,22 +49,29 @@ def quantized_model_init(
     Args:
         recipe: how to quantize.
         enabled: False makes it a no-op.
-        storage: "quantized", the shards are quantized.
+        storage: "quantized", the shards are quantized; "high_precision", they stay dense and are quantized on their way
+            into the all-gather (any torch optimizer, dense checkpoints; see `fsdp_hooks.sync_scales`).
         preserve_high_precision_init_val: keep what is written into the weights in high precision beside them, sharded
             as they are, so that MasterWeightOptimizer starts from it; costs a dense copy until
-            `clear_high_precision_init_val`.
+            `clear_high_precision_init_val`. Without effect on storage="high_precision", which has that value.
 
     Raises:
-        ValueError: an unknown storage; a Linear whose shape does not fit the recipe's blocks.
+        ValueError: an unknown storage; storage="high_precision" with a recipe that keeps a history; a
+            Linear whose shape does not fit the recipe's blocks.
         TypeError: recipe is no recipe.
     """
     registered(recipe)
-    if storage != "quantized":
-        raise ValueError(f'quantized_model_init: storage={storage!r} is not one of "quantized"')
+    if storage not in STORAGES:
+        raise ValueError(f"quantized_model_init: storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
+    if storage == "high_precision" and any(spec.name == "amax_history" for spec in specs_of(recipe)):
+        raise ValueError(
+            f'quantized_model_init: {recipe} keeps a history, which storage="high_precision" has no place for; use '
+            'storage="quantized", or a recipe with current scaling'
+        )
     if not enabled:
         yield
         return
-    watch = _Registrations(recipe, preserve=preserve_high_precision_init_val)
+    watch = _Registrations(recipe, storage, preserve=preserve_high_precision_init_val)
     handle = register_module_parameter_registration_hook(watch)  # type: ignore[arg-type] # it may return a parameter
     try:
         yield
@@ -72,8 +82,8 @@ def quantized_model_init(
 class _Registrations:
     """The registration hook: sees (module, name, parameter) and may answer with another parameter."""
 
-    def __init__(self, recipe: Recipe, *, preserve: bool) -> None:
-        self.recipe, self.preserve = recipe, preserve
+    def __init__(self, recipe: Recipe, storage: str, *, preserve: bool) -> None:
+        self.recipe, self.storage, self.preserve = recipe, storage, preserve
         # id -> dense parameters registered outside nn.Linear.weight
         self.seen: dict[int, weakref.ref[Tensor]] = {}
         # id of a quantized parameter -> the Linears that hold it
@@ -86,7 +96,7 @@ class _Registrations:
         if param is None:
             return None
         is_linear_weight = _uses_linear(module) and name == "weight"
-        if isinstance(param, QuantizedTensor):
+        if isinstance(param, QuantizedTensor | HighPrecisionWeight):
             if not is_linear_weight:
                 return self._untie(param)
             self.linears.setdefault(id(param), []).append(weakref.ref(module))
@@ -133,13 +143,18 @@ class _Registrations:
 
     def _quantize(self, param: nn.Parameter) -> nn.Parameter:
         _check_weight(param, self.recipe, "weight of nn.Linear")
+        if self.storage == "high_precision":
+            return nn.Parameter(HighPrecisionWeight(param.detach(), self.recipe), requires_grad=param.requires_grad)
         q = _meta(param, self.recipe) if param.is_meta else quantize(param, self.recipe)
         if self.preserve:
             q.init_value = param.detach().clone()
         return nn.Parameter(q, requires_grad=param.requires_grad)
 
-    def _untie(self, param: QuantizedTensor) -> nn.Parameter:
-        value = param.init_value if param.init_value is not None else param.decoded()
+    def _untie(self, param: QuantizedTensor | HighPrecisionWeight) -> nn.Parameter:
+        if isinstance(param, HighPrecisionWeight):
+            value = param.dense
+        else:
+            value = param.init_value if param.init_value is not None else param.decoded()
         dense = nn.Parameter(value.detach().clone(), requires_grad=param.requires_grad)
         if not self._replace(param, dense):
             raise RuntimeError(
@@ -191,7 +206,7 @@ def quantize_(
         for fqn, child in linears.items()
         if any(fnmatch.fnmatch(fqn, pattern) for pattern in include)
         and not any(fnmatch.fnmatch(fqn, pattern) for pattern in exclude)
-        and not isinstance(child.weight, QuantizedTensor)
+        and not isinstance(child.weight, QuantizedTensor | HighPrecisionWeight)
         and uses[id(child.weight)] == 1
     }
     for fqn, child in chosen.items():

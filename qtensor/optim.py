@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fsdp_hooks.scale_sync import groups_sharing, local_of, max_over_groups, shard_groups, sync_scales
 from qtensor.masters import digest_of, master_of, outside_writes, refill
@@ -230,7 +230,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _agree(self, quantized: list[tuple[Tensor, Any, Tensor]]) -> tuple[list[Tensor | None], Tensor]:
         """Over all shards: the amaxes of shared scales (None where no other shard shares one), and who moved [n]."""
         values: list[Tensor] = []
-        groups: list[list[ProcessGroup]] = []
+        groups: list[list[dist.ProcessGroup]] = []
         for param, local, master in quantized:
             sharing = groups_sharing(param)
             values += [local.shared_amax(master) if sharing else master.new_zeros(0), self._moved(param, local, master)]

@@ -186,10 +186,7 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         """
         with torch.no_grad():
             fmt, x = format_of(self.recipe), dense.to(torch.float32).reshape(self.arrangement.flat or self.shape)
-            if amax is None:
-                amax = fmt.shared_amax(x, self.recipe)
-            else:
-                amax = amax.view_as(self.shared_scale())
+            amax = fmt.shared_amax(x, self.recipe) if amax is None else amax.view_as(self.shared_scale())
             self.store(self.encoded(x, amax, step=step))
             if self.init_value is not None:
                 self.init_value.copy_(dense.reshape(self.init_value.shape))

@@ -1,0 +1,287 @@
+"""storage="high_precision": the shard stays dense, and is quantized on its way into the all-gather.
+
+    at rest     one plain bf16 / fp16 / fp32 tensor: any torch optimizer, dense checkpoints, exact updates
+    gather      parts of quantize(shard), as if the weight were quantized; the gathered weight is a QuantizedTensor
+    backward    a plain gradient, reduce-scattered to the dense shard
+
+A scale that shards share (tensor-wide, or of rows cut along K) needs the amax of all of them. `sync_scales`, once a
+step, finds it for the whole model by one all-reduce and leaves it beside each shard, with the amax of this shard at
+that moment:
+
+    amax used in a gather = agreed amax    where the shard's own amax is still what it was at the agreement
+                            own amax       elsewhere
+
+so that a value written since never saturates under a stale scale. Without an agreement every shard is quantized under
+a scale of its own; scales travel with the bytes, so the gather is exact either way.
+
+Outside FSDP, `F.linear` quantizes the weight on the spot: the same numbers as under FSDP on one rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_hooks.all_gather import Arrangement
+from fsdp_hooks.scale_sync import SharesScales
+from fsdp_hooks.torch_private import make_wrapper, tree_map, without_torch_function
+from qtensor.formats import check_shape, describe, format_of, registered, shares_scale_along
+from qtensor.ops import refuse_resharding_to_a_smaller_mesh
+from qtensor.recipes import Recipe
+from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
+
+__all__ = ["HighPrecisionWeight"]
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Agreement:
+    """Holds what was agreed on: fp32 [2, shared scales], the amaxes of all shards and this shard's own at that moment.
+
+    Aliases share it: a DTensor hands out a new alias of its local tensor each time.
+    """
+
+    amaxes: Tensor | None = None
+
+
+class HighPrecisionWeight(SharesScales, Tensor):
+    """A dense tensor [.., K] that FSDP2 gathers quantized; any other operation sees the dense tensor.
+
+    Attributes:
+        dense: the values, a plain tensor of this shape, dtype and device.
+        recipe: how to quantize them for a gather.
+        agreement: the amaxes agreed on, if any.
+        padded_rows: rows that FSDP allocated for the shard.
+    """
+
+    dense: Tensor
+    recipe: Recipe
+    agreement: Agreement
+    padded_rows: int | None
+
+    def __new__(
+        cls, dense: Tensor, recipe: Recipe, *, agreement: Agreement | None = None, padded_rows: int | None = None
+    ) -> Self:
+        """Internal: wraps `dense`, aliased."""
+        self: Any = make_wrapper(cls, dense.shape, dense.dtype, dense.device)
+        self.dense, self.recipe, self.padded_rows = dense, recipe, padded_rows
+        self.agreement = agreement or Agreement()
+        return self  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """All is done in __new__."""
+
+    @torch.no_grad()
+    def quantized(self) -> QuantizedTensor:
+        """The parts that a gather sends, as a tensor of their own."""
+        x, fmt = self.dense.detach().to(torch.float32), format_of(self.recipe)
+        amax, agreed = fmt.shared_amax(x, self.recipe), self.agreement.amaxes
+        if amax is not None and agreed is not None:
+            ours, own = (row.view_as(amax).to(amax.device) for row in agreed)
+            amax = torch.where(amax == own, ours, amax)
+        parts, kind = fmt.encode(x, self.recipe, amax), registered(self.recipe).tensor_class
+        arrangement = Arrangement(padded_rows=self.padded_rows)
+        return kind(parts, self.recipe, self.dtype, arrangement=arrangement)  # type: ignore[no-any-return]
+
+    # -- FSDP2 ---------------------------------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
+        """Called by FSDP2 on every rank: the inputs of the quantized shard, and it itself as metadata."""
+        q = self.quantized()
+        inputs, _ = q.fsdp_pre_all_gather(*args)
+        return inputs, q
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: QuantizedTensor,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Called by FSDP2 with the gathered buffers; see AllGatherHooks."""
+        rows = self.padded_rows or self.shape[0]
+        return metadata.fsdp_post_all_gather(all_gather_outputs, rows, param_dtype, out=out)
+
+    # -- agreement -----------------------------------------------------------------------------------------------------
+
+    def shares_scale_along(self, dim: int) -> bool:
+        """Whether pieces cut along `dim` share a scale."""
+        return shares_scale_along(self.recipe, dim, self.ndim)
+
+    @torch.no_grad()
+    def scale_claim(self) -> Tensor:
+        """fp32 [shared scales]: the amaxes of this shard."""
+        amax = format_of(self.recipe).shared_amax(self.dense.detach().to(torch.float32), self.recipe)
+        assert amax is not None
+        return amax.reshape(-1)
+
+    @torch.no_grad()
+    def adopt_scale(self, agreed: Tensor) -> None:
+        """Keep the agreed amaxes; no byte of the shard changes."""
+        self.agreement.amaxes = torch.stack([agreed, self.scale_claim()])
+
+    # -- torch protocols -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            args, kwargs = tree_map(_on_the_spot, (args, kwargs or {}))
+            return F.linear(*args, **kwargs)
+        if func in TORCH_FUNCTIONS:
+            return TORCH_FUNCTIONS[func](*args, **(kwargs or {}))
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's type is that of the C function it has by default
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _TRANSPOSES:
+            return func(args[0].quantized(), *args[1:], **kwargs)
+        if func is aten.split.Tensor:
+            refuse_resharding_to_a_smaller_mesh(args[0], args[1])
+        result = func(*dense(args), **dense(kwargs))
+        if func in _WRITES or _writes_first(func):
+            return args[0]
+        if func not in _KEEPS or not isinstance(args[0], HighPrecisionWeight):
+            return result
+        return _wrapped(func, args, kwargs, result)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        agreed = self.agreement.amaxes
+        self.agreed = agreed  # where the names of inner tensors are looked up
+        return ["dense", *(["agreed"] if agreed is not None else [])], (self.recipe, self.padded_rows)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "HighPrecisionWeight":
+        recipe, padded_rows = context
+        agreement = Agreement(inner.get("agreed"))
+        return HighPrecisionWeight(inner["dense"], recipe, agreement=agreement, padded_rows=padded_rows)
+
+    def _stable_hash_for_caching(self) -> str:
+        return repr((type(self).__name__, self.recipe, self.dtype, self.padded_rows))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        copy: Any = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
+        memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A parameter is pickled as what it is; its values (a state dict's entry) as the plain tensor they are."""
+        if isinstance(self, torch.nn.Parameter):
+            return _rebuild, (self.dense.detach(), self.recipe, self.requires_grad)
+        return self.dense.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch's own has no types
+        return f"{type(self).__name__}({self.dense.detach()!r}, gathered as {self.recipe})"
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of the dense values, which writers of checkpoints ask for."""
+        return super().untyped_storage() if torch.compiler.is_compiling() else self.dense.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """The address of the dense values."""
+        return self.dense.data_ptr()
+
+
+# Results that FSDP2, DTensor and nn.Module take for the weight itself, or a part of it. Everything else gives the plain
+# result, as of the dense tensor.
+_KEEPS = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten._pin_memory.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_zeros.default,
+    }
+)
+# Of those, the ones whose result still has the padding rows behind it, and the same amax.
+_SAME_ROWS = frozenset(
+    {aten.detach.default, aten.alias.default, aten._to_copy.default, aten._pin_memory.default, aten.clone.default}
+)
+_WRITES = frozenset({aten.copy_.default})
+_TRANSPOSES = frozenset({aten.t.default, aten.transpose.int})
+
+
+class _Quantize(torch.autograd.Function):
+    """Dense weight -> quantized weight, straight through in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: HighPrecisionWeight) -> QuantizedTensor:
+        """The quantized weight."""
+        return weight.quantized()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        """The gradient of the quantized weight, which is plain."""
+        return grads[0]  # type: ignore[no-any-return]
+
+
+def _on_the_spot(value: Any) -> Any:
+    return _Quantize.apply(value) if isinstance(value, HighPrecisionWeight) else value  # type: ignore[no-untyped-call]
+
+
+def dense(value: Any) -> Any:
+    """`value` with every HighPrecisionWeight in it replaced by its dense tensor."""
+    return tree_map(lambda leaf: leaf.dense if isinstance(leaf, HighPrecisionWeight) else leaf, value)
+
+
+def _writes_first(func: Any) -> bool:
+    """Whether an op writes its first argument and returns it."""
+    first = func._schema.arguments[0] if func._schema.arguments else None  # noqa: SLF001 - an op's public description
+    written = first is not None and first.alias_info is not None and first.alias_info.is_write
+    return bool(written) and len(func._schema.returns) == 1  # noqa: SLF001
+
+
+def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result of an op of `_KEEPS` as weights."""
+    weight: HighPrecisionWeight = args[0]
+    if isinstance(result, list | tuple):
+        return [HighPrecisionWeight(piece, weight.recipe) for piece in result]
+    if func is aten.new_zeros.default:
+        return _padded_shard(weight, result)
+    if func in _SAME_ROWS or (func is aten.view.default and result.shape == weight.shape):
+        agreement = Agreement(weight.agreement.amaxes) if func is aten.clone.default else weight.agreement
+        return HighPrecisionWeight(result, weight.recipe, agreement=agreement, padded_rows=weight.padded_rows)
+    from_start = func is not aten.slice.Tensor or (args[1:2] in ((), (0,)) and not (args[2:3] or (None,))[0])
+    keeps_padding = from_start and func in (aten.slice.Tensor, aten.view.default)
+    return HighPrecisionWeight(result, weight.recipe, padded_rows=weight.padded_rows if keeps_padding else None)
+
+
+def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionWeight:
+    """What FSDP asks `new_zeros` for: the padded shard, whose row count is remembered."""
+    if result.shape[1:] != weight.shape[1:]:
+        raise NotImplementedError(
+            f"new_zeros({tuple(result.shape)}) of {describe(weight.shape, weight.recipe)} changes more than the rows. "
+            "FSDP2 asks for this with Shard(dim > 0) placements, which quantized weights do not support; shard on dim "
+            "0 (tensor parallelism may use dim 1)"
+        )
+    check_shape(result.shape, weight.recipe, "shard", full=False)
+    weight.__dict__["_fsdp_shard_rows"] = result.shape[0]
+    return HighPrecisionWeight(result, weight.recipe, padded_rows=result.shape[0])
+
+
+def _rebuild(values: Tensor, recipe: Recipe, requires_grad: bool) -> Any:  # noqa: FBT001 - called by pickle
+    return torch.nn.Parameter(HighPrecisionWeight(values, recipe), requires_grad=requires_grad)
