@@ -3,12 +3,11 @@
 import datetime as dt
 import importlib
 import json
-import os
 import platform
 import sys
 from pathlib import Path
 
-import torch
+from benchmarks.machine import machine_and_versions
 
 QUESTIONS = ("numerics", "plans")
 
@@ -16,17 +15,9 @@ QUESTIONS = ("numerics", "plans")
 def main() -> None:
     """Ask all questions, or those named on the command line."""
     names = sys.argv[1:] or QUESTIONS
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
     results = {
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
-        "machine": {
-            "cpu": cpu,
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "platform": platform.platform(),
-        },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **machine_and_versions(),
     }
     for name in names:
         print(f"{name} ...", flush=True)
