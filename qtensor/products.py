@@ -18,7 +18,6 @@ hardware applies to sums and the emulation to elements. The CPU always emulates.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtensor.blocks import row_amax
-from qtensor.formats import describe, format_of, specs_of
+from qtensor.formats import describe, format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -130,7 +129,7 @@ def _unfit_device(device: torch.device, recipe: Recipe) -> str:
 
 def _unfit_operands(recipe: Recipe, dtype: torch.dtype, rows: int, columns: int) -> str:
     route = _routes[type(recipe)]
-    if specs_of(recipe)[0].dtype == torch.float8_e5m2:
+    if format_of(recipe).parts(recipe)[0].dtype == torch.float8_e5m2:  # of the payload
         return "scaled_mm does not multiply e5m2 by e5m2"
     if dtype != torch.bfloat16:
         return f"scaled_mm is used for bfloat16 inputs, not for {dtype}"
@@ -152,7 +151,6 @@ def swizzled(scale: Tensor) -> Tensor:
     return tiled.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
 
 
-@functools.cache
 def _in_rows(recipe: Recipe) -> Recipe:
     """The recipe for activations: blocks of rows whatever those of the weight."""
     if getattr(recipe, "blocks", "row") == "row":
