@@ -48,6 +48,7 @@ class Arrangement:
     severed: set on a slice of some columns, which is a copy: what is written into it would not reach the tensor.
     partial: set on a view of some of the rows of a larger tensor, with which it shares its tensor-wide parts.
     flat: the shape the parts describe, set on a view of another shape.
+    transposed: set on a view whose last two dims are exchanged, beside `flat`.
     """
 
     shards: ShardRows | None = None
@@ -56,6 +57,7 @@ class Arrangement:
     severed: bool = False
     partial: bool = False
     flat: tuple[int, ...] | None = None
+    transposed: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

@@ -53,8 +53,9 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
         ValueError: such parameters are on the meta device.
     """
     params = model_or_params.parameters() if isinstance(model_or_params, torch.nn.Module) else model_or_params
+    params = [param for param in params if _can_share(param)]
     shared = [(param, groups) for param in params if (groups := groups_sharing(param))]
-    if any(param.is_meta for param, _ in shared):
+    if any(param.is_meta for param in params):
         raise ValueError(
             "sync_scales: the parameters are on the meta device; call to_empty() and initialise or load them first"
         )
@@ -64,6 +65,11 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
         for shard, claim in zip(shards, agreed, strict=True):
             shard.adopt_scale(claim)
     return collectives
+
+
+def _can_share(param: Tensor) -> bool:
+    local = local_of(param)
+    return isinstance(local, SharesScales) and any(local.shares_scale_along(dim) for dim in range(param.ndim))
 
 
 def local_of(param: Tensor) -> Tensor:

@@ -39,17 +39,20 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def make_wrapper(
-    cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool = False
+    cls: type[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strides: Sequence[int] | None = None,
 ) -> Any:
-    """A tensor of class `cls` that has a shape, contiguous strides, dtype and device, but no data of its own.
+    """A tensor of class `cls` that has a shape, strides (None: contiguous), dtype and device, but no data of its own.
 
     There is no public constructor for wrapper subclasses. A storage_offset must never be given: the wrapper has no
     storage.
     """
-    strides = torch.empty(shape, device="meta").stride()
-    return Tensor._make_wrapper_subclass(
-        cls, torch.Size(shape), strides=strides, dtype=dtype, device=device, requires_grad=requires_grad
-    )
+    strides = torch.empty(shape, device="meta").stride() if strides is None else strides
+    return Tensor._make_wrapper_subclass(cls, torch.Size(shape), strides=strides, dtype=dtype, device=device)
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

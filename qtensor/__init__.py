@@ -3,7 +3,7 @@
 Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight optimizer.
 """
 
-from qtensor import linear, ops, redistribute, views  # noqa: F401 - importing them fills the table of handlers
+from qtensor import linear, matmul, ops, redistribute, views  # noqa: F401 - importing them fills the table of handlers
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor

@@ -67,7 +67,7 @@ class HighPrecisionWeight(SharesScales, Tensor):
         cls, dense: Tensor, recipe: Recipe, *, agreement: Agreement | None = None, padded_rows: int | None = None
     ) -> Self:
         """Internal: wraps `dense`, aliased."""
-        self: Any = make_wrapper(cls, dense.shape, dense.dtype, dense.device)
+        self: Any = make_wrapper(cls, dense.shape, dense.dtype, dense.device, strides=dense.stride())
         self.dense, self.recipe, self.padded_rows = dense, recipe, padded_rows
         self.agreement = agreement or Agreement()
         return self  # type: ignore[no-any-return]
@@ -149,8 +149,8 @@ class HighPrecisionWeight(SharesScales, Tensor):
         if func is aten.split.Tensor:
             refuse_resharding_to_a_smaller_mesh(args[0], args[1])
         result = func(*dense(args), **dense(kwargs))
-        if func in _WRITES or _writes_first(func):
-            return args[0]
+        if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
+            return args[0]  # written in place
         if func not in _KEEPS or not isinstance(args[0], HighPrecisionWeight):
             return result
         return _wrapped(func, args, kwargs, result)
@@ -221,7 +221,6 @@ _KEEPS = frozenset(
 _SAME_ROWS = frozenset(
     {aten.detach.default, aten.alias.default, aten._to_copy.default, aten._pin_memory.default, aten.clone.default}
 )
-_WRITES = frozenset({aten.copy_.default})
 _TRANSPOSES = frozenset({aten.t.default, aten.transpose.int})
 
 
@@ -246,13 +245,6 @@ def _on_the_spot(value: Any) -> Any:
 def dense(value: Any) -> Any:
     """`value` with every HighPrecisionWeight in it replaced by its dense tensor."""
     return tree_map(lambda leaf: leaf.dense if isinstance(leaf, HighPrecisionWeight) else leaf, value)
-
-
-def _writes_first(func: Any) -> bool:
-    """Whether an op writes its first argument and returns it."""
-    first = func._schema.arguments[0] if func._schema.arguments else None  # noqa: SLF001 - an op's public description
-    written = first is not None and first.alias_info is not None and first.alias_info.is_write
-    return bool(written) and len(func._schema.returns) == 1  # noqa: SLF001
 
 
 def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

@@ -100,7 +100,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(src.decoded(), *args[2:])
     same = isinstance(src, QuantizedTensor) and src.recipe.stored == dst.recipe.stored and src.shape == dst.shape
-    if same and src.arrangement.flat == dst.arrangement.flat and _scales_fit(dst, src):
+    if same and _alike(src.arrangement, dst.arrangement) and _scales_fit(dst, src):
         dst.store({name: _fit(part, getattr(dst, name)) for name, part in src.parts().items()})
         if dst.init_value is not None and src.init_value is not None:
             dst.init_value.copy_(src.init_value)
@@ -110,6 +110,11 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = src.decoded(torch.float32) if isinstance(src, QuantizedTensor) else src
     dst.write(values.to(dst.device).expand(dst.shape))
     return dst
+
+
+def _alike(src: Arrangement, dst: Arrangement) -> bool:
+    """Whether the parts of both describe their elements in the same order."""
+    return src.flat == dst.flat and not src.transposed and not dst.transposed
 
 
 def _scales_fit(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
@@ -130,6 +135,8 @@ def _allocate(q: QuantizedTensor, shape: Sequence[int], kwargs: dict[str, Any], 
     dtype = kwargs.get("dtype") or q.dtype
     if dtype not in APPEARANCE_DTYPES:
         raise TypeError(f"a {type(q).__name__} can appear as bfloat16, float16 or float32, not {dtype}")
+    if q.arrangement.transposed:
+        raise NotImplementedError(f"a new tensor like a transposed view ({describe(q.shape, q.recipe)}); clone() it")
     check_shape(shape, q.recipe, "new tensor", full=False)
     device = kwargs.get("device") or q.device
     pin = bool(kwargs.get("pin_memory")) and torch.device(device).type == "cpu"

@@ -33,6 +33,7 @@ def reduced(q: Any) -> tuple[Any, ...]:
     state = {
         "shape": tuple(q.shape),
         "flat": q.arrangement.flat,
+        "transposed": q.arrangement.transposed,
         "shards": None if shards is None else (shards.rows, shards.offset),
         "requires_grad": q.requires_grad,
         "parameter": isinstance(q, torch.nn.Parameter),
@@ -43,7 +44,11 @@ def reduced(q: Any) -> tuple[Any, ...]:
 def rebuild(packed: dict[str, PackedPart], recipe: Recipe, dtype: torch.dtype, state: dict[str, Any]) -> Any:
     """The inverse of `reduced`; a function of a module because that is what torch's weights_only loader can allow."""
     parts = {name: data.view(getattr(torch, kind)).reshape(shape) for name, (data, kind, shape) in packed.items()}
-    arrangement = Arrangement(flat=state["flat"], shards=ShardRows(*state["shards"]) if state["shards"] else None)
+    arrangement = Arrangement(
+        flat=state["flat"],
+        shards=ShardRows(*state["shards"]) if state["shards"] else None,
+        transposed=state["transposed"],
+    )
     q = registered(recipe).tensor_class(parts, recipe, dtype, arrangement=arrangement, shape=torch.Size(state["shape"]))
     if state["parameter"]:
         return torch.nn.Parameter(q, requires_grad=state["requires_grad"])

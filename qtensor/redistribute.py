@@ -1,10 +1,11 @@
-"""`full_tensor()` of a sharded quantized weight: the collectives that DTensor runs on local tensors, part by part.
+"""`full_tensor()` and `distribute_tensor()`: the collectives that DTensor runs on local tensors, part by part.
 
-    DTensor:  constant_pad_nd (uneven shards) -> all_gather_into_tensor -> wait_tensor -> slice (drops the padding)
+    full_tensor        constant_pad_nd (uneven shards) -> all_gather_into_tensor -> wait_tensor -> slice
+    distribute_tensor  split -> constant_pad_nd -> scatter_ from rank 0 -> slice
 
-The result has the bytes of the shards. Its tensor-wide scale is the agreed one, or, where the shards hold different
-ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). Only gathers along dim 0 are defined;
-`unsharded()` is the way for whole modules.
+The result of a gather has the bytes of the shards. Its tensor-wide scale is the agreed one, or, where the shards hold
+different ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). Only gathers along dim 0 are
+defined; `unsharded()` is the way for whole modules.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from fsdp_hooks.all_gather import Arrangement, ShardRows
 from qtensor.formats import describe
 from qtensor.ops import implements
+from qtensor.tensor import QuantizedTensor
 
 __all__: list[str] = []
 
@@ -58,6 +60,34 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         allocated=padded is not None,  # its first rows are the whole tensor
     )
     return q.with_parts(parts, arrangement=arrangement)
+
+
+@implements(torch.ops.c10d.scatter_.default)
+def scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every part scattered as bytes, and waited for, with what is preserved of an initial value."""
+    (out,), pieces, *rest = args
+    columns = zip(_plain(out), *(_plain(piece) for piece in (pieces[0] if pieces else [])), strict=True)
+    for own, *given in columns:
+        _, work = func([own], [given] if pieces else [], *rest, **kwargs)
+        work.wait()
+    return args[0], work
+
+
+@implements(torch.ops.c10d.broadcast_.default)
+def refuse_broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Raises: a receiver that expects a dense tensor would take parts for values."""
+    q = next(arg for arg in args[0] if isinstance(arg, QuantizedTensor))
+    raise NotImplementedError(
+        f"broadcasting {describe(q.shape, q.recipe)} is not defined, for the other ranks may expect dense values: give "
+        "every rank the full state dict and leave broadcast_from_rank0=False, load a checkpoint by dcp.load, or pass "
+        "src_data_rank=None to distribute_tensor"
+    )
+
+
+def _plain(q: QuantizedTensor) -> list[Tensor]:
+    """What q consists of, as contiguous bytes that alias it."""
+    tensors = [*q.parts().values(), *([] if q.init_value is None else [q.init_value])]
+    return [(tensor if tensor.ndim else tensor.reshape(1)).contiguous().view(torch.uint8) for tensor in tensors]
 
 
 # newer torch hands results through a second op on the way to autograd

@@ -136,6 +136,8 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
             values = format_of(self.recipe).decode(self._parts_per_row(), self.recipe)
             dtype = dtype or self.dtype
             values = canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
+            if self.arrangement.transposed:
+                return values.transpose(-2, -1)
             return values if values.shape == self.shape else values.view(self.shape)
 
     @staticmethod
@@ -184,6 +186,11 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         values is taken. `step` says that the values develop from those before, as an optimizer's do: recipes with a
         history continue it; otherwise it begins anew.
         """
+        if self.arrangement.transposed:
+            raise NotImplementedError(
+                f"writing into a transposed view of {describe(self.arrangement.flat or (), self.recipe)}; write the "
+                "weight itself"
+            )
         with torch.no_grad():
             fmt, x = format_of(self.recipe), dense.to(torch.float32).reshape(self.arrangement.flat or self.shape)
             amax = fmt.shared_amax(x, self.recipe) if amax is None else amax.view_as(self.shared_scale())

@@ -43,6 +43,12 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same elements in the same order: regrouped where rows stay rows, else `flat`, as FSDP asks for."""
     q, shape = args[0], _resolve(args[1], args[0].numel())
     described = q.arrangement.flat or tuple(q.shape)
+    if q.arrangement.transposed:
+        if shape == tuple(q.shape):
+            return alias(func, args, kwargs)
+        raise NotImplementedError(
+            f"a view of shape {shape} of a transposed {describe(described, q.recipe)}; transpose it back first"
+        )
     if shape == described:
         return map_parts(q, torch.Tensor.detach, q.arrangement.but(flat=None))
     regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == Arrangement()
@@ -153,7 +159,8 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     """
     if q.arrangement.flat is not None:
         raise NotImplementedError(
-            f"cutting a reshaped view of {describe(q.arrangement.flat, q.recipe)}; view it back first"
+            f"cutting a {'transposed' if q.arrangement.transposed else 'reshaped'} view of "
+            f"{describe(q.arrangement.flat, q.recipe)}; view it back first"
         )
     if q.ndim == 1 and (start, end) != (0, q.shape[0]) and q.tensor_wide() is None and q.specs()[1].block == 0:
         raise NotImplementedError(f"cutting {describe(q.shape, q.recipe)}: its one row has one scale")

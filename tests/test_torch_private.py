@@ -150,11 +150,13 @@ def test_make_wrapper_makes_a_tensor_without_data() -> None:
         def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
             raise AssertionError(f"{func} on a tensor without data")
 
-    made = torch_private.make_wrapper(Wrapper, (3, 4), torch.bfloat16, torch.device("cpu"), requires_grad=True)
+    made = torch_private.make_wrapper(Wrapper, (3, 4), torch.bfloat16, torch.device("cpu"))
     assert type(made) is Wrapper
     assert (made.shape, made.stride(), made.dtype, made.device.type) == ((3, 4), (4, 1), torch.bfloat16, "cpu")
-    assert made.requires_grad
     assert made.storage_offset() == 0
+    cut = torch_private.make_wrapper(Wrapper, (3, 4), torch.bfloat16, torch.device("cpu"), strides=(8, 1))
+    assert cut.stride() == (8, 1)
+    assert not cut.is_contiguous()
 
 
 def test_signatures_are_those_the_file_calls() -> None:

@@ -1,0 +1,94 @@
+"""Products that do not come as F.linear: what tensor parallelism, looped experts and bmm send to the op table.
+
+    DTensor takes F.linear apart before its local tensors see it:   t(w), then mm(x, t(w)) or addmm(bias, x, t(w))
+
+A transposed weight is a view of the same parts (`transposed` in its arrangement), and an operand of a product is
+dequantized inside that product, so that autograd saves the quantized bytes and no dense weight outlives the product.
+Exact: the dequantized values of a transposed view are the transposed dequantized values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.formats import describe
+from qtensor.ops import implements
+from qtensor.products import product
+from qtensor.tensor import QuantizedTensor, dense
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@implements(aten.t.default)
+def t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[N, K] -> [K, N], the same parts; transposing twice gives the weight back."""
+    return _transposed(args[0])
+
+
+@implements(aten.transpose.int)
+def transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[.., N, K] -> [.., K, N]; other dims can not be exchanged."""
+    q, ndim = args[0], args[0].ndim
+    first, second = (dim % ndim for dim in args[1:3])
+    if first == second:
+        return q.detach()
+    if {first, second} != {ndim - 1, ndim - 2}:
+        raise NotImplementedError(
+            f"transposing dims {args[1]} and {args[2]} of {describe(q.shape, q.recipe)}: only the last two are defined"
+        )
+    return _transposed(q)
+
+
+def _transposed(q: QuantizedTensor) -> QuantizedTensor:
+    arrangement = q.arrangement
+    if q.ndim < 2 or (arrangement.flat is not None and not arrangement.transposed):
+        raise NotImplementedError(f"transposing {describe(q.shape, q.recipe)}: only a weight [.., N, K] is defined")
+    shape = torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2]))
+    if arrangement.transposed:
+        arrangement = arrangement.but(transposed=False, flat=None)
+    else:
+        arrangement = arrangement.but(transposed=True, flat=tuple(q.shape))
+    view = type(q)(q.parts(), q.recipe, q.dtype, arrangement=arrangement, shape=shape)
+    view.preserved = q.preserved
+    return view
+
+
+@implements(aten.mm.default)
+def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """[T, K] @ t(w), as the linear layer computes it; or any product with the dequantized values."""
+    x, weight = args
+    if isinstance(weight, QuantizedTensor) and weight.arrangement.transposed and weight.recipe.activations is not None:
+        return product(x, _transposed(weight))
+    return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
+
+
+@implements(aten.addmm.default)
+def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Bias + x @ t(w)."""
+    bias, x, weight = args
+    if isinstance(weight, QuantizedTensor) and weight.arrangement.transposed and weight.recipe.activations is not None:
+        if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
+            raise NotImplementedError(f"addmm with beta or alpha of {describe(weight.shape, weight.recipe)}")
+        y: Tensor = product(x, _transposed(weight)) + bias
+        return y
+    return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
+
+
+_BATCHED = [aten.bmm.default, aten.mv.default]
+if hasattr(aten, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
+    _BATCHED.append(aten._grouped_mm.default)  # noqa: SLF001 - the op's name
+
+
+@implements(*_BATCHED)
+def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Products of a stack of weights [E, N, K], or with a vector: with the dequantized values."""
+    for operand in args:
+        if isinstance(operand, QuantizedTensor) and operand.recipe.activations is not None:
+            raise NotImplementedError(
+                f'{func} with {describe(operand.shape, operand.recipe)}: activations="dynamic" is defined for linear '
+                "layers; loop over them, or call .dequantize()"
+            )
+    return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
