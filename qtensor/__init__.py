@@ -3,12 +3,13 @@
 Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight optimizer.
 """
 
-from qtensor import linear, matmul, ops, redistribute, views  # noqa: F401 - importing them fills the table of handlers
+from qtensor import linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing them fills the table of handlers
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
 from qtensor.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
 from qtensor.optim import MasterWeightOptimizer
+from qtensor.stochastic import stochastic_rounding
 from qtensor.tensor import QuantizedTensor, quantize
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "quantize",
     "quantize_",
     "quantized_model_init",
+    "stochastic_rounding",
 ]

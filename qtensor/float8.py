@@ -20,6 +20,7 @@ from qtensor.blocks import FLT_MAX, finite_amax, power_of_two_floor, quotient, r
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route
 from qtensor.recipes import Recipe, check_choice
+from qtensor.stochastic import onto_grid
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["FLOAT8_ELEMENTS", "Float8CurrentScaling", "Float8Tensor"]
@@ -81,7 +82,7 @@ class _Float8:
 def _round(scaled: Tensor, x: Tensor, recipe: Float8CurrentScaling) -> Tensor:
     """`scaled` (x over its scale) as float8; NaN where x is not finite."""
     dtype, largest = FLOAT8_ELEMENTS[recipe.element]
-    bounded = scaled.clamp(-largest, largest)
+    bounded = onto_grid(scaled.clamp(-largest, largest), torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal)
     return torch.where(torch.isfinite(x), bounded, torch.full_like(x, torch.nan)).to(dtype)
 
 

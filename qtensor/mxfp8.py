@@ -20,6 +20,7 @@ from qtensor.float8 import FLOAT8_ELEMENTS
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route, swizzled
 from qtensor.recipes import Recipe, check_choice
+from qtensor.stochastic import onto_grid
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["MXFP8BlockScaling", "MXFP8Tensor"]
@@ -77,7 +78,9 @@ class _MXFP8:
             broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
         code = _code_up(block_amax, recipe) if recipe.scale_rounding == "up" else _code_floor(block_amax, recipe)
         scaled = blocks * _power_of_two(254 - code).unsqueeze(-1)
-        bounded = torch.where(finite, scaled.clamp(-largest, largest), torch.full_like(scaled, torch.nan))
+        element = torch.finfo(dtype)
+        elements = onto_grid(scaled.clamp(-largest, largest), element.eps, element.smallest_normal)
+        bounded = torch.where(finite, elements, torch.full_like(scaled, torch.nan))
         payload = bounded.to(dtype).reshape(x.shape)
         return {"payload": payload, "scale": torch.where(broken, torch.full_like(code, NAN_CODE), code).to(torch.uint8)}
 

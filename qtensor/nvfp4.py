@@ -23,12 +23,14 @@ from qtensor.blocks import FLT_MAX, finite_amax, finite_magnitude, quotient, sca
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route, swizzled
 from qtensor.recipes import Recipe, check_choice
+from qtensor.stochastic import onto_grid
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["NVFP4BlockScaling", "NVFP4Tensor"]
 
 BLOCK = 16
 LARGEST = 6.0
+EPS, SMALLEST_NORMAL = 0.5, 1.0  # E2M1 has one mantissa bit, and 0.5 as its only subnormal
 LARGEST_SCALE = 448.0
 SIXTH = torch.tensor(1 / 6).item()  # fp32(1/6), exactly representable
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the E2M1 codes 0..7; bit 3 is the sign
@@ -93,7 +95,8 @@ def _blocks(x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Ten
         broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
     scale = (amax * (enc * SIXTH)).clamp(max=FLT_MAX).clamp(0.0, LARGEST_SCALE).to(torch.float8_e4m3fn)
     block_enc = quotient(1.0, scale.float() * global_scale).clamp(max=FLT_MAX)
-    codes = _nearest_code(blocks * block_enc.unsqueeze(-1))
+    scaled = (blocks * block_enc.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
+    codes = _nearest_code(onto_grid(scaled, EPS, SMALLEST_NORMAL))
     nibbles = torch.where(finite, codes, torch.zeros_like(codes)).reshape(x.shape)
     payload = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
     marked = torch.where(broken, torch.full_like(amax, torch.nan), scale.float()).to(torch.float8_e4m3fn)

@@ -9,7 +9,8 @@ Five behaviours, a group of named functions each:
     anything else raises, listing the op: nothing is dequantized silently
 
 The alias group stands in views.py, the other three here; the collectives of `full_tensor()`, which gather part by part,
-stand in redistribute.py. All enter the table by `implements`.
+stand in redistribute.py; what optimizers do besides in-place updates, in optimizer_ops.py. All enter the table by
+`implements`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered
+from qtensor.stochastic import armed, generator_for, refuse_to_stand_still, widened, widened_each
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
 
-__all__ = ["implements", "map_parts", "refuse_resharding_to_a_smaller_mesh"]
+__all__ = ["implements", "map_parts", "overload", "refuse_resharding_to_a_smaller_mesh"]
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -107,8 +109,10 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:  # bytes without a history: what was preserved is not what they came from
             dst.init_value = None
         return dst
+    generator = generator_for([dst])
     values = src.decoded(torch.float32) if isinstance(src, QuantizedTensor) else src
-    dst.write(values.to(dst.device).expand(dst.shape))
+    with armed(generator):
+        dst.write(values.to(dst.device).expand(dst.shape))
     return dst
 
 
@@ -275,35 +279,56 @@ _FOREACH = [
 ]
 
 
-def _overload(namespace: str, name: str) -> Any:
+def overload(namespace: str, name: str) -> Any:
+    """The aten overload of a prefix and a name: ("_foreach_", "add_.List")."""
     base, _, overload = name.partition(".")
     return getattr(getattr(aten, namespace + base), overload or "default")
 
 
-@implements(*(_overload("", name) for name in _IN_PLACE))
+_RANDOM_FILLS = {aten.uniform_.default, aten.normal_.default}
+_LERP = {aten.lerp_.Scalar, aten._foreach_lerp_.Scalar}
+
+
+@implements(*(overload("", name) for name in _IN_PLACE))
 def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """q.op_(...) on the dequantized values, then quantize.
 
     They have the appearance dtype, so that random fills draw what a plain tensor would. A preserved initial value is
     computed on instead. A plain tensor in front (`plain.add_(q)`) is updated with the dequantized values.
+    Inside stochastic_rounding all but random fills compute in fp32, from the bytes.
     """
     q = args[0]
     if not isinstance(q, QuantizedTensor):
         return func(q, *dense(args[1:]), **dense(kwargs))
-    values = q.decoded() if q.init_value is None else q.init_value.reshape(q.shape).clone()
-    func(values, *dense(args[1:]), **dense(kwargs))
-    q.write(values)
+    generator = None if func in _RANDOM_FILLS else generator_for([q])
+    if generator is not None:
+        values = q.decoded(torch.float32)
+        func(values, *widened(args[1:]), **widened(kwargs))
+    else:
+        if func in _LERP:
+            refuse_to_stand_still([q], args[2])
+        values = q.decoded() if q.init_value is None else q.init_value.reshape(q.shape).clone()
+        func(values, *dense(args[1:]), **dense(kwargs))
+    with armed(generator):
+        q.write(values)
     return q
 
 
-@implements(*(_overload("_foreach_", name) for name in _FOREACH))
+@implements(*(overload("_foreach_", name) for name in _FOREACH))
 def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The _foreach_ twins: quantized members requantize, plain ones are updated as usual."""
-    values = dense(list(args[0]))
-    func(values, *dense(args[1:]), **dense(kwargs))
+    generator, operands = generator_for(args[0]), args[1:]
+    if generator is None:
+        if func in _LERP:
+            refuse_to_stand_still(args[0], args[2])
+        values, operands = dense(list(args[0])), dense(operands)
+    else:
+        values, operands = widened_each(args[0], list(args[0])), tuple(widened_each(args[0], o) for o in operands)
+    func(values, *operands, **dense(kwargs))
     for q, value in zip(args[0], values, strict=True):
         if isinstance(q, QuantizedTensor):
-            q.write(value)
+            with armed(generator):
+                q.write(value)
 
 
 def refuse_data(q: Tensor, value: Tensor) -> None:

@@ -37,6 +37,7 @@ PUBLIC: dict[str, list[str]] = {
         "quantize",
         "quantize_",
         "quantized_model_init",
+        "stochastic_rounding",
     ],
     "dcp_adapters": ["Manifest", "QuantizedLoadPlanner", "QuantizedSavePlanner", "expand", "read_manifest"],
 }

@@ -1,0 +1,47 @@
+"""What torch's own optimizers do to a parameter besides updating it in place (which stands in ops.py).
+
+    gradient + weight_decay * parameter     a gradient: PLAIN, of the gradient's dtype, with the dequantized weight
+    fused kernels                           raise: they would take the payload for values
+
+A part of the op table, see ops.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.formats import describe
+from qtensor.ops import implements, overload
+from qtensor.tensor import QuantizedTensor, dense
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@implements(aten.add.Tensor, overload("_foreach_", "add.List"))
+def decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """plain.add(q, alpha=weight_decay), as SGD and Adam ask for. With a quantized tensor in front it raises.
+
+    That would be the sum of a weight and something else, and dense: nothing an optimizer needs.
+    """
+    for member in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+        if isinstance(member, QuantizedTensor):
+            raise NotImplementedError(
+                f"{func} is not defined for quantized tensors (got {type(member).__name__}); call .dequantize() on "
+                "them first if a dense result is what you want"
+            )
+    return func(*dense(args), **kwargs)
+
+
+@implements(
+    aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default
+)
+def refuse_fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises."""
+    q = next(member for member in args[0] if isinstance(member, QuantizedTensor))
+    raise NotImplementedError(
+        f"fused=True: fused optimizers can not update {describe(q.shape, q.recipe)}; leave fused out, or use "
+        "MasterWeightOptimizer, whose fp32 masters are plain tensors"
+    )

@@ -1,0 +1,178 @@
+"""Stochastic rounding: optimizer writes whose expectation is the value that was to be written.
+
+A weight without a master loses every update smaller than half a step of its element, since rounding to nearest takes it
+back. Rounded up with the probability of the fraction that is left over, the same updates arrive on average:
+
+    x = steps * step,  lower = floor(steps)        written: (lower + 1) * step  with probability steps - lower
+    E[written] = x                                          lower * step        else
+
+Two context variables: `stochastic_rounding(generator)` is the user's wish, and holds for a stretch of code; the op
+table alone acts on it, and arms the generator for just the write of an in-place operation (`armed`). The formats hand
+every element to `onto_grid` on its way into the payload, which does nothing unless armed. So what writes without the op
+table (quantize, MasterWeightOptimizer, sync_scales, loading) rounds to nearest inside the context, too, and compiled
+code has no trace of all this.
+
+Only elements are rounded so. Scales are those of nearest mode, and values are clamped to the largest element first:
+what nearest mode saturates (NVFP4 blocks whose scale was rounded down, MXFP8 with scale_rounding="floor") or flushes to
+0 (NVFP4 blocks whose scale is 0) is no average either.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.torch_private import tree_map
+from qtensor.blocks import power_of_two_floor
+from qtensor.formats import describe
+from qtensor.tensor import QuantizedTensor, dense
+
+__all__ = [
+    "armed",
+    "generator_for",
+    "onto_grid",
+    "refuse_to_stand_still",
+    "stochastic_rounding",
+    "widened",
+    "widened_each",
+]
+
+_wish: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding", default=None)
+_armed: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding.armed", default=None)
+
+
+@contextmanager
+def stochastic_rounding(generator: torch.Generator) -> Iterator[None]:
+    """Inside, what ordinary torch optimizers write into quantized parameters is rounded stochastically: without bias.
+
+        generator = torch.Generator(device).manual_seed(seed + rank)
+        with stochastic_rounding(generator):
+            optimizer.step()  # of torch.optim.AdamW(model.parameters())
+
+    It concerns in-place arithmetic (`add_`, `addcdiv_`, `lerp_` ... and the `_foreach_` twins) and a `copy_` that
+    requantizes. Values are computed in fp32 instead of the appearance dtype, to which they would be rounded with a bias
+    first, and always from the bytes: a preserved initial value is overwritten by what was computed. Random fills
+    (`uniform_`, `normal_`), `quantize`, `MasterWeightOptimizer`, `sync_scales` and loads by DCP round to nearest as
+    ever.
+
+    Random numbers come from `generator` alone, one fp32 an element and write, in the order of the writes: equal seeds
+    give equal bytes for equal writes. foreach=True and foreach=False order them differently, and a rank draws for its
+    own shard, so bytes depend on both. Give ranks different seeds, but replicas of the same shard (HSDP) the same one.
+
+    Exact up to the fp32 rounding of value / scale, and 2^-24 of an element's step. A nested context replaces the outer
+    one. It holds in the thread, or asyncio task, that entered it: an optimizer that steps in gradient hooks, which may
+    run in threads of autograd, enters it there.
+
+    Args:
+        generator: on the device of the parameters.
+
+    Raises:
+        TypeError: generator is no torch.Generator.
+        ValueError: by a write, before it: a quantized tensor is on another device than the generator.
+        RuntimeError: by a write while torch.compile traces it. What was compiled outside rounds to nearest inside, too.
+    """
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"stochastic_rounding expects a torch.Generator, got {type(generator).__name__}; make one on the device of "
+            "the parameters: torch.Generator(device).manual_seed(seed)"
+        )
+    token = _wish.set(generator)
+    try:
+        yield
+    finally:
+        _wish.reset(token)
+
+
+def generator_for(written: Iterable[Any]) -> torch.Generator | None:
+    """The generator for a write into the quantized tensors among `written`; None, to nearest, outside of the context.
+
+    Raises:
+        ValueError: one of them is on another device than the generator.
+        RuntimeError: torch.compile is tracing.
+    """
+    generator = _wish.get()
+    if generator is None:
+        return None
+    for q in written:
+        if isinstance(q, QuantizedTensor) and q.device != generator.device:
+            raise ValueError(
+                f"stochastic_rounding: the generator is on {generator.device} and {describe(q.shape, q.recipe)} is on "
+                f"{q.device}; nothing was written; use torch.Generator({str(q.device)!r})"
+            )
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "stochastic_rounding can not be compiled, since a graph has no place for the state of a torch.Generator; "
+            "run this optimizer step outside of torch.compile"
+        )
+    return generator
+
+
+def refuse_to_stand_still(averages: Iterable[Any], weight: float) -> None:
+    """Raise where a moving average in quantized storage, rounded to nearest, would stand still (a small lerp_ weight).
+
+    A step of E2M1, the coarsest element, is a quarter to a half of the value, and so nearest takes back what moves it
+    by less than an eighth. Averages with a preserved initial value are computed on that and do move.
+    """
+    for q in averages if 0 < weight < 1 / 8 else ():
+        if isinstance(q, QuantizedTensor) and q.init_value is None:
+            raise RuntimeError(
+                f"lerp_ with weight {weight:g} on {describe(q.shape, q.recipe)}: rounding to nearest takes back what "
+                "is less than half a step, so an average with such small weights stands still; update it inside "
+                "qtensor.stochastic_rounding(generator), or average .dequantize(torch.float32) into plain tensors"
+            )
+
+
+def widened(value: Any) -> Any:
+    """`value` with every tensor of floating point in it as plain fp32: lerp_ and others promote no dtypes."""
+
+    def widen(leaf: Any) -> Any:
+        if isinstance(leaf, QuantizedTensor):
+            return leaf.decoded(torch.float32)
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(widen, value)
+
+
+def widened_each(members: Sequence[Tensor], operand: Any) -> Any:
+    """An operand of a _foreach_ op, `widened` where it belongs to a quantized member."""
+    if not (isinstance(operand, list | tuple) and isinstance(operand[0], Tensor)):
+        return operand  # numbers
+    return [
+        widened(own) if isinstance(member, QuantizedTensor) else dense(own)
+        for member, own in zip(members, operand, strict=True)
+    ]
+
+
+@contextmanager
+def armed(generator: torch.Generator | None) -> Iterator[None]:
+    """Inside, formats round elements stochastically (None: to nearest)."""
+    token = _armed.set(generator)
+    try:
+        yield
+    finally:
+        _armed.reset(token)
+
+
+def onto_grid(scaled: Tensor, eps: float, smallest_normal: float) -> Tensor:
+    """`scaled` itself, to be rounded to nearest by what follows; where armed, on the element's grid already.
+
+    There every value becomes one of its two neighbours, signs kept. Dividing by a step, a power of two, is exact, so a
+    value on the grid (0, say) has nothing left over and stays.
+
+    Args:
+        scaled: fp32, value / scale, clamped to the largest element.
+        eps: step of the element between 1 and 2.
+        smallest_normal: below it steps stay the same.
+    """
+    generator = None if torch.compiler.is_compiling() else _armed.get()
+    if generator is None:
+        return scaled
+    magnitude = scaled.abs()
+    step = power_of_two_floor(magnitude).clamp(min=smallest_normal) * eps
+    steps = magnitude / step
+    lower = steps.floor()
+    draws = torch.rand(scaled.shape, generator=generator, dtype=torch.float32, device=scaled.device)
+    return torch.copysign((lower + (draws < steps - lower)) * step, scaled)
