@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.expand import expand_flat, quantized_local
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest, TensorEntry
 from fsdp_hooks.digest import digest
+from fsdp_hooks.scale_sync import local_of
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -37,7 +38,7 @@ class _Record:
     """What a rank tells the coordinator beside its items (plain values; nothing of ours reaches the disk).
 
     kinds: for each item an index into `recipes` where it is a payload, else PLAIN.
-    replicated: (part, offset, digest) of each row part that column cuts replicate; all holders must have equal bytes.
+    replicated: (part, offset, digest) of each part that several ranks hold; all holders must have equal bytes.
     scales: bit patterns of the tensor-wide scales, one for each payload whose format has one, in item order.
     """
 
@@ -131,15 +132,15 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         return plans, self.metadata
 
     def _replicated(self, items: list[WriteItem]) -> list[tuple[str, tuple[int, ...], int]]:
-        """Digests of the row parts that have no columns to cut (`[N, 1]` scales), of weights cut along columns."""
+        """Digests of what several ranks hold: `[N, 1]` scales of weights cut along columns, and amax histories."""
         watched = {
             f"{name}.{spec.name}"
             for name, q in self.quantized.items()
             for spec in q.specs()
-            if spec.per_row and not spec.block and self._cuts_columns(f"{name}.payload")
+            if (spec.per_row and not spec.block and self._cuts_columns(f"{name}.payload")) or spec.length is not None
         }
         return [
-            (item.index.fqn, tuple(item.index.offset or ()), int(digest([self.state_dict[item.index.fqn].to_local()])))
+            (item.index.fqn, tuple(item.index.offset or ()), int(digest([local_of(self.state_dict[item.index.fqn])])))
             for item in items
             if item.index.fqn in watched
         ]

@@ -85,6 +85,10 @@ class AllGatherHooks:
         """Names of the parts that extend along dim 0."""
         raise NotImplementedError
 
+    def gathered_parts(self) -> list[str]:
+        """Names of the parts that the all-gather sends, in their order; the others are copied from the shard."""
+        return list(self.parts())
+
     def with_parts(
         self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, arrangement: Arrangement
     ) -> Self:
@@ -98,9 +102,10 @@ class AllGatherHooks:
         metadata. The inputs alias the shard wherever its storage holds the padding rows.
         """
         rows = self.arrangement.padded_rows or self.shape[0]
-        along = self.row_parts()
+        along, parts = self.row_parts(), self.parts()
         inputs = [
-            _as_bytes(_padded(part, rows) if name in along else part.reshape(1)) for name, part in self.parts().items()
+            _as_bytes(_padded(parts[name], rows) if name in along else parts[name].reshape(1))
+            for name in self.gathered_parts()
         ]
         return tuple(inputs), rows
 
@@ -118,9 +123,10 @@ class AllGatherHooks:
         as_strided), and the buffers we allocated ourselves. Later calls (`out`): the buffers hold fresh bytes
         already, only our own need a refill; the return value is not used.
         """
-        rows, received = metadata, len(all_gather_outputs)
-        shard = self.parts()
-        missing = list(shard)[received:]  # world size 1 only: this shard is the whole tensor
+        rows, shard = metadata, self.parts()
+        received = dict(zip(self.gathered_parts(), all_gather_outputs, strict=False))
+        # world size 1, where this shard is the whole tensor: all but one; else what is not sent
+        missing = [name for name in shard if name not in received]
         if out is not None:
             gathered: Any = out.to_local() if isinstance(out, DTensor) else out
             with torch.no_grad():
@@ -129,15 +135,20 @@ class AllGatherHooks:
                     target.copy_(shard[name].reshape(target.shape))
             return None
         along, device = self.row_parts(), all_gather_outputs[0].device
-        own = [
-            _as_bytes(shard[name].reshape(1) if name not in along else shard[name]).to(device, copy=True)
+        own = {
+            name: _as_bytes(shard[name] if name in along else shard[name].reshape(-1)).to(device, copy=True)
             for name in missing
-        ]
-        parts = {
-            name: _from_bytes(buffer, part.dtype) if name in along else _from_bytes(buffer, part.dtype).reshape(-1)
-            for (name, part), buffer in zip(shard.items(), (*all_gather_outputs, *own), strict=True)
         }
-        return self.with_parts(parts, dtype=param_dtype, arrangement=Arrangement(shards=ShardRows(rows))), tuple(own)  # type: ignore[return-value]
+        buffers = {**received, **own}
+        parts = {
+            name: _from_bytes(buffers[name], part.dtype)
+            if name in along
+            else _from_bytes(buffers[name], part.dtype).reshape(-1)
+            for name, part in shard.items()
+        }
+        return self.with_parts(parts, dtype=param_dtype, arrangement=Arrangement(shards=ShardRows(rows))), tuple(
+            own.values()
+        )  # type: ignore[return-value]
 
 
 def _as_bytes(part: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight
 
 from qtensor import linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing them fills the table of handlers
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
+from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
 from qtensor.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
@@ -14,6 +15,7 @@ from qtensor.tensor import QuantizedTensor, quantize
 
 __all__ = [
     "Float8CurrentScaling",
+    "Float8DelayedScaling",
     "Float8Tensor",
     "MXFP8BlockScaling",
     "MXFP8Tensor",

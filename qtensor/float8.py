@@ -23,10 +23,21 @@ from qtensor.recipes import Recipe, check_choice
 from qtensor.stochastic import onto_grid
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["FLOAT8_ELEMENTS", "Float8CurrentScaling", "Float8Tensor"]
+__all__ = [
+    "FLOAT8_CAPABILITIES",
+    "FLOAT8_ELEMENTS",
+    "Float8",
+    "Float8CurrentScaling",
+    "Float8Tensor",
+    "multiply",
+    "rounded",
+]
 
 # element name -> (dtype, largest finite value)
 FLOAT8_ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+
+# Row-wise kernels: CUTLASS for 8.9, 9.x and 10.x, cuBLAS from CUDA 12.9 for 9.x.
+FLOAT8_CAPABILITIES = ((8, 9), (9, 0), (10, 0))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,33 +66,40 @@ class Float8CurrentScaling(Recipe):
         check_choice(self, "power_of_two", (False, True))
 
 
-class _Float8:
+class Float8:
+    """The numerics."""
+
     def parts(self, recipe: Float8CurrentScaling) -> tuple[PartSpec, ...]:
+        """The parts."""
         dtype, _ = FLOAT8_ELEMENTS[recipe.element]
         per_row = recipe.granularity == "row"
         return PartSpec("payload", dtype), PartSpec("scale", torch.float32, per_row=per_row, block=0)
 
     def shared_amax(self, x: Tensor, recipe: Float8CurrentScaling) -> Tensor | None:
+        """Of the tensor, or of each row."""
         return finite_amax(x) if recipe.granularity == "tensor" else row_amax(x)  # [] or [.., 1]
 
     def encode(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
+        """Parts under the scale that the amax gives."""
         _, largest = FLOAT8_ELEMENTS[recipe.element]
         assert amax is not None
         enc = torch.where(amax == 0, torch.ones_like(amax), quotient(largest, amax)).clamp(max=FLT_MAX)
         if recipe.power_of_two:
             enc = power_of_two_floor(enc)
-        return {"payload": _round(x * enc, x, recipe), "scale": quotient(1.0, enc)}
+        return {"payload": rounded(x * enc, x, recipe.element), "scale": quotient(1.0, enc)}
 
     def adopt(self, x: Tensor, recipe: Float8CurrentScaling, scale: Tensor) -> dict[str, Tensor]:
-        return {"payload": _round(x / scale, x, recipe), "scale": scale.clone()}
+        """Parts under a scale."""
+        return {"payload": rounded(x / scale, x, recipe.element), "scale": scale.clone()}
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
+        """Payload * scale."""
         return parts["payload"].float().mul_(parts["scale"])
 
 
-def _round(scaled: Tensor, x: Tensor, recipe: Float8CurrentScaling) -> Tensor:
+def rounded(scaled: Tensor, x: Tensor, element: str) -> Tensor:
     """`scaled` (x over its scale) as float8; NaN where x is not finite."""
-    dtype, largest = FLOAT8_ELEMENTS[recipe.element]
+    dtype, largest = FLOAT8_ELEMENTS[element]
     bounded = onto_grid(scaled.clamp(-largest, largest), torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal)
     return torch.where(torch.isfinite(x), bounded, torch.full_like(x, torch.nan)).to(dtype)
 
@@ -90,7 +108,7 @@ class Float8Tensor(QuantizedTensor):
     """A Float8 quantized tensor: `payload` float8 [.., K]; `scale` fp32 [.., 1] (row) or [] (tensor)."""
 
 
-def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The hardware's product, row-wise: a tensor-wide scale of w is spread over its rows."""
     w_scale = w["scale"].reshape(1, -1).expand(1, w["payload"].shape[0]).contiguous()  # [1, N]
     return scaled_mm(
@@ -104,6 +122,5 @@ def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dty
     )
 
 
-register(Float8CurrentScaling, _Float8(), Float8Tensor)
-# Row-wise kernels: CUTLASS for 8.9, 9.x and 10.x, cuBLAS from CUDA 12.9 for 9.x.
-register_route(Float8CurrentScaling, Route(multiply=_multiply, capabilities=((8, 9), (9, 0), (10, 0)), columns=16))
+register(Float8CurrentScaling, Float8(), Float8Tensor)
+register_route(Float8CurrentScaling, Route(multiply=multiply, capabilities=FLOAT8_CAPABILITIES, columns=16))

@@ -40,21 +40,24 @@ class PartSpec:
     """How one part follows the logical shape [.., N, K].
 
     Attributes:
-        per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide, one fp32 value of
-            shape [].
+        per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide, fp32: one value of
+            shape [], the shared scale, or, with a `length`, [length].
         block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
             means that a whole row shares one element, stored with a last dim of 1.
+        gathered: FSDP's all-gather sends it; products need it.
     """
 
     name: str
     dtype: torch.dtype
     per_row: bool = True
     block: int = 1
+    length: int | None = None
+    gathered: bool = True
 
     def shape(self, logical: Sequence[int]) -> tuple[int, ...]:
         """Shape of the part of a tensor of shape `logical`."""
         if not self.per_row:
-            return ()
+            return () if self.length is None else (self.length,)
         last = logical[-1] // self.block if self.block else 1
         return (*logical[:-1], last)
 

@@ -171,7 +171,7 @@ def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Same class, zeros: how FSDP allocates a padded shard, so the row count is remembered as its padded rows.
 
-    The tensor-wide scale is that of q: a shard without rows, into which nothing is copied, agrees with the others from
+    What is tensor-wide is that of q: a shard without rows, into which nothing is copied, agrees with the others from
     the start.
     """
     q, shape = args[0], tuple(args[1])
@@ -183,9 +183,10 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     out = _allocate(q, shape, kwargs, zero=True)
     out.arrangement = Arrangement(padded_rows=shape[0], allocated=True)
-    wide = q.tensor_wide()
-    if wide and q.arrangement.shards is None and not q.is_meta:
-        getattr(out, wide).copy_(getattr(q, wide))
+    if q.arrangement.shards is None and not q.is_meta:
+        for spec in q.specs():
+            if not spec.per_row:
+                getattr(out, spec.name).copy_(getattr(q, spec.name))
     q.__dict__["_fsdp_shard_rows"] = shape[0]
     return out
 

@@ -17,7 +17,6 @@ hardware applies to sums and the emulation to elements. The CPU always emulates.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -95,13 +94,14 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
 
 def quantized_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """The parts of x [.., K], every row quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
-    values = x.to(torch.float32)
-    return format_of(recipe).encode(values, _in_rows(recipe), row_amax(values))
+    values, rows = x.to(torch.float32), recipe.of_rows
+    return format_of(rows).encode(values, rows, row_amax(values))
 
 
 def emulated(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The product in fp32 of the decoded operands, [M, N], rounded once to `dtype`."""
-    values = format_of(weight.recipe).decode(x, _in_rows(weight.recipe))
+    rows = weight.recipe.of_rows
+    values = format_of(rows).decode(x, rows)
     with _without_autocast(values.device):
         return F.linear(values, weight.decoded(torch.float32)).to(dtype)
 
@@ -149,13 +149,6 @@ def swizzled(scale: Tensor) -> Tensor:
     padded = F.pad(scale.view(torch.uint8), (0, 4 * tiles[1] - blocks, 0, 128 * tiles[0] - rows))
     tiled = padded.reshape(tiles[0], 4, 32, tiles[1], 4)  # [.., r // 32, r % 32, .., block]
     return tiled.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
-
-
-def _in_rows(recipe: Recipe) -> Recipe:
-    """The recipe for activations: blocks of rows whatever those of the weight."""
-    if getattr(recipe, "blocks", "row") == "row":
-        return recipe
-    return dataclasses.replace(recipe, blocks="row")  # type: ignore[call-arg]
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -62,6 +62,13 @@ class Recipe:
         """The recipe of the bytes alone, with activations=None. Equal ones describe the same bytes."""
         return self if self.activations is None else dataclasses.replace(self, activations=None)
 
+    @property
+    def of_rows(self) -> "Recipe":
+        """The recipe for activations: every row is quantized by itself, whatever the blocks of the weight."""
+        if getattr(self, "blocks", "row") == "row":
+            return self
+        return dataclasses.replace(self, blocks="row")  # type: ignore[call-arg]
+
     def to_json(self) -> dict[str, Any]:
         """The fields that describe bytes plus the type's name, as stored in a checkpoint's manifest."""
         return {"type": type(self).__name__, **{name: getattr(self, name) for name in _stored_names(type(self))}}

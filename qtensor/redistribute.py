@@ -47,9 +47,10 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "fsdp_hooks.unsharded(module) for the weights of a module, or dcp_adapters.expand(state_dict) for its "
             "parts as plain DTensors"
         )
-    along = q.row_parts()
+    along, sent = q.row_parts(), q.gathered_parts()
     parts = {
-        name: _gathered(part if name in along else part.reshape(1), ranks, group) for name, part in q.parts().items()
+        name: _gathered(part if name in along else part.reshape(1), ranks, group) if name in sent else part.clone()
+        for name, part in q.parts().items()
     }
     wide, shards, padded = q.tensor_wide(), ShardRows(q.shape[0]), q.arrangement.padded_rows
     if wide and bool((parts[wide] == parts[wide][0]).all()):

@@ -168,6 +168,10 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         """Names of the parts that extend along dim 0."""
         return frozenset(spec.name for spec in self.specs() if spec.extends_along(0, self.ndim))
 
+    def gathered_parts(self) -> list[str]:
+        """Names of the parts that an all-gather sends."""
+        return [spec.name for spec in self.specs() if spec.gathered]
+
     def with_parts(
         self,
         parts: Mapping[str, Tensor],

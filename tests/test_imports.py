@@ -25,6 +25,7 @@ PUBLIC: dict[str, list[str]] = {
     "fsdp_hooks": ["sync_scales", "unsharded"],
     "qtensor": [
         "Float8CurrentScaling",
+        "Float8DelayedScaling",
         "Float8Tensor",
         "MXFP8BlockScaling",
         "MXFP8Tensor",

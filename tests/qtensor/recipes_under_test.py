@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor
+from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor
 
 RECIPES: dict[str, Any] = {
     "float8_row": Float8CurrentScaling(),
@@ -26,7 +26,13 @@ RECIPES: dict[str, Any] = {
 }
 TENSOR_WIDE = [name for name in RECIPES if name.startswith(("float8_tensor", "nvfp4"))]
 
+# A history makes bytes depend on earlier writes; it is otherwise a tensor like any other.
+DELAYED = {"float8_delayed": Float8DelayedScaling(amax_history_len=4)}
+
 all_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+every_recipe = pytest.mark.parametrize(
+    "recipe", (RECIPES | DELAYED).values(), ids=(RECIPES | DELAYED).keys()
+)  # the delayed one, too
 tensor_wide_recipes = pytest.mark.parametrize("recipe", [RECIPES[name] for name in TENSOR_WIDE], ids=TENSOR_WIDE)
 per_row_recipes = pytest.mark.parametrize(
     "recipe",
@@ -60,7 +66,9 @@ def element_of(recipe: Any) -> Element:
 
 def block_of(recipe: Any) -> int:
     """What K must be a multiple of."""
-    return {Float8CurrentScaling: 1, MXFP8BlockScaling: 32, NVFP4BlockScaling: 16}[type(recipe)]
+    return {Float8CurrentScaling: 1, Float8DelayedScaling: 1, MXFP8BlockScaling: 32, NVFP4BlockScaling: 16}[
+        type(recipe)
+    ]
 
 
 def row_multiple(recipe: Any) -> int:
@@ -75,7 +83,7 @@ def unit(q: QuantizedTensor) -> Tensor:
         scale = torch.exp2(scale - 127)
     if isinstance(q.recipe, NVFP4BlockScaling):
         scale = scale * q.global_scale.double()
-    repeat = 1 if isinstance(q.recipe, Float8CurrentScaling) else block_of(q.recipe)
+    repeat = 1 if isinstance(q.recipe, Float8CurrentScaling | Float8DelayedScaling) else block_of(q.recipe)
     return (scale.repeat_interleave(repeat, -1) if repeat > 1 else scale).expand(q.shape)
 
 

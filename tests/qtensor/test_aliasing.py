@@ -15,12 +15,12 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from tests.qtensor.recipes_under_test import all_recipes, same_parts, weight
+from tests.qtensor.recipes_under_test import every_recipe, same_parts, weight
 
 TENSOR_WIDE = Float8CurrentScaling(granularity="tensor")
 
 
-@all_recipes
+@every_recipe
 def test_a_write_into_some_columns_is_refused(recipe) -> None:
     q = quantize(weight(64, 64), recipe)
     before = q.clone()
@@ -53,7 +53,7 @@ def test_views_and_indices_out_of_range_raise() -> None:
             q.select(0, index)
 
 
-@all_recipes
+@every_recipe
 def test_flat_views_keep_their_shape(recipe) -> None:
     flat = quantize(weight(32, 64), recipe).view(-1)
     for other in (flat.detach(), flat.clone(), flat.to(torch.float32)):

@@ -16,10 +16,10 @@ from qtensor.formats import format_of
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
-    all_recipes,
     block_of,
     element_of,
     error_bound,
+    every_recipe,
     per_row_recipes,
     row_multiple,
     same_bytes,
@@ -49,7 +49,7 @@ def without_nan(x: Tensor) -> Tensor:
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_round_trip_is_within_half_a_step(recipe: Any, dtype: torch.dtype) -> None:
     x = weight(dtype=dtype)
@@ -58,7 +58,7 @@ def test_round_trip_is_within_half_a_step(recipe: Any, dtype: torch.dtype) -> No
     assert ((decoded.double() - x.double()).abs() <= error_bound(x, q)).all()
 
 
-@all_recipes
+@every_recipe
 def test_scales_saturate_nothing_they_should_not(recipe: Any) -> None:
     """|x| / unit <= largest, exactly for Float8 and MXFP8.
 
@@ -70,7 +70,7 @@ def test_scales_saturate_nothing_they_should_not(recipe: Any) -> None:
     assert (x.double().abs() / unit(q)).max() <= element_of(recipe).largest * excess * FP32_SLACK
 
 
-@all_recipes
+@every_recipe
 def test_dequantize_rounds_fp32_values_once_to_the_appearance_dtype(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     values = q.dequantize(torch.float32)
@@ -79,7 +79,7 @@ def test_dequantize_rounds_fp32_values_once_to_the_appearance_dtype(recipe: Any)
     assert same_bytes(q.dequantize(torch.float16), values.to(torch.float16))
 
 
-@all_recipes
+@every_recipe
 def test_half_precision_input_is_widened_exactly(recipe: Any) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         x = weight(dtype=dtype)
@@ -88,14 +88,14 @@ def test_half_precision_input_is_widened_exactly(recipe: Any) -> None:
         assert same_parts(q, quantize(x.float(), recipe))
 
 
-@all_recipes
+@every_recipe
 def test_input_layout_does_not_matter(recipe: Any) -> None:
     x = weight(64, 64)
     assert same_parts(quantize(x.t(), recipe), quantize(x.t().contiguous(), recipe))
     assert same_parts(quantize(x[::2, :32], recipe), quantize(x[::2, :32].contiguous(), recipe))
 
 
-@all_recipes
+@every_recipe
 def test_stacks_are_quantized_like_their_rows(recipe: Any) -> None:
     x = weight(96, 64)
     stack, rows = quantize(x.view(3, 32, 64), recipe), quantize(x, recipe)
@@ -112,7 +112,7 @@ def test_vectors_are_one_row(recipe: Any) -> None:
     assert same_bytes(vector.dequantize(), row.dequantize()[0])
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("shape", [(0, 64), (0, 32, 64), (2, 0, 64), (32, 0)])
 def test_empty_tensors_quantize_to_empty_tensors(recipe: Any, shape: tuple[int, ...]) -> None:
     q = quantize(torch.empty(shape, dtype=torch.bfloat16), recipe)
@@ -121,13 +121,13 @@ def test_empty_tensors_quantize_to_empty_tensors(recipe: Any, shape: tuple[int, 
     assert same_parts(q.clone(), q)
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_zeros_decode_to_zeros(recipe: Any, zero: float) -> None:
     assert (quantize(torch.full((32, 64), zero), recipe).dequantize() == 0).all()
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_input_never_decodes_to_a_finite_number_and_spoils_nothing_else(recipe: Any, bad: float) -> None:
     x = weight(dtype=torch.float32)
@@ -145,7 +145,7 @@ def test_non_finite_input_never_decodes_to_a_finite_number_and_spoils_nothing_el
     assert same_bytes(q[~spoiled], expected[~spoiled])
 
 
-@all_recipes
+@every_recipe
 def test_a_tensor_without_a_finite_element_decodes_to_nan(recipe: Any) -> None:
     q = quantize(torch.full((32, 64), math.nan), recipe)
     assert q.dequantize().isnan().all()
@@ -160,7 +160,7 @@ def test_non_finite_markers_are_those_of_the_formats() -> None:
     assert quantize(x, NVFP4BlockScaling()).scale.view(torch.uint8)[3, 2] == 0x7F
 
 
-@all_recipes
+@every_recipe
 def test_requantizing_decoded_values_is_stable_in_value(recipe: Any) -> None:
     """A value that a format holds is held again, where its scale is a power of two.
 
@@ -176,7 +176,7 @@ def test_requantizing_decoded_values_is_stable_in_value(recipe: Any) -> None:
 # -- what it pretends to be ------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@every_recipe
 def test_it_looks_like_a_dense_tensor(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     assert isinstance(q, torch.Tensor)
@@ -189,7 +189,7 @@ def test_it_looks_like_a_dense_tensor(recipe: Any) -> None:
     assert not q.requires_grad
 
 
-@all_recipes
+@every_recipe
 def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
     """Float8 1 byte an element + 4 a row or tensor; MXFP8 1 + 1/32; NVFP4 1/2 + 1/16, + 4."""
     rows, columns = 64, 96
@@ -204,7 +204,7 @@ def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
     assert sum(value.untyped_storage().nbytes() for value in held) == payload_bytes(q) == expected
 
 
-@all_recipes
+@every_recipe
 def test_parts_alias_and_are_attributes(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     names = ["payload", "scale", "global_scale"] if isinstance(recipe, NVFP4BlockScaling) else ["payload", "scale"]
@@ -216,14 +216,14 @@ def test_parts_alias_and_are_attributes(recipe: Any) -> None:
     assert (q.dequantize() == 0).all()
 
 
-@all_recipes
+@every_recipe
 def test_repr_says_what_it_is(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     assert repr(q) == f"{type(q).__name__}(shape=(64, 96), dtype=torch.bfloat16, device='cpu', recipe={recipe})"
     assert repr(recipe) in repr(nn.Parameter(q))
 
 
-@all_recipes
+@every_recipe
 def test_from_parts_is_the_inverse_of_parts(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     again = QuantizedTensor.from_parts(q.parts(), recipe, torch.float16)
@@ -233,7 +233,7 @@ def test_from_parts_is_the_inverse_of_parts(recipe: Any) -> None:
     assert aliases(again, q)
 
 
-@all_recipes
+@every_recipe
 def test_flatten_and_unflatten(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     names, context = q.__tensor_flatten__()
@@ -249,7 +249,7 @@ def test_flatten_and_unflatten(recipe: Any) -> None:
 # -- aliases ---------------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@every_recipe
 def test_row_slices_alias_the_same_rows_of_all_parts(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     cut = q[16:48]
@@ -264,7 +264,7 @@ def test_row_slices_alias_the_same_rows_of_all_parts(recipe: Any) -> None:
     assert (q.dequantize()[48:] != 0).any()
 
 
-@all_recipes
+@every_recipe
 def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
     """Equal to quantizing the rows alone, with the amax of the whole where the format has a tensor-wide scale."""
     x = weight(96, 64)
@@ -282,7 +282,7 @@ def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
         assert same_parts(q[start:stop], QuantizedTensor.from_parts(alone, recipe, x.dtype))
 
 
-@all_recipes
+@every_recipe
 def test_column_slices_are_copies_on_block_boundaries(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     cut = q[:, 32:64]
@@ -294,7 +294,7 @@ def test_column_slices_are_copies_on_block_boundaries(recipe: Any) -> None:
             q[:, 8:40]
 
 
-@all_recipes
+@every_recipe
 def test_split_and_chunk_are_slices(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     for pieces, sizes in ((q.split(24), [24, 24, 16]), (q.chunk(3), [22, 22, 20]), (q.split([10, 54]), [10, 54])):
@@ -308,7 +308,7 @@ def test_split_and_chunk_are_slices(recipe: Any) -> None:
     assert same_bytes(torch.cat([half.dequantize() for half in halves], dim=1), q.dequantize())
 
 
-@all_recipes
+@every_recipe
 def test_select_is_one_matrix_of_a_stack(recipe: Any) -> None:
     q = quantize(weight(96, 64).view(3, 32, 64), recipe)
     for index in (0, 2, -1):
@@ -321,7 +321,7 @@ def test_select_is_one_matrix_of_a_stack(recipe: Any) -> None:
         assert aliases(one, q)
 
 
-@all_recipes
+@every_recipe
 def test_stacks_slice_and_split_between_matrices_and_within(recipe: Any) -> None:
     q = quantize(weight(128, 64).view(2, 64, 64), recipe)
     assert same_bytes(q[1:].dequantize(), q.dequantize()[1:])
@@ -330,7 +330,7 @@ def test_stacks_slice_and_split_between_matrices_and_within(recipe: Any) -> None
     assert same_bytes(q[1, 32:, :32].dequantize(), q.dequantize()[1, 32:, :32])
 
 
-@all_recipes
+@every_recipe
 def test_detach_and_view_are_new_tensors_over_the_same_bytes(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     for other in (q.detach(), q.view(q.shape), q.view(-1), q.view_as(q), q[:]):
@@ -340,7 +340,7 @@ def test_detach_and_view_are_new_tensors_over_the_same_bytes(recipe: Any) -> Non
         assert other.recipe == recipe
 
 
-@all_recipes
+@every_recipe
 def test_view_minus_one_stays_quantized_and_goes_back(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     flat = q.view(-1)
@@ -354,7 +354,7 @@ def test_view_minus_one_stays_quantized_and_goes_back(recipe: Any) -> None:
         flat[:96]
 
 
-@all_recipes
+@every_recipe
 def test_view_regroups_rows(recipe: Any) -> None:
     q = quantize(weight(128, 64), recipe)
     stack = q.view(2, -1, 64)
@@ -365,7 +365,7 @@ def test_view_regroups_rows(recipe: Any) -> None:
     assert same_parts(stack.view(128, 64), q)
 
 
-@all_recipes
+@every_recipe
 def test_as_strided_crops_rows_and_nothing_else(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     assert same_parts(q.as_strided((40, 96), (96, 1)), q[:40])
@@ -377,7 +377,7 @@ def test_as_strided_crops_rows_and_nothing_else(recipe: Any) -> None:
 # -- copies ----------------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@every_recipe
 def test_clone_is_deep(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     before, copied = copy.deepcopy(q.parts()), q.clone()
@@ -388,7 +388,7 @@ def test_clone_is_deep(recipe: Any) -> None:
     assert all(same_bytes(part, before[name]) for name, part in q.parts().items())
 
 
-@all_recipes
+@every_recipe
 def test_clone_of_a_slice_owns_its_rows_alone(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     part = q[32:64].clone()
@@ -397,7 +397,7 @@ def test_clone_of_a_slice_owns_its_rows_alone(recipe: Any) -> None:
     assert (q.dequantize()[32:64] != 0).any()
 
 
-@all_recipes
+@every_recipe
 def test_copy_of_the_same_recipe_copies_bytes(recipe: Any) -> None:
     """Also bytes that quantizing would not choose."""
     src, dst = quantize(weight(), recipe), quantize(weight(seed=1), recipe)
@@ -409,7 +409,7 @@ def test_copy_of_the_same_recipe_copies_bytes(recipe: Any) -> None:
     assert not addresses & storages(src)
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("source", RECIPES.values(), ids=RECIPES.keys())
 def test_copy_across_recipes_requantizes_the_values(recipe: Any, source: Any) -> None:
     src, dst = quantize(weight(), source), quantize(weight(seed=1), recipe)
@@ -431,7 +431,7 @@ def test_e5m2_is_not_copied_into_e4m3_as_bytes() -> None:
     assert not torch.equal(dst.payload.view(torch.uint8), src.payload.view(torch.uint8))
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_copy_from_dense_quantizes_in_place(recipe: Any, dtype: torch.dtype) -> None:
     q, x = quantize(weight(seed=1), recipe), weight(dtype=dtype)
@@ -442,7 +442,7 @@ def test_copy_from_dense_quantizes_in_place(recipe: Any, dtype: torch.dtype) -> 
     assert q.dtype == torch.bfloat16
 
 
-@all_recipes
+@every_recipe
 def test_copy_broadcasts_like_torch(recipe: Any) -> None:
     q, row = quantize(weight(), recipe), weight(1, 96)
     q.copy_(row)
@@ -451,7 +451,7 @@ def test_copy_broadcasts_like_torch(recipe: Any) -> None:
         q.copy_(weight(63, 96))
 
 
-@all_recipes
+@every_recipe
 def test_copy_into_dense_dequantizes(recipe: Any) -> None:
     q, dense = quantize(weight(), recipe), torch.zeros(64, 96)
     dense.copy_(q)
@@ -489,7 +489,7 @@ def test_clones_of_slices_may_change_their_scale(recipe: Any) -> None:
     assert same_parts(q, before)
 
 
-@all_recipes
+@every_recipe
 def test_zero_writes_exact_zeros(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     assert q.zero_() is q
@@ -497,7 +497,7 @@ def test_zero_writes_exact_zeros(recipe: Any) -> None:
     assert same_parts(q, quantize(torch.zeros(64, 96), recipe))
 
 
-@all_recipes
+@every_recipe
 def test_fills_quantize_what_a_dense_tensor_would_hold(recipe: Any) -> None:
     """The same draws from the generator: it is as if a dense parameter were initialised, then quantized."""
     for fill in (
@@ -520,7 +520,7 @@ def test_fills_quantize_what_a_dense_tensor_would_hold(recipe: Any) -> None:
         assert (error <= error_bound(dense, q)).all()
 
 
-@all_recipes
+@every_recipe
 def test_to_dtype_changes_the_appearance_only(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     other = q.to(torch.float32)
@@ -534,7 +534,7 @@ def test_to_dtype_changes_the_appearance_only(recipe: Any) -> None:
             q.to(dtype)
 
 
-@all_recipes
+@every_recipe
 def test_to_device_moves_all_parts(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     assert q.to("cpu") is q  # as for any tensor
@@ -547,7 +547,7 @@ def test_to_device_moves_all_parts(recipe: Any) -> None:
 
 
 @pytest.mark.gpu
-@all_recipes
+@every_recipe
 def test_a_trip_over_the_gpu_keeps_every_byte(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     there = q.cuda()
@@ -557,12 +557,12 @@ def test_a_trip_over_the_gpu_keeps_every_byte(recipe: Any) -> None:
     assert q.pin_memory().is_pinned()
 
 
-@all_recipes
+@every_recipe
 def test_cpu_tensors_are_not_pinned(recipe: Any) -> None:
     assert not quantize(weight(), recipe).is_pinned()
 
 
-@all_recipes
+@every_recipe
 def test_allocations_have_the_same_class(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     state = torch.get_rng_state()
@@ -584,7 +584,7 @@ def test_allocations_have_the_same_class(recipe: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@all_recipes
+@every_recipe
 def test_likes_that_optimizers_allocate_are_plain(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     for plain in (
@@ -625,7 +625,7 @@ def assert_works(q: QuantizedTensor, like: QuantizedTensor) -> None:
     assert same_parts(like, before)
 
 
-@all_recipes
+@every_recipe
 def test_deepcopy_keeps_parameters_parameters(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     plain = copy.deepcopy(q)
@@ -641,7 +641,7 @@ def test_deepcopy_keeps_parameters_parameters(recipe: Any) -> None:
     assert pair[0] is pair[1]
 
 
-@all_recipes
+@every_recipe
 def test_deepcopy_of_a_module_keeps_ties(recipe: Any) -> None:
     model = nn.Module()
     model.a, model.b = nn.Linear(96, 64, bias=False), nn.Linear(96, 64, bias=False)
@@ -651,7 +651,7 @@ def test_deepcopy_of_a_module_keeps_ties(recipe: Any) -> None:
     assert same_parts(copied.a.weight, model.a.weight)
 
 
-@all_recipes
+@every_recipe
 def test_pickle_gives_a_working_tensor(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     assert_works(pickle.loads(pickle.dumps(q)), q)
@@ -664,7 +664,7 @@ def test_pickle_gives_a_working_tensor(recipe: Any) -> None:
     assert same_parts(flat.view(64, 96), q)
 
 
-@all_recipes
+@every_recipe
 def test_pickling_a_slice_takes_its_rows_alone(recipe: Any) -> None:
     q = quantize(weight(1024, 96), recipe)
     piece = q[32:64]
@@ -680,7 +680,7 @@ def saved(value: Any) -> io.BytesIO:
     return buffer
 
 
-@all_recipes
+@every_recipe
 def test_torch_load_weights_only_gives_a_working_tensor(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     buffer = saved({"w": q, "p": nn.Parameter(q), "epoch": 3})
@@ -693,13 +693,13 @@ def test_torch_load_weights_only_gives_a_working_tensor(recipe: Any) -> None:
     assert_works(loaded["w"], q)
 
 
-@all_recipes
+@every_recipe
 def test_torch_load_weights_only_refuses_without_permission(recipe: Any) -> None:
     with pytest.raises(pickle.UnpicklingError, match="qtensor"):
         torch.load(saved(quantize(weight(), recipe)), weights_only=True)
 
 
-@all_recipes
+@every_recipe
 def test_torch_load_of_a_parameter_moves_with_map_location(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     loaded = torch.load(saved(q), weights_only=False, map_location="meta")
@@ -716,7 +716,7 @@ def linear(recipe: Any, *, bias: bool = True, seed: int = 0) -> nn.Linear:
     return module
 
 
-@all_recipes
+@every_recipe
 def test_module_to_moves_parameters_and_keeps_bytes(recipe: Any) -> None:
     module = linear(recipe)
     before = module.weight.detach().clone()
@@ -728,7 +728,7 @@ def test_module_to_moves_parameters_and_keeps_bytes(recipe: Any) -> None:
     assert module.weight.dtype == torch.bfloat16
 
 
-@all_recipes
+@every_recipe
 def test_module_to_works_by_swapping_too(recipe: Any) -> None:
     module = linear(recipe)
     before, identity = module.weight.detach().clone(), id(module.weight)
@@ -742,7 +742,7 @@ def test_module_to_works_by_swapping_too(recipe: Any) -> None:
     assert same_parts(module.weight, before)
 
 
-@all_recipes
+@every_recipe
 def test_swap_tensors_exchanges_everything(recipe: Any) -> None:
     a, b = quantize(weight(), recipe), quantize(weight(32, 64, seed=1), recipe)
     first, second = a.clone(), b.clone()
@@ -752,7 +752,7 @@ def test_swap_tensors_exchanges_everything(recipe: Any) -> None:
     assert (a.shape, b.shape) == ((32, 64), (64, 96))
 
 
-@all_recipes
+@every_recipe
 def test_to_empty_from_meta_gives_parameters_that_can_be_written(recipe: Any) -> None:
     module = linear(recipe).to("meta")
     module.to_empty(device="cpu")
@@ -762,7 +762,7 @@ def test_to_empty_from_meta_gives_parameters_that_can_be_written(recipe: Any) ->
     assert same_parts(module.weight, quantize(weight(), recipe))
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict_round_trip_keeps_bytes(recipe: Any, assign: bool) -> None:
     source, target = linear(recipe), linear(recipe, seed=1)
@@ -775,7 +775,7 @@ def test_state_dict_round_trip_keeps_bytes(recipe: Any, assign: bool) -> None:
     assert aliases(target.weight, source.weight) == assign
 
 
-@all_recipes
+@every_recipe
 def test_a_dense_state_dict_is_quantized_on_its_way_in(recipe: Any) -> None:
     dense = nn.Linear(96, 64, dtype=torch.bfloat16)
     target = linear(recipe)
@@ -784,7 +784,7 @@ def test_a_dense_state_dict_is_quantized_on_its_way_in(recipe: Any) -> None:
     assert type(target.weight.detach()) is type(quantize(weight(), recipe))
 
 
-@all_recipes
+@every_recipe
 def test_a_quantized_state_dict_fills_a_dense_model_with_values(recipe: Any) -> None:
     dense, source = nn.Linear(96, 64, dtype=torch.bfloat16), linear(recipe)
     dense.load_state_dict(source.state_dict())
@@ -794,14 +794,14 @@ def test_a_quantized_state_dict_fills_a_dense_model_with_values(recipe: Any) -> 
 # -- autograd --------------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@every_recipe
 def test_quantize_detaches(recipe: Any) -> None:
     q = quantize(weight().requires_grad_(), recipe)
     assert not q.requires_grad
     assert q.grad_fn is None
 
 
-@all_recipes
+@every_recipe
 def test_requires_grad_is_a_property_like_any_other(recipe: Any) -> None:
     q = quantize(weight(), recipe).requires_grad_()
     assert q.requires_grad
@@ -815,7 +815,7 @@ def test_requires_grad_is_a_property_like_any_other(recipe: Any) -> None:
         parameter.copy_(weight())
 
 
-@all_recipes
+@every_recipe
 def test_gradients_may_be_accumulated_and_cleared(recipe: Any) -> None:
     parameter = nn.Parameter(quantize(weight(), recipe))
     parameter.grad = torch.ones(64, 96, dtype=torch.bfloat16)
@@ -827,7 +827,7 @@ def test_gradients_may_be_accumulated_and_cleared(recipe: Any) -> None:
 # -- in-place arithmetic and torch's own optimizers ------------------------------------------------------------------
 
 
-@all_recipes
+@every_recipe
 def test_in_place_arithmetic_updates_the_values_and_requantizes(recipe: Any) -> None:
     x, other = weight(), weight(seed=1)
     for update in (
@@ -853,14 +853,14 @@ def test_in_place_arithmetic_updates_the_values_and_requantizes(recipe: Any) -> 
         assert same_parts(q, quantize(values, recipe))
 
 
-@all_recipes
+@every_recipe
 def test_dense_tensors_take_quantized_operands_in_place(recipe: Any) -> None:
     q, dense = quantize(weight(), recipe), torch.ones(64, 96, dtype=torch.bfloat16)
     dense.add_(q, alpha=2.0)
     assert same_bytes(dense, 1 + 2 * q.dequantize())
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -890,7 +890,7 @@ def test_torch_optimizers_update_quantized_parameters(
     assert type(parameter.detach()) is type(quantize(target, recipe))
 
 
-@all_recipes
+@every_recipe
 @pytest.mark.parametrize("foreach", [False, True])
 def test_one_sgd_step_is_dequantize_update_requantize(recipe: Any, foreach: bool) -> None:
     parameter, grad = nn.Parameter(quantize(weight(), recipe)), weight(seed=1)
@@ -903,7 +903,7 @@ def test_one_sgd_step_is_dequantize_update_requantize(recipe: Any, foreach: bool
 # -- what raises -----------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@every_recipe
 def test_unknown_ops_raise_instead_of_dequantizing(recipe: Any) -> None:
     q, dense = quantize(weight(), recipe), weight()
     for op in (
@@ -927,7 +927,7 @@ def test_unknown_ops_raise_instead_of_dequantizing(recipe: Any) -> None:
             op()
 
 
-@all_recipes
+@every_recipe
 def test_python_and_numpy_values_raise(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     for read in (q.tolist, q.numpy, q.__dlpack__, lambda: np.asarray(q), lambda: torch.from_dlpack(q)):
@@ -940,7 +940,7 @@ def test_python_and_numpy_values_raise(recipe: Any) -> None:
             read()
 
 
-@all_recipes
+@every_recipe
 def test_strided_slices_and_other_selects_raise(recipe: Any) -> None:
     q = quantize(weight(), recipe)
     with pytest.raises(NotImplementedError, match="only step 1"):

@@ -1,0 +1,127 @@
+"""Float8 with delayed scaling: one fp32 scale a tensor, made from the amaxes of earlier steps.
+
+    amax    = max(amax_history)  or  amax_history[0], the most recent
+    enc     = max_q * 2^-margin / amax       where amax is finite and > 0 (inf -> FLT_MAX), else the previous enc
+    scale   = 1 / enc
+    q       = RNE(clamp(x * enc, -max_q, max_q))
+    then the history is rolled by one and this step's amax recorded in front
+
+These are the formulas of TransformerEngine's delayed scaling. The history is a part like the scale: it is agreed over
+the shards, saved, loaded and resharded; only the all-gather leaves it out, for no product needs it.
+
+What a step is, decides the caller: MasterWeightOptimizer's writes are steps. Any other write (an initialisation, a
+`copy_` of dense values, an update by an ordinary optimizer) begins the history anew with the amax of what is written,
+so that values of another magnitude are never clamped to an old scale.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtensor.blocks import FLT_MAX, finite_amax, quotient
+from qtensor.float8 import (
+    FLOAT8_CAPABILITIES,
+    FLOAT8_ELEMENTS,
+    Float8,
+    Float8CurrentScaling,
+    Float8Tensor,
+    multiply,
+    rounded,
+)
+from qtensor.formats import PartSpec, register
+from qtensor.products import Route, register_route
+from qtensor.recipes import Recipe, check_choice
+
+__all__ = ["Float8DelayedScaling"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Float8DelayedScaling(Recipe):
+    """Float8 with one scale a tensor, taken from the amaxes of earlier steps.
+
+    Args:
+        element: "e4m3" (largest value 448) or "e5m2" (57344).
+        amax_history_len: number of steps that are remembered, at least 1.
+        amax_compute: "max" of the history, or "most_recent".
+        margin: powers of two of headroom, 0 or more.
+        activations: None, or "dynamic": a linear layer quantizes its input too, with one current scale a row.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    element: str = "e4m3"
+    amax_history_len: int = 1024
+    amax_compute: str = "max"
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "element", tuple(FLOAT8_ELEMENTS))
+        check_choice(self, "amax_compute", ("max", "most_recent"))
+        for field, least in (("amax_history_len", 1), ("margin", 0)):
+            value = getattr(self, field)
+            if type(value) is not int or value < least:
+                raise ValueError(f"Float8DelayedScaling: {field}={value!r} is not an integer of at least {least}")
+
+    @property
+    def of_rows(self) -> Recipe:
+        """Activations have no history: each row is scaled by its own amax."""
+        return Float8CurrentScaling(element=self.element)
+
+
+class _Float8Delayed(Float8):
+    def parts(self, recipe: Float8DelayedScaling) -> tuple[PartSpec, ...]:  # type: ignore[override]
+        dtype, _ = FLOAT8_ELEMENTS[recipe.element]
+        return (
+            PartSpec("payload", dtype),
+            PartSpec("scale", torch.float32, per_row=False),
+            PartSpec("amax_history", torch.float32, per_row=False, length=recipe.amax_history_len, gathered=False),
+        )
+
+    def shared_amax(self, x: Tensor, recipe: Float8DelayedScaling) -> Tensor | None:  # type: ignore[override]
+        return finite_amax(x)
+
+    def encode(self, x: Tensor, recipe: Float8DelayedScaling, amax: Tensor | None) -> dict[str, Tensor]:  # type: ignore[override]
+        """Parts of x with a history that begins with its amax."""
+        assert amax is not None
+        history = torch.nn.functional.pad(amax.reshape(1), (0, recipe.amax_history_len - 1))
+        return self.quantized(x, recipe, _enc(history, torch.ones_like(amax), recipe), history)
+
+    def step(
+        self, x: Tensor, recipe: Float8DelayedScaling, amax: Tensor, scale: Tensor, history: Tensor
+    ) -> dict[str, Tensor]:
+        """Parts of x under the scale that the history gives, and the history with this step's amax in front."""
+        rolled = torch.cat([amax.reshape(1), history[:-1]])
+        return self.quantized(x, recipe, _enc(history, quotient(1.0, scale), recipe), rolled)
+
+    def quantized(self, x: Tensor, recipe: Float8DelayedScaling, enc: Tensor, history: Tensor) -> dict[str, Tensor]:
+        return {"payload": rounded(x * enc, x, recipe.element), "scale": quotient(1.0, enc), "amax_history": history}
+
+
+def _enc(history: Tensor, previous: Tensor, recipe: Float8DelayedScaling) -> Tensor:
+    """The encoding scale, fp32 []."""
+    _, largest = FLOAT8_ELEMENTS[recipe.element]
+    amax = history.amax() if recipe.amax_compute == "max" else history[0]
+    enc = quotient(largest * 2.0**-recipe.margin, amax).clamp(max=FLT_MAX)
+    return torch.where(torch.isfinite(amax) & (amax > 0), enc, previous)
+
+
+class DelayedFloat8Tensor(Float8Tensor):
+    """A Float8Tensor with a history: `payload` float8 [.., K]; `scale` fp32 []; `amax_history` fp32 [len]."""
+
+    amax_history: Tensor
+
+    def encoded(self, x: Tensor, amax: Tensor | None, *, step: bool) -> dict[str, Tensor]:
+        """A step continues the history; any other write begins it anew."""
+        assert isinstance(self.recipe, Float8DelayedScaling)
+        assert amax is not None
+        if not step:
+            return FORMAT.encode(x, self.recipe, amax)
+        return FORMAT.step(x, self.recipe, amax, self.scale, self.amax_history)
+
+
+FORMAT = _Float8Delayed()
+register(Float8DelayedScaling, FORMAT, DelayedFloat8Tensor)
+register_route(Float8DelayedScaling, Route(multiply=multiply, capabilities=FLOAT8_CAPABILITIES, columns=16))
