@@ -28,7 +28,7 @@ from torch import Tensor
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.scale_sync import SharesScales
 from fsdp_hooks.torch_private import make_wrapper, tree_map, without_torch_function
-from qtensor.formats import check_shape, describe, format_of, registered, shares_scale_along
+from qtensor.formats import check_shape, describe, format_of, registered, shares_scale_along, tensor_wide
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
@@ -36,6 +36,7 @@ from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
 __all__ = ["HighPrecisionWeight"]
 
 aten = torch.ops.aten
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -80,7 +81,7 @@ class HighPrecisionWeight(SharesScales, Tensor):
         """The parts that a gather sends, as a tensor of their own."""
         x, fmt = self.dense.detach().to(torch.float32), format_of(self.recipe)
         amax, agreed = fmt.shared_amax(x, self.recipe), self.agreement.amaxes
-        if amax is not None and agreed is not None:
+        if amax is not None and agreed is not None and agreed.shape[1] == amax.numel():
             ours, own = (row.view_as(amax).to(amax.device) for row in agreed)
             amax = torch.where(amax == own, ours, amax)
         parts, kind = fmt.encode(x, self.recipe, amax), registered(self.recipe).tensor_class
@@ -113,6 +114,10 @@ class HighPrecisionWeight(SharesScales, Tensor):
         """Whether pieces cut along `dim` share a scale."""
         return shares_scale_along(self.recipe, dim, self.ndim)
 
+    def tensor_wide(self) -> str | None:
+        """The name of the tensor-wide scale of a gathered weight, None without one."""
+        return tensor_wide(self.recipe)
+
     @torch.no_grad()
     def scale_claim(self) -> Tensor:
         """fp32 [shared scales]: the amaxes of this shard."""
@@ -134,6 +139,11 @@ class HighPrecisionWeight(SharesScales, Tensor):
         if func is F.linear:
             args, kwargs = tree_map(_on_the_spot, (args, kwargs or {}))
             return F.linear(*args, **kwargs)
+        if func == _SET_DATA and isinstance(args[0], HighPrecisionWeight):
+            raise NotImplementedError(
+                f"assigning .data of {describe(args[0].shape, args[0].recipe)} is not defined; call .copy_(value) on "
+                "it under torch.no_grad(), or assign a new nn.Parameter to the module"
+            )
         if func in TORCH_FUNCTIONS:
             return TORCH_FUNCTIONS[func](*args, **(kwargs or {}))
         with without_torch_function():
@@ -146,6 +156,13 @@ class HighPrecisionWeight(SharesScales, Tensor):
         kwargs = kwargs or {}
         if func in _TRANSPOSES:
             return func(args[0].quantized(), *args[1:], **kwargs)
+        if torch.is_inference_mode_enabled():
+            if func not in _KEEPS and (whole := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return whole  # composite ops arrive whole there, elsewhere in pieces
+            if func in _KEEPS and not args[0].is_inference():
+                # a view must be the kind of tensor its base is, and what is made here would be an inference tensor
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    return func(*args, **kwargs)
         if func is aten.split.Tensor:
             refuse_resharding_to_a_smaller_mesh(args[0], args[1])
         result = func(*dense(args), **dense(kwargs))
@@ -190,12 +207,11 @@ class HighPrecisionWeight(SharesScales, Tensor):
         return f"{type(self).__name__}({self.dense.detach()!r}, gathered as {self.recipe})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the dense values, which writers of checkpoints ask for."""
-        return super().untyped_storage() if torch.compiler.is_compiling() else self.dense.untyped_storage()
+        """The storage of the dense values, which writers of checkpoints ask for.
 
-    def data_ptr(self) -> int:
-        """The address of the dense values."""
-        return self.dense.data_ptr()
+        `data_ptr()` is 0 all the same: stagers then copy the attributes, and do not set the wrapper onto a storage.
+        """
+        return super().untyped_storage() if torch.compiler.is_compiling() else self.dense.untyped_storage()
 
 
 # Results that FSDP2, DTensor and nn.Module take for the weight itself, or a part of it. Everything else gives the plain
@@ -259,11 +275,16 @@ def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return HighPrecisionWeight(result, weight.recipe, agreement=agreement, padded_rows=weight.padded_rows)
     from_start = func is not aten.slice.Tensor or (args[1:2] in ((), (0,)) and not (args[2:3] or (None,))[0])
     keeps_padding = from_start and func in (aten.slice.Tensor, aten.view.default)
-    return HighPrecisionWeight(result, weight.recipe, padded_rows=weight.padded_rows if keeps_padding else None)
+    if not keeps_padding:
+        return HighPrecisionWeight(result, weight.recipe)
+    return HighPrecisionWeight(result, weight.recipe, agreement=weight.agreement, padded_rows=weight.padded_rows)
 
 
 def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionWeight:
-    """What FSDP asks `new_zeros` for: the padded shard, whose row count is remembered."""
+    """What FSDP asks `new_zeros` for: the padded shard, whose row count is remembered.
+
+    FSDP pads uneven shards again, before the first forward and after a load, so the agreement is carried on.
+    """
     if result.shape[1:] != weight.shape[1:]:
         raise NotImplementedError(
             f"new_zeros({tuple(result.shape)}) of {describe(weight.shape, weight.recipe)} changes more than the rows. "
@@ -272,7 +293,7 @@ def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionW
         )
     check_shape(result.shape, weight.recipe, "shard", full=False)
     weight.__dict__["_fsdp_shard_rows"] = result.shape[0]
-    return HighPrecisionWeight(result, weight.recipe, padded_rows=result.shape[0])
+    return HighPrecisionWeight(result, weight.recipe, agreement=weight.agreement, padded_rows=result.shape[0])
 
 
 def _rebuild(values: Tensor, recipe: Recipe, requires_grad: bool) -> Any:  # noqa: FBT001 - called by pickle
