@@ -269,7 +269,7 @@ def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     if isinstance(result, list | tuple):
         return [HighPrecisionWeight(piece, weight.recipe) for piece in result]
     if func is aten.new_zeros.default:
-        return _padded_shard(weight, result)
+        return _padded_shard(weight, result) if result.ndim == weight.ndim else result
     if func in _SAME_ROWS or (func is aten.view.default and result.shape == weight.shape):
         agreement = Agreement(weight.agreement.amaxes) if func is aten.clone.default else weight.agreement
         return HighPrecisionWeight(result, weight.recipe, agreement=agreement, padded_rows=weight.padded_rows)

@@ -265,8 +265,11 @@ def loads_state_dicts(name: str) -> None:
         assert_kind(target)
         assert whole(target.state_dict()) == expected(), assign
         assert all(param.requires_grad for param in target.parameters())
+        for net in (target, source):
+            sync_scales(net)
         with torch.no_grad():
             assert loss(target) == loss(source)
+        source.reshard()
 
 
 @pytest.mark.parametrize("world", [1, 2])

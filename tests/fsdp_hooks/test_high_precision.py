@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_hooks import sync_scales, unsharded
@@ -397,6 +398,45 @@ def test_a_model_of_mixed_storages_agrees_by_one_all_reduce() -> None:
     run_ranks(2, _mixed_models_agree_at_once)
 
 
+class _Parallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(K, 2 * K, bias=False)
+        self.down = nn.Linear(2 * K, K, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def _is_tensor_parallel(name: str) -> None:
+    """Shards along rows and along K, where scales a row are shared too."""
+    torch.manual_seed(0)
+    with quantized_model_init(RECIPES[name], storage="high_precision"):
+        net: Any = _Parallel()
+    reference = copy.deepcopy(net)
+    mesh = mesh_of(dist.get_world_size())
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    assert sync_scales(net) == (name != "mxfp8-row")
+    size, rank = 2 * K // mesh.size(), mesh.get_local_rank()
+    mine = slice(rank * size, (rank + 1) * size)
+    for layer, its, cut in ((net.up, reference.up, mine), (net.down, reference.down, (slice(None), mine))):
+        expected = quantize(its.weight.dense, RECIPES[name])[cut]
+        _assert_parts(parts_of(local(layer.weight).quantized()), expected, name)
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    out, expected = net(x), reference(x)
+    torch.testing.assert_close(out, expected)  # sums over K in another order
+    for loss in (out, expected):
+        loss.square().sum().backward()
+    for param, its in zip(net.parameters(), reference.parameters(), strict=True):
+        assert type(param.grad.to_local()) is Tensor
+        torch.testing.assert_close(param.grad.full_tensor(), its.grad)
+
+
+def test_tensor_parallel_shards_agree_and_compute_with_the_full_weights_bytes() -> None:
+    for name in ("float8-row", "float8-tensor", "mxfp8-row", "nvfp4-row"):
+        run_ranks(2, _is_tensor_parallel, name)
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -603,17 +643,20 @@ def test_assigning_data_of_a_shard_is_refused() -> None:
 
 
 def _agreements_do_not_outlive_values(name: str) -> None:
-    """Clones, casts and loads: the gather is that of the values, whatever was agreed on before."""
+    """Copies, clones and loads: the gather is that of the values, whatever was agreed on before."""
     net = shard(_build(name))
     sync_scales(net)
     with torch.no_grad():
         for _, _, shard_ in _weights(net):
             shard_.mul_(100)
     sync_scales(net)
+    others = shard(_build(name, seed=1))
+    with torch.no_grad():
+        for (_, param, _), (_, other, _) in zip(_weights(net), _weights(others), strict=True):
+            param.copy_(other)
+    _assert_gathers_pieces(net, {fqn: _alone(shard_) for fqn, _, shard_ in _weights(net)}, "copied")
     for assign in (False, True):
-        net.load_state_dict(shard(_build(name, seed=1)).state_dict(), assign=assign)
-        pieces = {fqn: _alone(shard_) for fqn, _, shard_ in _weights(net)}
-        _assert_gathers_pieces(net, pieces, f"loaded, assign={assign}")
+        net.load_state_dict(others.state_dict(), assign=assign)
         sync_scales(net)
         _assert_gathers(net, _whole(net), RECIPES[name], f"loaded and agreed, assign={assign}")
     held = copy.deepcopy(net.state_dict())

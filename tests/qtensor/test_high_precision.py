@@ -182,6 +182,7 @@ def test_writes_reach_the_dense_tensor_of_every_alias() -> None:
 def test_new_tensors_like_a_weight() -> None:
     param = _linear(RECIPE).weight
     assert type(torch.zeros_like(param)) is Tensor
+    assert type(param.new_zeros(3)) is Tensor
     assert isinstance(torch.empty_like(param, device="meta"), HighPrecisionWeight)
     copied = param.detach().clone()
     assert isinstance(copied, HighPrecisionWeight)
