@@ -30,6 +30,7 @@ __all__ = [
     "registered",
     "shares_scale_along",
     "specs_of",
+    "tensor_wide",
 ]
 
 APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -134,6 +135,11 @@ def specs_of(recipe: Recipe) -> tuple[PartSpec, ...]:
 def block_multiple(recipe: Recipe) -> int:
     """What K must be a multiple of (1, 16 or 32)."""
     return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block))
+
+
+def tensor_wide(recipe: Recipe) -> str | None:
+    """The name of the part that is the tensor-wide scale, None for formats without one."""
+    return next((spec.name for spec in specs_of(recipe) if not spec.per_row), None)
 
 
 def shares_scale_along(recipe: Recipe, dim: int, ndim: int) -> bool:

@@ -21,10 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered, specs_of
 from qtensor.high_precision import HighPrecisionWeight
+from qtensor.loading import quantize_dense_entries
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
 
@@ -72,11 +76,17 @@ def quantized_model_init(
         yield
         return
     watch = _Registrations(recipe, storage, preserve=preserve_high_precision_init_val)
-    handle = register_module_parameter_registration_hook(watch)  # type: ignore[arg-type] # it may return a parameter
+    handles = [
+        register_module_parameter_registration_hook(watch),  # type: ignore[arg-type] # it may return a parameter
+        register_module_module_registration_hook(watch.note_parent),
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+        for root in watch.roots():
+            root.register_load_state_dict_pre_hook(quantize_dense_entries)
 
 
 class _Registrations:
@@ -91,6 +101,8 @@ class _Registrations:
         # id of a dense parameter given to a Linear -> it, and the quantized one that took its place, for as long
         # as somebody else holds the dense one. No weak reference to the quantized one: swap_tensors refuses those.
         self.replaced: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
+        # the module that each module was registered in, last
+        self.parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None:
@@ -105,6 +117,21 @@ class _Registrations:
             return self._linear_weight(module, param)
         self._elsewhere(param)
         return None
+
+    def note_parent(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """A module registration hook: who is whose child."""
+        if child is not None:
+            self.parents[child] = weakref.ref(parent)
+
+    def roots(self) -> list[nn.Module]:
+        """The outermost modules that were built around quantized weights."""
+        linears = {ref() for refs in self.linears.values() for ref in refs}
+        return list(dict.fromkeys(self._outermost(linear) for linear in linears if linear is not None))
+
+    def _outermost(self, module: nn.Module) -> nn.Module:
+        parent = self.parents.get(module)
+        above = None if parent is None else parent()
+        return module if above is None else self._outermost(above)
 
     def _elsewhere(self, param: nn.Parameter) -> None:
         """A dense parameter that is no Linear's weight: remembered, and given back to Linears that had it first."""
@@ -219,6 +246,8 @@ def quantize_(
         weight = child.weight
         q = _meta(weight, recipe) if weight.is_meta else quantize(weight, recipe)
         child.weight = nn.Parameter(q, requires_grad=weight.requires_grad)
+    if chosen:
+        model.register_load_state_dict_pre_hook(quantize_dense_entries)
     return list(chosen)
 
 

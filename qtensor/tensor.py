@@ -37,6 +37,7 @@ from qtensor.formats import (
     part_problems,
     registered,
     specs_of,
+    tensor_wide,
 )
 from qtensor.pickling import rebuild, reduced
 from qtensor.recipes import Recipe
@@ -162,7 +163,7 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
 
     def tensor_wide(self) -> str | None:
         """The name of the tensor-wide scale, None for formats without one."""
-        return next((spec.name for spec in self.specs() if not spec.per_row), None)
+        return tensor_wide(self.recipe)
 
     def row_parts(self) -> frozenset[str]:
         """Names of the parts that extend along dim 0."""
