@@ -36,7 +36,7 @@ from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import RECIPES, TENSOR_WIDE, Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_catching
 
-WIDTH, HIDDEN, TOKENS = 64, 128, 5
+WIDTH, HIDDEN, HEAD, TOKENS = 64, 128, 192, 5  # pieces are whole square blocks
 PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
 MESHES = [(1, 2), (2, 2)]  # TP alone, FSDP x TP
 STORAGES = ("quantized", "high_precision")
@@ -59,7 +59,7 @@ class Net(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(MLP(dtype) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 32, dtype=dtype)
+        self.head = nn.Linear(WIDTH, HEAD, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -411,8 +411,12 @@ def _saves_no_dense_weight(name: str, dp: int, storage: str) -> None:
     mesh = mesh_2d(dp, 2)
     net = distribute(make(RECIPES[name], storage), mesh)
     sync_scales(net)
-    weights = {HIDDEN * WIDTH, HIDDEN * WIDTH // 2, 32 * WIDTH}  # full, a rank's piece, the head; no activation's size
-    assert not weights & {TOKENS * n for n in (WIDTH, HIDDEN, HIDDEN // 2, 32)}
+    weights = {
+        HIDDEN * WIDTH,
+        HIDDEN * WIDTH // 2,
+        HEAD * WIDTH,
+    }  # whole, a piece, the head
+    assert not weights & {TOKENS * n for n in (WIDTH, HIDDEN, HIDDEN // 2, HEAD)}
     dense: list[Tensor] = []
     quantized: list[Tensor] = []
 
