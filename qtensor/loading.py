@@ -94,7 +94,9 @@ def _dense_part(value: Any, param: Tensor, local: Any) -> Tensor | None:
     if isinstance(part, QuantizedTensor):
         fits = isinstance(local, QuantizedTensor) and part.recipe.stored == local.recipe.stored
         return None if fits else part.dequantize(torch.float32)
-    return part if part.is_floating_point() and part.shape == local.shape else None
+    if not part.is_floating_point() or part.shape != local.shape:
+        return None
+    return part.to(local.dtype) if isinstance(local, HighPrecisionWeight) else part  # what will be stored, is claimed
 
 
 def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
@@ -102,7 +104,6 @@ def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
     dense, local = entry.dense, entry.local
     assert dense is not None
     if isinstance(local, HighPrecisionWeight):
-        dense = dense.to(local.dtype)
         if agreed is not None:
             local.agreement.amaxes = torch.stack([agreed, entry.claim(dense.device)])
         return HighPrecisionWeight(dense, local.recipe, agreement=local.agreement)

@@ -138,6 +138,23 @@ def test_a_dense_state_dict_into_dense_shards_is_agreed_on_too(name: str) -> Non
             run_ranks(2, loads_dense, name, how, meta=meta, storage="high_precision")
 
 
+def loads_fp32(name: str, storage: str) -> None:
+    """Values that bf16 can not hold: quantized from fp32, but stored in bf16 where the shard is dense."""
+    net, state = sharded(name, storage=storage), dense_state(name)
+    state = {key: value.float() * 1.0009765625 for key, value in state.items()}
+    net.load_state_dict(distributed(state, net))
+    reference = build(RECIPES[name], rows_for(name), seed=3, storage=storage)
+    reference.load_state_dict(state)
+    with torch.no_grad():
+        assert_same_bytes(net(batch(0)), reference(batch(0)), "output")
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_fp32_values_into_a_bf16_model_are_agreed_on_as_they_are_stored(storage: str) -> None:
+    for name in ("float8-tensor", "nvfp4-row"):
+        run_ranks(2, loads_fp32, name, storage)
+
+
 def loads_under_hsdp(name: str) -> None:
     net = shard(build(RECIPES[name], rows_for(name), seed=3), mesh=mesh_of(2, 2))
     net.load_state_dict(distributed(dense_state(name), net))
