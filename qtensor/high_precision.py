@@ -266,6 +266,9 @@ def dense(value: Any) -> Any:
 def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """The result of an op of `_KEEPS` as weights."""
     weight: HighPrecisionWeight = args[0]
+    for piece in result if isinstance(result, list | tuple) else [result]:
+        if piece.ndim == weight.ndim > 1:  # tensor parallelism may cut K
+            check_shape(piece.shape, weight.recipe, f"a piece of {describe(weight.shape, weight.recipe)}", full=False)
     if isinstance(result, list | tuple):
         return [HighPrecisionWeight(piece, weight.recipe) for piece in result]
     if func is aten.new_zeros.default:

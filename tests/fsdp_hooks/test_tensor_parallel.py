@@ -566,10 +566,12 @@ def test_cutting_k_inside_a_block_is_refused(name: str, columns: int, multiple: 
         assert words in messages[0], messages[0]
 
 
-@pytest.mark.xfail(reason="found in the first product only, by the shape of a reshape", strict=True)
-@pytest.mark.parametrize(("name", "columns", "multiple"), CUT_BLOCKS[:1])
-def test_cutting_k_inside_a_block_of_what_is_gathered_is_refused(name: str, columns: int, multiple: int) -> None:
-    messages = run_ranks_catching(2, _cuts_a_block, name, columns, "high_precision", "scattered")
+@pytest.mark.parametrize("how", ["scattered", "cut", "meta"])
+@pytest.mark.parametrize(("name", "columns", "multiple"), CUT_BLOCKS)
+def test_cutting_k_inside_a_block_of_what_is_gathered_is_refused(
+    name: str, columns: int, multiple: int, how: str
+) -> None:
+    messages = run_ranks_catching(2, _cuts_a_block, name, columns, "high_precision", how)
     assert len(set(messages)) == 1, messages
-    assert "ValueError" in messages[0]
-    assert f"{multiple}" in messages[0]
+    for words in ("ValueError", f"(64, {columns})", f"K={columns // 2}", f"not a multiple of {multiple}"):
+        assert words in messages[0], messages[0]
