@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import groups_sharing, local_of, max_over_groups, shard_groups, sync_scales
+from fsdp_hooks.scale_sync import (
+    SharesScales,
+    groups_sharing,
+    local_of,
+    max_over_groups,
+    shard_groups,
+    sync_scales,
+)
 from qtensor.masters import digest_of, master_of, outside_writes, refill
 from qtensor.tensor import QuantizedTensor
 
@@ -202,20 +209,26 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _write_back(self, stepped: list[Tensor]) -> None:
         """Masters -> parameters.
 
-        The amaxes of tensor-wide formats, and whether a parameter moved on any rank, travel in one all-reduce. All
-        trainable quantized parameters take part in it every time, so that ranks never differ in what they reduce.
+        The amaxes of shared scales, and whether a parameter moved on any rank, travel in one all-reduce. All trainable
+        parameters that are gathered quantized take part in it every time, so that ranks never differ in what they
+        reduce.
         """
         written: list[Tensor] = []
         quantized: list[tuple[Tensor, Any, Tensor]] = []
+        dense: list[tuple[Tensor, SharesScales]] = []  # storage="high_precision"
         for param, master in self._masters.items():
             local = local_of(param)
-            if isinstance(local, QuantizedTensor) and param.requires_grad:
-                quantized.append((param, local, local_of(master)))
-            elif param.grad is not None and master is not param and not isinstance(local, QuantizedTensor):
+            if isinstance(local, QuantizedTensor):
+                if param.requires_grad:
+                    quantized.append((param, local, local_of(master)))
+                continue
+            if param.grad is not None and master is not param:
                 local.copy_(local_of(master))
                 written.append(param)
-        if quantized:
-            amaxes, moved = self._agree(quantized)
+            if isinstance(local, SharesScales) and param.requires_grad:
+                dense.append((param, local))
+        if quantized or dense:
+            amaxes, moved = self._agree(quantized, dense)
             move = [True] * len(quantized)
             if self._fresh or len(stepped) < len(self._masters):  # a host sync, rare once all have been written
                 move = [bool(flag) for flag in moved.tolist()]
@@ -227,17 +240,28 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for param in written:
             self._written[param] = digest_of(param)
 
-    def _agree(self, quantized: list[tuple[Tensor, Any, Tensor]]) -> tuple[list[Tensor | None], Tensor]:
-        """Over all shards: the amaxes of shared scales (None where no other shard shares one), and who moved [n]."""
+    def _agree(
+        self, quantized: list[tuple[Tensor, Any, Tensor]], dense: list[tuple[Tensor, SharesScales]]
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Over all shards: the amaxes of shared scales (None where no other shard shares one), and who moved [n].
+
+        Dense shards adopt theirs.
+        """
         values: list[Tensor] = []
         groups: list[list[dist.ProcessGroup]] = []
         for param, local, master in quantized:
             sharing = groups_sharing(param)
             values += [local.shared_amax(master) if sharing else master.new_zeros(0), self._moved(param, local, master)]
             groups += [sharing, shard_groups(param)]
+        claiming = [(shard, sharing) for param, shard in dense if (sharing := groups_sharing(param))]
+        values += [shard.scale_claim() for shard, _ in claiming]
+        groups += [sharing for _, sharing in claiming]
         agreed, _ = max_over_groups(values, groups)
-        amaxes = [amax if sharing else None for amax, sharing in zip(agreed[::2], groups[::2], strict=True)]
-        return amaxes, torch.cat(agreed[1::2])
+        both = 2 * len(quantized)
+        for (shard, _), claim in zip(claiming, agreed[both:], strict=True):
+            shard.adopt_scale(claim)
+        amaxes = [amax if sharing else None for amax, sharing in zip(agreed[:both:2], groups[:both:2], strict=True)]
+        return amaxes, torch.cat(agreed[1:both:2]) if quantized else torch.zeros(0)
 
     def _moved(self, param: Tensor, local: QuantizedTensor, master: Tensor) -> Tensor:
         """fp32 [1]: whether this rank's master moved (1) or not (0)."""
