@@ -181,6 +181,11 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "Shard(dim > 0) placements, which quantized weights do not support; shard on dim 0 (tensor parallelism may "
             "use dim 1)"
         )
+    if len(shape) == 1:
+        raise NotImplementedError(
+            f"sharding {describe(q.shape, q.recipe)}: FSDP2 would cut its one row along K; keep it out by "
+            "fully_shard(ignored_params=...), or leave it dense"
+        )
     out = _allocate(q, shape, kwargs, zero=True)
     out.arrangement = Arrangement(padded_rows=shape[0], allocated=True)
     if q.arrangement.shards is None and not q.is_meta:

@@ -1,11 +1,11 @@
 """`full_tensor()` and `distribute_tensor()`: the collectives that DTensor runs on local tensors, part by part.
 
-    full_tensor        constant_pad_nd (uneven shards) -> all_gather_into_tensor -> wait_tensor -> slice
+    full_tensor        constant_pad_nd (uneven shards) -> all_gather_into_tensor -> wait_tensor -> slice, cat (columns)
     distribute_tensor  split -> constant_pad_nd -> scatter_ from rank 0 -> slice
 
 The result of a gather has the bytes of the shards. Its tensor-wide scale is the agreed one, or, where the shards hold
-different ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). Only gathers along dim 0 are
-defined; `unsharded()` is the way for whole modules.
+different ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). What gathers over more than one
+mesh dim, or puts columns together, needs agreed scales.
 """
 
 from typing import Any
@@ -35,6 +35,36 @@ def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along = q.row_parts()
     parts = {name: _padded(part, pad[-1]) if name in along else part.clone() for name, part in q.parts().items()}
     return q.with_parts(parts, arrangement=Arrangement(padded_rows=q.shape[0] + pad[-1]))
+
+
+@implements(aten.cat.default)
+def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pieces of one weight put together: what a gather of columns, and a cut along a strided dim, end with."""
+    pieces, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0][0].ndim
+    first = next(piece for piece in pieces if isinstance(piece, QuantizedTensor))
+    alike = all(
+        isinstance(q, QuantizedTensor)
+        and q.recipe.stored == first.recipe.stored
+        and q.arrangement.flat is None
+        and q.arrangement.shards is None
+        for q in pieces
+    )
+    shared = [spec.name for spec in first.specs() if not spec.extends_along(dim, first.ndim)] if alike else []
+    if not alike or any(not torch.equal(getattr(q, name), getattr(first, name)) for q in pieces for name in shared):
+        raise NotImplementedError(
+            f"cat of {[tuple(q.shape) for q in pieces]}: only quantized tensors of one recipe whose shared scales are "
+            "equal (fsdp_hooks.sync_scales) can be joined"
+        )
+    parts = {
+        name: part.clone() if name in shared else _joined([getattr(q, name) for q in pieces], dim)
+        for name, part in first.parts().items()
+    }
+    return first.with_parts(parts, arrangement=Arrangement())
+
+
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    """torch.cat, as bytes: it knows no float8."""
+    return torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim).view(pieces[0].dtype)
 
 
 @implements(c10d.all_gather_into_tensor.default)

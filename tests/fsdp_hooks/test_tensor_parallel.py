@@ -406,8 +406,6 @@ def test_tensor_wide_scales_agree_over_both_mesh_dims(dp: int) -> None:
 
 # -- full tensors ------------------------------------------------------------------------------------------------------
 
-NO_CAT = pytest.mark.xfail(reason="aten.cat of quantized pieces, which torch asks for, has no handler", strict=True)
-
 
 def _puts_weights_together(layer: str, dp: int, storage: str) -> None:
     mesh = mesh_2d(dp, 2)
@@ -426,7 +424,7 @@ def _puts_weights_together(layer: str, dp: int, storage: str) -> None:
     [
         ("up", "quantized"),
         ("up", "high_precision"),
-        pytest.param("down", "quantized", marks=NO_CAT),
+        ("down", "quantized"),
         ("down", "high_precision"),
     ],
 )
@@ -449,7 +447,7 @@ def _takes_distributed_weights(layer: str, dp: int) -> None:
         assert_reference_bytes(net, reference, name)
 
 
-@pytest.mark.parametrize(("layer", "dp"), [("up", 1), pytest.param("up", 2, marks=NO_CAT), ("down", 1), ("down", 2)])
+@pytest.mark.parametrize(("layer", "dp"), [("up", 1), ("up", 2), ("down", 1), ("down", 2)])
 def test_pieces_are_filled_by_distribute_tensor(layer: str, dp: int) -> None:
     run_ranks(2 * dp, _takes_distributed_weights, layer, dp)
 

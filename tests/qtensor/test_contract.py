@@ -911,7 +911,6 @@ def test_unknown_ops_raise_instead_of_dequantizing(recipe: Any) -> None:
         lambda: q * dense,
         lambda: dense - q,
         q.sum,
-        lambda: torch.cat([q, q]),
         q.exp,
         lambda: q == dense,
         q.sort,
@@ -925,6 +924,18 @@ def test_unknown_ops_raise_instead_of_dequantizing(recipe: Any) -> None:
             match=rf"aten\..* is not defined for quantized tensors \(got .*{type(q).__name__}.*\); call .dequantize",
         ):
             op()
+
+
+@every_recipe
+def test_cat_joins_pieces_that_share_their_scales(recipe: Any) -> None:
+    q = quantize(weight(), recipe)
+    for dim in (0, 1):
+        assert same_parts(torch.cat(q.split(32, dim), dim), q)
+    other = quantize(weight(seed=1) * 3, recipe)
+    mixed = [q, quantize(weight(), MXFP8BlockScaling(element="e5m2", scale_rounding="floor"))]
+    for pieces in (mixed, [q, weight()], *([[q, other]] if q.tensor_wide() else [])):
+        with pytest.raises(NotImplementedError, match=r"^cat of \[.*\]: only quantized tensors of one recipe whose"):
+            torch.cat(pieces)
 
 
 @every_recipe

@@ -133,15 +133,16 @@ def test_bad_values_are_named() -> None:
         ("amax_history_len", True, "amax_history_len=True is not an integer of at least 1"),
         ("margin", -1, "margin=-1 is not an integer of at least 0"),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=rf"^Float8DelayedScaling: {message}$"):
             Float8DelayedScaling(**{field: value})
-        assert str(error.value) == f"Float8DelayedScaling: {message}"
-    with pytest.raises(ValueError) as error, quantized_model_init(Float8DelayedScaling(), storage="high_precision"):
-        pass
-    assert str(error.value).startswith("quantized_model_init: Float8DelayedScaling(element='e4m3', ")
-    assert 'keeps a history, which storage="high_precision" has no place for; use storage="quantized"' in str(
-        error.value
+    refusal = (
+        r'^quantized_model_init: Float8DelayedScaling\(.*\) keeps a history, which storage="high_precision" has no'
     )
+    with (
+        pytest.raises(ValueError, match=refusal),
+        quantized_model_init(Float8DelayedScaling(), storage="high_precision"),
+    ):
+        pass
 
 
 def test_the_history_travels_through_copies_and_pickle() -> None:

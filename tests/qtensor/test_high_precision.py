@@ -25,8 +25,7 @@ from qtensor.high_precision import HighPrecisionWeight
 from tests.qtensor.recipes_under_test import RECIPES, same_bytes, same_parts, weight
 
 ROWS, COLUMNS = 64, 96
-STATELESS = {name: recipe for name, recipe in RECIPES.items() if not hasattr(recipe, "amax_history_len")}
-all_recipes = pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS.keys())
+all_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 RECIPE = Float8CurrentScaling(granularity="tensor")
 
 
@@ -263,13 +262,6 @@ def test_an_unknown_storage_is_refused() -> None:
         pytest.raises(ValueError, match="storage='dense' is not one of 'quantized', 'high_precision'"),
         quantized_model_init(RECIPE, storage="dense"),
     ):
-        pass
-
-
-@pytest.mark.parametrize("recipe", [recipe for name, recipe in RECIPES.items() if name not in STATELESS], ids=repr)
-def test_a_recipe_with_a_history_is_refused(recipe: Any) -> None:
-    words = r'keeps a history, which storage="high_precision" has no place for; use storage="quantized"'
-    with pytest.raises(ValueError, match=words), quantized_model_init(recipe, storage="high_precision"):
         pass
 
 
