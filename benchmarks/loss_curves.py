@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,8 @@ def block_losses(model: nn.Module, blocks: torch.Tensor) -> list[float]:
     return losses
 
 
-def train(variant: str, settings: Settings) -> dict[str, Any]:
-    """One curve: the training loss of each step, and the held-out losses before, between and after them."""
+def train(variant: str, settings: Settings) -> Iterator[dict[str, Any]]:
+    """One curve, as far as it is, at each evaluation: training loss of each step, held-out losses in between."""
     model = sharded_model(variant)
     optimizer = qt.MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=settings.lr, fused=True)
     for param in model.parameters():
@@ -128,8 +128,8 @@ def train(variant: str, settings: Settings) -> dict[str, Any]:
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
         if (step + 1) % settings.eval_every == 0 or step + 1 == settings.steps:
             curve["held_out"][step + 1] = block_losses(model, held_out)
-    curve["seconds_per_step"] = round((time.perf_counter() - began) / settings.steps, 2)  # evaluations included
-    return curve
+            curve["seconds_per_step"] = round((time.perf_counter() - began) / (step + 1), 2)  # evaluations included
+            yield curve
 
 
 def summary(curve: dict[str, Any], baseline: dict[str, Any] | None, window: int) -> dict[str, Any]:
@@ -203,6 +203,12 @@ def report(runs: Path) -> Path:
     return out
 
 
+def finished(path: Path) -> bool:
+    """Whether this is the record of a run that reached its last step."""
+    record = json.loads(path.read_text()) if path.exists() else None
+    return record is not None and str(record["settings"]["steps"]) in record["curve"]["held_out"]
+
+
 def main() -> None:
     """One curve, all curves, or the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,16 +226,16 @@ def main() -> None:
         print(f"written to {report(args.runs)}")
     elif args.all:
         options = [f"--{key.replace('_', '-')}={value}" for key, value in dataclasses.asdict(settings).items()]
-        for variant in tqdm([variant for variant, path in paths.items() if not path.exists()], desc="variants"):
+        for variant in tqdm([variant for variant, path in paths.items() if not finished(path)], desc="variants"):
             command = [sys.executable, "-m", "benchmarks.loss_curves", "--variant", variant, "--runs", str(args.runs)]
             subprocess.run([*command, *options], check=True, cwd=ROOT, env={**KEEP_PAGES, **os.environ})
     else:
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-        record = {"settings": dataclasses.asdict(settings), **machine_and_versions()}
-        record["curve"] = train(args.variant, settings)
-        dist.destroy_process_group()
         args.runs.mkdir(parents=True, exist_ok=True)
-        paths[args.variant].write_text(json.dumps(record, indent=1))
+        record = {"settings": dataclasses.asdict(settings), **machine_and_versions()}
+        for curve in train(args.variant, settings):
+            paths[args.variant].write_text(json.dumps({**record, "curve": curve}, indent=1))
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

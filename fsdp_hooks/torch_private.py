@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,7 @@ __all__ = [
     "compute_local_shape_and_global_offset",
     "dtensor_around",
     "flatten_state_dict",
+    "is_tracing",
     "make_wrapper",
     "tree_map",
     "without_torch_function",
@@ -36,6 +38,14 @@ assert callable(tree_map)
 
 # Documented by torch as the way to leave __torch_function__; its public twin wraps plain results in the subclass again.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile is at work, describing tensors or running their operations on fake ones.
+
+    torch.compiler.is_compiling() says so from torch 2.13 on; before, it is False to eager code that a tracer calls.
+    """
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def make_wrapper(

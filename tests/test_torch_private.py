@@ -144,6 +144,20 @@ def test_without_torch_function_leaves_a_subclass_alone() -> None:
         torch.add(loud, 1)
 
 
+def test_is_tracing_is_true_while_a_compiler_looks_at_tensors() -> None:
+    seen: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        seen.append(torch_private.is_tracing())
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    torch.compiler.reset()
+    assert seen == [True]
+    assert not torch_private.is_tracing()
+
+
 def test_make_wrapper_makes_a_tensor_without_data() -> None:
     class Wrapper(torch.Tensor):
         @classmethod
