@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import (
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+)
 from qtensor.formats import format_of
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
@@ -191,12 +198,13 @@ def test_it_looks_like_a_dense_tensor(recipe: Any) -> None:
 
 @every_recipe
 def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
-    """Float8 1 byte an element + 4 a row or tensor; MXFP8 1 + 1/32; NVFP4 1/2 + 1/16, + 4."""
+    """Float8 1 byte an element + 4 a row or tensor, and 4 a step of history; MXFP8 1 + 1/32; NVFP4 1/2 + 1/16, + 4."""
     rows, columns = 64, 96
     q = quantize(weight(rows, columns), recipe)
     n = rows * columns
     expected = {
         "Float8CurrentScaling": n + 4 * (rows if getattr(recipe, "granularity", "") == "row" else 1),
+        "Float8DelayedScaling": n + 4 + 4 * getattr(recipe, "amax_history_len", 0),
         "MXFP8BlockScaling": n + n // 32,
         "NVFP4BlockScaling": n // 2 + n // 16 + 4,
     }[type(recipe).__name__]
@@ -207,8 +215,8 @@ def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
 @every_recipe
 def test_parts_alias_and_are_attributes(recipe: Any) -> None:
     q = quantize(weight(), recipe)
-    names = ["payload", "scale", "global_scale"] if isinstance(recipe, NVFP4BlockScaling) else ["payload", "scale"]
-    assert list(q.parts()) == names
+    names = {NVFP4BlockScaling: ["global_scale"], Float8DelayedScaling: ["amax_history"]}.get(type(recipe), [])
+    assert list(q.parts()) == ["payload", "scale", *names]
     for name, part in q.parts().items():
         assert getattr(q, name) is part
         assert type(part) is Tensor
@@ -257,7 +265,7 @@ def test_row_slices_alias_the_same_rows_of_all_parts(recipe: Any) -> None:
     assert cut.shape == (32, 96)
     assert aliases(cut, q)
     for name, part in q.parts().items():
-        assert same_bytes(cut.parts()[name], part[16:48] if part.ndim else part)
+        assert same_bytes(cut.parts()[name], part[16:48] if part.ndim > 1 else part)
     assert same_bytes(cut.dequantize(), q.dequantize()[16:48])
     cut.payload.view(torch.uint8).zero_()
     assert (q.dequantize()[16:48] == 0).all()
