@@ -252,17 +252,13 @@ def train(net: Any, reference: Any, mesh: DeviceMesh, case: tuple[str, str], x_o
         before = {fqn: tensor.clone() for fqn, tensor in expand(dict(reference.named_parameters())).items()}
         with Collectives() as comms:
             optimizer.step()
-        fused = groups if storage == "quantized" else 0
+        fused = groups if storage == "quantized" else agreements  # there "who moved" travels along, over every group
         assert comms.counts.pop("allreduce_", 0) == fused, (step, comms.counts)
         assert not comms.counts, comms.counts
         its_optimizer.step()
         moved = [fqn for fqn, now in expand(dict(reference.named_parameters())).items() if _moved(now, before[fqn])]
         assert moved, "nothing was trained"
         assert_reference_bytes(net, reference, f"step {step}")
-        if storage == "high_precision":  # its gathers agree once sync_scales has run
-            with Collectives() as comms:
-                assert sync_scales(net) == agreements
-            assert comms.counts["allreduce_"] == agreements
         optimizer.zero_grad()
 
 
