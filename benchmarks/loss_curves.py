@@ -186,8 +186,9 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
 
 def report(runs: Path) -> Path:
-    """Merge the curves found in `runs`, write them with their settings and machine, and draw them."""
-    found = {run["curve"]["variant"]: run for run in (json.loads(path.read_text()) for path in runs.glob("*.json"))}
+    """Merge the finished curves in `runs`, write them with their settings and machine, and draw them."""
+    complete = [json.loads(path.read_text()) for path in runs.glob("*.json") if finished(path)]
+    found = {run["curve"]["variant"]: run for run in complete}
     records = [found[variant] for variant in VARIANTS if variant in found]
     shared = {key: value for key, value in records[0].items() if key != "curve"}
     for record in records:
