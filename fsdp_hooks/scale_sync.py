@@ -7,13 +7,16 @@ each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x 
 the DTensor at the moment of use and stored nowhere.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from fsdp_hooks.all_gather import AllGatherHooks
 
 __all__ = ["SharesScales", "groups_sharing", "local_of", "max_over_groups", "shard_groups", "sync_scales"]
 
@@ -50,10 +53,15 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
         The number of all-reduces: one for each distinct group with anything to agree on, 0 in a single process.
 
     Raises:
-        ValueError: such parameters are on the meta device.
+        ValueError: such parameters are on the meta device, or are gathered.
     """
-    params = model_or_params.parameters() if isinstance(model_or_params, torch.nn.Module) else model_or_params
+    params = parameters_at_rest(model_or_params) if isinstance(model_or_params, torch.nn.Module) else model_or_params
     params = [param for param in params if _can_share(param)]
+    if any(_is_gathered(param) for param in params):
+        raise ValueError(
+            "sync_scales: the parameters are those gathered for a forward, not the shards; call reshard() on their "
+            "FSDP modules, and take model.parameters() anew"
+        )
     shared = [(param, groups) for param in params if (groups := groups_sharing(param))]
     if any(param.is_meta for param in params):
         raise ValueError(
@@ -65,6 +73,19 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
         for shard, claim in zip(shards, agreed, strict=True):
             shard.adopt_scale(claim)
     return collectives
+
+
+def parameters_at_rest(module: torch.nn.Module) -> Iterator[Tensor]:
+    """The parameters of a module, sharded: a forward without backward leaves some gathered, such as a root's own."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+    yield from module.parameters()
+
+
+def _is_gathered(param: Tensor) -> bool:
+    local = local_of(param)
+    return isinstance(local, AllGatherHooks) and local.arrangement.shards is not None
 
 
 def _can_share(param: Tensor) -> bool:

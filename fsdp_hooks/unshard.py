@@ -223,8 +223,8 @@ def _own_rows(slot: _Slot, full: Tensor) -> Tensor:
     mesh = slot.sharded.device_mesh
     tensor_parallel = slot.full.device_mesh.ndim if isinstance(slot.full, DTensor) else 0
     for dim, placement in enumerate(slot.sharded.placements[: mesh.ndim - tensor_parallel]):
-        if placement.is_shard():
-            along = placement.dim  # type: ignore[attr-defined]
+        along = getattr(placement, "dim", None)  # FSDP over TP on the same dim is strided: no is_shard()
+        if along is not None:
             full = full.narrow(along, *_chunk(full.shape[along], mesh.size(dim), mesh.get_local_rank(dim)))
     return full
 
@@ -234,10 +234,6 @@ def _chunk(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     size = -(-rows // ranks)
     start = min(rank * size, rows)
     return start, min(size, rows - start)
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return part.contiguous().view(torch.uint8)
 
 
 def _local(param: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 The claim is one flat fp32 tensor, so that those of a whole model travel in one all-reduce:
 
-    [scale ..., amax of the preserved initial value ..., amax history ...]      (each 0 or empty where there is none)
+    [scale ..., amax of the preserved initial value ..., scale as it is ..., minus that ..., amax history ...]
 
-A scale is claimed as 0 where every value under it is 0: the scale of zeros says nothing.
+A scale is claimed as 0 where every value under it is 0: the scale of zeros says nothing. The largest and the smallest
+scale as they are tell whether all shards agree already; then no byte changes.
 """
 
 from typing import Any
@@ -27,36 +28,41 @@ class AgreedScales(SharesScales):
 
     @torch.no_grad()
     def scale_claim(self: Any) -> Tensor:
-        """fp32 [2 n + history]: scales, amaxes of the initial value, history; n scales are shared."""
+        """fp32 [4 n + history]: see the module's docstring; n scales are shared."""
         scale = self.shared_scale().reshape(-1)
         amax = self.shared_amax(self.decoded(torch.float32))
         init = torch.zeros_like(scale) if self.init_value is None else self.shared_amax(self.init_value)
-        claims = [torch.where(amax > 0, scale, torch.zeros_like(scale)), init, *self.history()]
+        claims = [torch.where(amax > 0, scale, torch.zeros_like(scale)), init, scale, -scale, *self.history()]
         return torch.cat(claims)
 
     @torch.no_grad()
     def adopt_scale(self: Any, agreed: Tensor) -> None:
-        """Re-encode under the agreed scale; a scale that is the same leaves its bytes alone.
+        """Re-encode under the agreed scale; shards that agree already keep their bytes.
 
         With a preserved initial value this is the quantization of the full tensor's value, bit for bit.
         """
-        scale = self.shared_scale()
-        claimed, amax = agreed[: scale.numel()].view_as(scale), agreed[scale.numel() :][: scale.numel()].view_as(scale)
+        fmt, scale = format_of(self.recipe), self.shared_scale()
+        claimed, amax, largest, smallest = (
+            piece.view_as(scale) for piece in agreed[: 4 * scale.numel()].split(scale.numel())
+        )
+        same = largest == -smallest
         if self.init_value is not None:
-            self.write(self.init_value, amax)
-            return
-        claimed = torch.where(claimed > 0, claimed, torch.ones_like(claimed))
-        new = format_of(self.recipe).adopt(self.decoded(torch.float32), self.recipe, claimed)
-        same = scale == claimed
+            new = fmt.encode(self.init_value.float(), self.recipe, amax)
+        else:
+            claimed = torch.where(claimed > 0, claimed, torch.ones_like(claimed))
+            new = fmt.adopt(self.decoded(torch.float32), self.recipe, claimed)
+            same = same | (scale == claimed)
         parts = self.parts()
         for name, value in new.items():
-            if parts[name].ndim == 0:
-                parts[name].copy_(value)
+            if name == "amax_history":
+                continue
+            if value.dtype == torch.float32:
+                parts[name].copy_(torch.where(same, parts[name], value))
             else:  # as bytes, since torch.where knows no float8
                 own, theirs = parts[name].view(torch.uint8), value.view(torch.uint8)
                 own.copy_(torch.where(same, own, theirs))
         for history in self.history():
-            history.copy_(agreed[2 * scale.numel() :])
+            history.copy_(agreed[4 * scale.numel() :])
 
     def shared_scale(self: Any) -> Tensor:
         """The scale that cuts can share, fp32: [] where it is tensor-wide, else [.., N, 1]."""

@@ -50,7 +50,9 @@ class Agreement:
 
 
 class HighPrecisionWeight(SharesScales, Tensor):
-    """A dense tensor [.., K] that FSDP2 gathers quantized; any other operation sees the dense tensor.
+    """A dense tensor [.., K] that FSDP2 gathers quantized.
+
+    F.linear, t() and transpose() quantize it, since they begin products; any other operation sees the dense tensor.
 
     Attributes:
         dense: the values, a plain tensor of this shape, dtype and device.
@@ -154,15 +156,19 @@ class HighPrecisionWeight(SharesScales, Tensor):
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _TRANSPOSES:
-            return func(args[0].quantized(), *args[1:], **kwargs)
+        if func in _RESHAPES_IN_PLACE:
+            raise NotImplementedError(
+                f"{func} of {describe(args[0].shape, args[0].recipe)}; use the op that returns a new tensor"
+            )
         if torch.is_inference_mode_enabled():
             if func not in _KEEPS and (whole := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return whole  # composite ops arrive whole there, elsewhere in pieces
-            if func in _KEEPS and not args[0].is_inference():
+            if (func in _KEEPS or func in _TRANSPOSES) and not args[0].is_inference():
                 # a view must be the kind of tensor its base is, and what is made here would be an inference tensor
                 with torch.inference_mode(mode=False), torch.no_grad():
                     return func(*args, **kwargs)
+        if func in _TRANSPOSES:
+            return func(args[0].quantized(), *args[1:], **kwargs)
         if func is aten.split.Tensor:
             refuse_resharding_to_a_smaller_mesh(args[0], args[1])
         result = func(*dense(args), **dense(kwargs))
@@ -237,7 +243,12 @@ _KEEPS = frozenset(
 _SAME_ROWS = frozenset(
     {aten.detach.default, aten.alias.default, aten._to_copy.default, aten._pin_memory.default, aten.clone.default}
 )
+# How DTensor begins a product with the weight; the product is one with the quantized values, as under F.linear.
 _TRANSPOSES = frozenset({aten.t.default, aten.transpose.int})
+_RESHAPES_IN_PLACE = frozenset(
+    {aten.t_.default, aten.transpose_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.unsqueeze_.default}
+    | {aten.resize_.default, aten.as_strided_.default, aten.set_.source_Tensor}
+)
 
 
 class _Quantize(torch.autograd.Function):

@@ -1,22 +1,24 @@
 """A dense state dict into a quantized model: the bytes of quantize-then-shard, whatever the sharding.
 
-    load_state_dict  ->  hook on the root  ->  amax of every dense shard, one all-reduce for the whole model
-                                           ->  dense entries replaced by quantized ones  ->  torch copies, or assigns
+    load_state_dict  ->  hook of the outermost module  ->  amax of every dense shard, one all-reduce for all
+                                                       ->  quantized entries in their place  ->  torch copies or assigns
 
 Without it each shard would choose a scale of its own, and `assign=True` would put dense parameters in place of the
 quantized ones. A local tensor never learns the mesh it is part of; the hook sees the parameters, which are DTensors,
-and all of them at once, so that the agreement is one collective. It runs on every rank that finds dense entries for
-weights with shared scales in its state dict; all ranks must load the same names.
+and all of them at once, so that the agreement is one collective. Every module around quantized weights has the hook,
+so that any of them can be loaded alone; those inside find their entries quantized already, and have nothing to do.
 
-Entries that are quantized with the parameter's recipe pass through untouched.
+It is collective where dense entries belong to weights that share scales: all ranks must load the same names. Entries
+that are quantized with the parameter's recipe pass through untouched.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import Arrangement
@@ -26,7 +28,7 @@ from qtensor.formats import format_of
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["quantize_dense_entries"]
+__all__ = ["quantize_dense_entries", "watch_loads"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,19 @@ class _Entry:
         return amax.reshape(-1)
 
 
+def watch_loads(modules: Iterable[nn.Module]) -> None:
+    """Put the hook on each of `modules` that has a quantized weight in it."""
+    for module in modules:
+        if any(isinstance(param, QuantizedTensor | HighPrecisionWeight) for param in module.parameters()):
+            module.register_load_state_dict_pre_hook(quantize_dense_entries)
+
+
 @torch.no_grad()
 def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace dense entries of quantized parameters; a load_state_dict pre-hook (torch hands it a copy of the dict)."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()  # a forward without backward leaves weights gathered; torch's own hook comes later
     entries = list(_entries(module, state_dict, prefix))
     groups = [groups_sharing(entry.param) for entry in entries]
     shared = [index for index, own in enumerate(groups) if own]
@@ -74,29 +86,51 @@ def _entries(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> I
         if isinstance(local, QuantizedTensor | HighPrecisionWeight):
             # activation checkpointing's wrapper takes its own name out of the keys
             key = fqn if fqn in state_dict else fqn.replace("_checkpoint_wrapped_module.", "")
-            yield _Entry(key, param, local, _dense_part(state_dict.get(key), param, local))
+            yield _Entry(key, param, local, _dense_part(key, state_dict.get(key), param, local))
 
 
-def _dense_part(value: Any, param: Tensor, local: Any) -> Tensor | None:
+def _dense_part(key: str, value: Any, param: Tensor, local: Any) -> Tensor | None:
     """This rank's part of an entry that has to be quantized; None for one that torch handles as it is."""
-    if not isinstance(value, Tensor) or value.shape != param.shape or value.is_meta:
+    value = _placed(key, value, param)
+    if value is None:
         return None
-    if isinstance(param, DTensor):
-        if not isinstance(value, DTensor) or value.device_mesh != param.device_mesh:
-            return None
+    part = _values(local_of(value), local)
+    if part is None or not part.is_floating_point():
+        return None
+    if part.numel() != local.numel():
+        raise ValueError(
+            f"{key}: this rank's part of the state dict's entry has shape {tuple(part.shape)}, its shard "
+            f"{tuple(local.shape)}; cut the entry as the parameter is cut (distribute_tensor)"
+        )
+    part = part.reshape(local.shape)  # an empty one may have lost its columns
+    return part.to(local.dtype) if isinstance(local, HighPrecisionWeight) else part  # what will be stored, is claimed
+
+
+def _placed(key: str, value: Any, param: Tensor) -> Tensor | None:
+    """The entry, placed as the parameter is; None where it is no tensor of that shape and kind (torch says more)."""
+    fits = isinstance(value, Tensor) and value.shape == param.shape and not value.is_meta
+    if not fits or isinstance(value, DTensor) != isinstance(param, DTensor):
+        return None
+    if isinstance(value, DTensor) and isinstance(param, DTensor):
+        if value.device_mesh != param.device_mesh:
+            raise ValueError(
+                f"{key}: the state dict holds a DTensor on {value.device_mesh}, the parameter is on "
+                f"{param.device_mesh}; distribute it on the parameter's mesh"
+            )
         if value.placements != param.placements:
             value = value.redistribute(param.device_mesh, param.placements)
-    elif isinstance(value, DTensor):
-        return None
-    part = local_of(value)
+    return value  # type: ignore[no-any-return]
+
+
+def _values(part: Tensor, local: Any) -> Tensor | None:
+    """The dense values of an entry's local tensor; None where it is of the parameter's own kind already."""
     if isinstance(part, HighPrecisionWeight):
-        part = part.dense
+        settled = isinstance(local, HighPrecisionWeight) and part.agreement is local.agreement
+        return None if settled else part.dense  # settled: an outer module's hook has put it there
     if isinstance(part, QuantizedTensor):
         fits = isinstance(local, QuantizedTensor) and part.recipe.stored == local.recipe.stored
         return None if fits else part.dequantize(torch.float32)
-    if not part.is_floating_point() or part.shape != local.shape:
-        return None
-    return part.to(local.dtype) if isinstance(local, HighPrecisionWeight) else part  # what will be stored, is claimed
+    return part
 
 
 def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:

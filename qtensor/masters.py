@@ -21,18 +21,32 @@ __all__ = ["digest_of", "master_of", "outside_writes", "refill"]
 
 
 def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
-    """The parameters whose bytes are no longer those of their recorded digests; one host sync for all of them."""
+    """The parameters whose bytes are no longer those of their recorded digests; one host sync for all of them.
+
+    One whose preserved initial value was not written along (a write into its parts) loses that: it is another weight's.
+    """
     if not records:
         return []
     now = torch.stack([digest_of(param) for param in records])
-    same = (now == torch.stack(list(records.values()))).tolist()
-    return [param for param, kept in zip(records, same, strict=True) if not kept]
+    same = (now == torch.stack(list(records.values()))).tolist()  # [params, 2]
+    changed = []
+    for param, (bytes_kept, init_kept) in zip(records, same, strict=True):
+        local = local_of(param)
+        if bytes_kept:
+            continue
+        if init_kept and isinstance(local, QuantizedTensor):
+            local.init_value = None
+        changed.append(param)
+    return changed
 
 
 def digest_of(param: Tensor) -> Tensor:
-    """int64 []: a digest of all bytes of a parameter on this rank."""
+    """int64 [2]: digests of all bytes of a parameter on this rank, and of its preserved initial value (0 for none)."""
     local = local_of(param)
-    return digest(local.parts().values() if isinstance(local, QuantizedTensor) else [local])
+    if not isinstance(local, QuantizedTensor):
+        return torch.stack([digest([local])] * 2)
+    init = digest([local.init_value]) if local.init_value is not None else torch.zeros_like(digest([local.payload]))
+    return torch.stack([digest(local.parts().values()), init])
 
 
 def master_of(param: Tensor) -> Tensor:

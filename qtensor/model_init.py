@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered, specs_of
 from qtensor.high_precision import HighPrecisionWeight
-from qtensor.loading import quantize_dense_entries
+from qtensor.loading import watch_loads
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
 
@@ -85,8 +85,7 @@ def quantized_model_init(
     finally:
         for handle in handles:
             handle.remove()
-        for root in watch.roots():
-            root.register_load_state_dict_pre_hook(quantize_dense_entries)
+        watch_loads(watch.modules())
 
 
 class _Registrations:
@@ -123,15 +122,11 @@ class _Registrations:
         if child is not None:
             self.parents[child] = weakref.ref(parent)
 
-    def roots(self) -> list[nn.Module]:
-        """The outermost modules that were built around quantized weights."""
+    def modules(self) -> set[nn.Module]:
+        """What was built: the Linears, and every module that was put into another, deep copies too."""
         linears = {ref() for refs in self.linears.values() for ref in refs}
-        return list(dict.fromkeys(self._outermost(linear) for linear in linears if linear is not None))
-
-    def _outermost(self, module: nn.Module) -> nn.Module:
-        parent = self.parents.get(module)
-        above = None if parent is None else parent()
-        return module if above is None else self._outermost(above)
+        parents = {ref() for ref in self.parents.values()}
+        return {module for module in {*linears, *parents, *self.parents} if module is not None}
 
     def _elsewhere(self, param: nn.Parameter) -> None:
         """A dense parameter that is no Linear's weight: remembered, and given back to Linears that had it first."""
@@ -246,8 +241,7 @@ def quantize_(
         weight = child.weight
         q = _meta(weight, recipe) if weight.is_meta else quantize(weight, recipe)
         child.weight = nn.Parameter(q, requires_grad=weight.requires_grad)
-    if chosen:
-        model.register_load_state_dict_pre_hook(quantize_dense_entries)
+    watch_loads(model.modules() if chosen else ())
     return list(chosen)
 
 

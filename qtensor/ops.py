@@ -292,7 +292,12 @@ def overload(namespace: str, name: str) -> Any:
 
 
 _RANDOM_FILLS = {aten.uniform_.default, aten.normal_.default}
-_LERP = {aten.lerp_.Scalar, aten._foreach_lerp_.Scalar}
+_LERP = {aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar}
+
+
+def _start(q: QuantizedTensor) -> Tensor:
+    """What an update computes on: a preserved initial value, or else the dequantized one."""
+    return q.decoded() if q.init_value is None else q.init_value.reshape(q.shape).clone()
 
 
 @implements(*(overload("", name) for name in _IN_PLACE))
@@ -313,7 +318,7 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         if func in _LERP:
             refuse_to_stand_still([q], args[2])
-        values = q.decoded() if q.init_value is None else q.init_value.reshape(q.shape).clone()
+        values = _start(q)
         func(values, *dense(args[1:]), **dense(kwargs))
     with armed(generator):
         q.write(values)
@@ -327,7 +332,8 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if generator is None:
         if func in _LERP:
             refuse_to_stand_still(args[0], args[2])
-        values, operands = dense(list(args[0])), dense(operands)
+        values = [_start(each) if isinstance(each, QuantizedTensor) else each for each in args[0]]
+        operands = dense(operands)
     else:
         values, operands = widened_each(args[0], list(args[0])), tuple(widened_each(args[0], o) for o in operands)
     func(values, *operands, **dense(kwargs))

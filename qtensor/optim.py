@@ -138,7 +138,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 else:  # saved before its first step, where the parameter decides
                     refill(master, param)
             self._start_anew(param)
-        self._written.clear()  # torch restores an optimizer before its model: until the next step the masters decide
+        for param in saved:  # torch restores an optimizer before its model: until the next step loaded masters decide
+            self._written.pop(param, None)
         position = {param: index for index, param in enumerate(params)}
         self._inner.load_state_dict(
             {
@@ -213,7 +214,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         parameters that are gathered quantized take part in it every time, so that ranks never differ in what they
         reduce.
         """
-        written: list[Tensor] = []
+        written: set[Tensor] = set()
         quantized: list[tuple[Tensor, Any, Tensor]] = []
         dense: list[tuple[Tensor, SharesScales]] = []  # storage="high_precision"
         for param, master in self._masters.items():
@@ -224,7 +225,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 continue
             if param.grad is not None and master is not param:
                 local.copy_(local_of(master))
-                written.append(param)
+                written.add(param)
             if isinstance(local, SharesScales) and param.requires_grad:
                 dense.append((param, local))
         if quantized or dense:
@@ -236,9 +237,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 if moves:
                     local.write(master, amax, step=True)
                     self._fresh.discard(param)
-                    written.append(param)
-        for param in written:
-            self._written[param] = digest_of(param)
+                    written.add(param)
+        for param, master in self._masters.items():
+            if master is not param and (param in written or param not in self._written):
+                self._written[param] = digest_of(param)
 
     def _agree(
         self, quantized: list[tuple[Tensor, Any, Tensor]], dense: list[tuple[Tensor, SharesScales]]

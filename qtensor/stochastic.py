@@ -110,12 +110,13 @@ def generator_for(written: Iterable[Any]) -> torch.Generator | None:
     return generator
 
 
-def refuse_to_stand_still(averages: Iterable[Any], weight: float) -> None:
+def refuse_to_stand_still(averages: Iterable[Any], given: float | Tensor) -> None:
     """Raise where a moving average in quantized storage, rounded to nearest, would stand still (a small lerp_ weight).
 
     A step of E2M1, the coarsest element, is a quarter to a half of the value, and so nearest takes back what moves it
     by less than an eighth. Averages with a preserved initial value are computed on that and do move.
     """
+    weight = float(given.max()) if isinstance(given, Tensor) else given
     for q in averages if 0 < weight < 1 / 8 else ():
         if isinstance(q, QuantizedTensor) and q.init_value is None:
             raise RuntimeError(

@@ -322,3 +322,47 @@ def _negative_zeros_stay() -> None:
 
 def test_a_step_with_lr_0_does_not_turn_the_sign_of_zeros() -> None:
     run_ranks(1, _negative_zeros_stay)
+
+
+def _keeps_what_is_agreed(name: str) -> None:
+    """Also where a preserved initial value, rounded to bf16, would give other bytes."""
+    net = shard(build(RECIPES[name], (64,), preserve_high_precision_init_val=True))
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, net.parameters(), lr=0.05)
+    for step in range(3):
+        net(batch(step)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before, masters = snapshot(net), [local(optimizer.state[p]["master_weight"]).clone() for _, p, _ in quantized(net)]
+    assert sync_scales(net) == 1
+    assert_same_snapshot(snapshot(net), before, name)
+    net(batch(0)).sum().mul(0).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for master, (_, param, _) in zip(masters, quantized(net), strict=True):
+        assert torch.equal(local(optimizer.state[param]["master_weight"]), master)
+
+
+def test_sync_scales_changes_no_byte_of_what_is_agreed() -> None:
+    for name in TENSOR_WIDE:
+        run_ranks(2, _keeps_what_is_agreed, name)
+
+
+def _syncs_after_an_eval(storage: str) -> None:
+    net = shard(build(RECIPES["float8-tensor"], (64,), storage=storage))
+    with torch.no_grad():
+        shard_ = local(net.head.weight)
+        shard_.copy_((shard_.dense if storage == "high_precision" else shard_.dequantize()) * (dist.get_rank() * 3 + 1))
+        net(batch(0))  # leaves the head gathered
+    with pytest.raises(
+        ValueError, match=r"^sync_scales: the parameters are those gathered for a forward, not the shards"
+    ):
+        sync_scales([net.head.weight])
+    assert sync_scales(net) == 1
+    with unsharded(net):
+        assert bool((net.head.weight.scale == net.head.weight.scale[0]).all())
+
+
+def test_sync_scales_finds_the_shards_of_gathered_weights() -> None:
+    for storage in ("quantized", "high_precision"):
+        run_ranks(2, _syncs_after_an_eval, storage)

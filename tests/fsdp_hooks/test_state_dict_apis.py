@@ -35,6 +35,7 @@ from tests.fsdp_hooks.cases import (
     RECIPES,
     TENSOR_WIDE,
     Collectives,
+    K,
     Net,
     assert_equals_reference,
     assert_gathers_exactly,
@@ -402,3 +403,77 @@ def unsharded_after_load(name: str) -> None:
 
 def test_a_loaded_model_goes_on_as_before() -> None:
     run_ranks(2, unsharded_after_load, "float8-tensor")
+
+
+def loads_after_an_eval(name: str, storage: str, assign: bool) -> None:
+    """A forward without backward leaves the root's own weights gathered."""
+    net = sharded(name, storage=storage)
+    with torch.no_grad():
+        net(batch(0))
+    net.load_state_dict(distributed(dense_state(name), sharded(name)), assign=assign)
+    kind = QuantizedTensor if storage == "quantized" else HighPrecisionWeight
+    assert isinstance(local(net.head.weight), kind)
+    assert_equals_reference(gathered(net), reference_of(name), "after an eval")
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_a_load_after_an_eval_finds_the_shards(storage: str, assign: bool) -> None:
+    for name in ("float8-tensor", "nvfp4-row"):
+        run_ranks(2, loads_after_an_eval, name, storage, assign)
+
+
+def loads_one_block(name: str, assign: bool) -> None:
+    net = sharded(name)
+    state = {
+        key.removeprefix("blocks.0."): value
+        for key, value in distributed(dense_state(name), net).items()
+        if key.startswith("blocks.0.")
+    }
+    net.blocks[0].load_state_dict(state, assign=assign)
+    found = gathered(net)["blocks.0.linear.weight"]
+    for part, value in parts_of(reference_of(name).blocks[0].linear.weight).items():
+        assert_same_bytes(found[part], value.repeat(found[part].shape) if value.ndim == 0 else value, part)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_part_of_a_model_loads_like_the_whole(assign: bool) -> None:
+    for name in ("float8-tensor", "nvfp4-row"):
+        run_ranks(2, loads_one_block, name, assign)
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_models_made_of_deep_copies_are_loaded_like_others(storage: str) -> None:
+    recipe = RECIPES["float8-tensor"]
+    with quantized_model_init(recipe, storage=storage):
+        template = nn.Linear(K, 32)
+        net = nn.ModuleList(copy.deepcopy(template) for _ in range(2))
+    dense = {
+        key: torch.randn_like(value.dequantize() if storage == "quantized" else value.dense)
+        for key, value in net.state_dict().items()
+        if key.endswith("weight")
+    }
+    net.load_state_dict(dense, strict=False, assign=True)
+    for index, linear in enumerate(net):
+        kind = QuantizedTensor if storage == "quantized" else HighPrecisionWeight
+        assert isinstance(linear.weight, kind)
+        q = linear.weight if storage == "quantized" else linear.weight.quantized()
+        for part, value in quantize(dense[f"{index}.weight"], recipe).parts().items():
+            assert_same_bytes(q.parts()[part], value, part)
+
+
+def loads_from_another_mesh(assign: bool) -> None:
+    net = sharded("mxfp8-row")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("elsewhere",))
+    state = {
+        key: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+        for key, value in dense_state("mxfp8-row").items()
+    }
+    net.load_state_dict(state, assign=assign)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_entries_on_another_mesh_are_refused_by_name(assign: bool) -> None:
+    for error in run_ranks_catching(2, loads_from_another_mesh, assign):
+        assert error.startswith("ValueError: blocks.0.linear.weight: the state dict holds a DTensor on DeviceMesh(")
+        assert error.endswith("distribute it on the parameter's mesh")

@@ -569,3 +569,25 @@ def test_cutting_k_inside_a_block_of_what_is_gathered_is_refused(
     assert len(set(messages)) == 1, messages
     for words in ("ValueError", f"(64, {columns})", f"K={columns // 2}", f"not a multiple of {multiple}"):
         assert words in messages[0], messages[0]
+
+
+# -- unsharded ---------------------------------------------------------------------------------------------------------
+
+
+def _writes_gathered_pieces(name: str) -> None:
+    """Under FSDP x TP a gathered weight is this rank's piece of the TP mesh; its rows go back to where they were."""
+    mesh = mesh_2d(2, 2)
+    net, reference = built(name, mesh, "quantized", "cut", torch.bfloat16)
+    with torch.no_grad():
+        with unsharded(net, writeback=True):
+            for param in net.parameters():
+                piece = local(param)
+                piece.copy_((piece.dequantize() if isinstance(piece, QuantizedTensor) else piece) * 2)
+        for param in reference.parameters():
+            param.copy_((param.dequantize() if isinstance(param, QuantizedTensor) else param.detach().clone()) * 2)
+    assert_reference_bytes(net, reference, name)
+
+
+def test_unsharded_writes_back_under_tensor_parallelism() -> None:
+    for name in ("mxfp8-row", "mxfp8-square"):
+        run_ranks(4, _writes_gathered_pieces, name)

@@ -304,3 +304,20 @@ def test_a_compiled_block_changes_no_byte(recipe: Any) -> None:
     with torch.no_grad():
         layer.weight.mul_(3)
     assert same_bytes(compiled(x), block(x)), "a stale quantization"
+
+
+def test_in_place_changes_of_the_shape_are_refused() -> None:
+    layer = _linear(RECIPE)
+    weight_ = layer.weight.detach()
+    for change in (weight_.t_, lambda: weight_.transpose_(0, 1), lambda: weight_.unsqueeze_(0)):
+        with pytest.raises(NotImplementedError, match="use the op that returns a new tensor"):
+            change()
+    assert weight_.shape == weight_.dense.shape == (ROWS, COLUMNS)
+
+
+def test_products_with_the_transposed_weight_are_those_of_linear() -> None:
+    layer, x = _linear(RECIPE, bias=False), torch.randn(3, COLUMNS).to(torch.bfloat16)
+    with torch.no_grad():
+        assert same_bytes(x @ layer.weight.t(), layer(x))
+    with torch.inference_mode():
+        assert same_bytes(x @ layer.weight.t(), layer(x))

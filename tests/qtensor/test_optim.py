@@ -15,6 +15,7 @@ from qtensor import (
     MXFP8BlockScaling,
     QuantizedTensor,
     clear_high_precision_init_val,
+    high_precision_init_val,
     quantize,
     quantized_model_init,
 )
@@ -530,3 +531,61 @@ def test_a_group_of_meta_parameters_is_refused_and_not_added() -> None:
     with pytest.raises(ValueError, match="parameters are on the meta device"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.empty(4, device="meta"))]})
     assert len(optimizer.param_groups) == 1
+
+
+def _two_layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    with quantized_model_init(MXFP8BlockScaling()):
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def _idle_step(net: nn.Module, optimizer: MasterWeightOptimizer) -> None:
+    for param in net.parameters():
+        param.grad = torch.zeros(param.shape)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stepped", [0, 1, 2])
+def test_a_model_loaded_after_an_optimizer_without_state_for_it_stays(stepped: int) -> None:
+    """torch restores the optimizer first; what it had no master for follows the model."""
+    a, b = _two_layers(0), _two_layers(1)
+    first, second = (MasterWeightOptimizer(torch.optim.SGD, net.parameters(), lr=0.1) for net in (a, b))
+    for layer in a[:stepped]:
+        layer.weight.grad = torch.ones(64, 64)
+    if stepped:
+        first.step()
+    second.load_state_dict(first.state_dict())
+    b.load_state_dict(a.state_dict())
+    _idle_step(b, second)
+    for mine, its in zip(b, a, strict=True):
+        assert same_parts(mine.weight.detach(), its.weight.detach())
+
+
+def test_writes_are_noticed_after_a_load_and_a_step_without_gradient() -> None:
+    net = _two_layers(0)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+    for layer in net:
+        layer.weight.grad = torch.ones(64, 64)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    net[0].weight.grad = torch.ones(64, 64)
+    optimizer.step()
+    new = quantize(weight(64, 64, torch.float32, seed=3), MXFP8BlockScaling())
+    with torch.no_grad():
+        net[1].weight.copy_(new)
+    _idle_step(net, optimizer)
+    assert same_parts(net[1].weight.detach(), new)
+
+
+def test_a_write_into_the_parts_outlives_a_preserved_value() -> None:
+    with quantized_model_init(MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        net = nn.Sequential(nn.Linear(64, 64))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+    new = quantize(weight(64, 64, torch.float32, seed=3), MXFP8BlockScaling())
+    for name, part in net[0].weight.parts().items():
+        part.copy_(new.parts()[name])
+    _idle_step(net, optimizer)
+    assert same_parts(net[0].weight.detach(), new)
+    assert high_precision_init_val(net[0].weight) is None

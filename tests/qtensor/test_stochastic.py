@@ -365,3 +365,24 @@ def test_a_sum_of_tiny_updates_arrives_on_average_and_to_nearest_not_at_all(reci
     expected = STEPS * UPDATE
     assert bound < expected * 0.7
     assert abs(moved.mean().item() - expected) <= bound + STEPS * SLACK
+
+
+def test_averages_with_a_preserved_value_move_alike_in_all_forms() -> None:
+    averages = []
+    for update in (
+        lambda q, end: q.lerp_(end, 0.01),
+        lambda q, end: torch._foreach_lerp_([q], [end], 0.01),
+    ):
+        q = quantize(torch.zeros(4, 64), MXFP8BlockScaling())
+        q.init_value = torch.zeros(4, 64)
+        for _ in range(50):
+            update(q, torch.ones(4, 64))
+        averages.append(q)
+    assert torch.equal(averages[0].init_value, averages[1].init_value)
+    assert averages[0].dequantize().min() > 0.3
+
+
+def test_a_small_weight_in_a_tensor_is_refused_too() -> None:
+    q = quantize(torch.ones(4, 64), MXFP8BlockScaling())
+    with pytest.raises(RuntimeError, match=r"^lerp_ with weight 0\.01 on a quantized weight of shape \(4, 64\)"):
+        q.lerp_(torch.zeros(4, 64), torch.tensor(0.01))
