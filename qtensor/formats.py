@@ -95,7 +95,7 @@ class Format(Protocol):
 
 @dataclass(frozen=True)
 class Registration:
-    """What belongs to one recipe type. `multiple` is what K, and for square blocks N too, must be a multiple of."""
+    """What belongs to one recipe type."""
 
     format: Format
     tensor_class: type[Any]

@@ -4,8 +4,8 @@
             -> one all-reduce for all tensor-wide scales of the model -> requantize every shard in place
 
 A master is the shard in fp32, a DTensor where the parameter is one; parameters in fp32 are their own masters. The bytes
-of a parameter are a function of its full master and the recipe alone, so they are the same for every world size, and a
-step that moves no master moves no byte:
+of a parameter are a function of its full master and the recipe alone (with delayed scaling, of its history, too), so
+they are the same for every world size, and a step that moves no master moves no byte:
 
     bytes == quantize(master)                     once a step has written the parameter
     master == dequantize(bytes), still "fresh"    before, where the master was made from the bytes (quantizing again

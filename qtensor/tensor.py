@@ -354,7 +354,7 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
     Args:
         x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (Float8 1,
             MXFP8 32, NVFP4 16); for square blocks N too.
-        recipe: Float8CurrentScaling, MXFP8BlockScaling or NVFP4BlockScaling.
+        recipe: Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling or NVFP4BlockScaling.
 
     Returns:
         Float8Tensor, MXFP8Tensor or NVFP4Tensor of the same shape, appearance dtype and device, detached from autograd.
