@@ -91,14 +91,15 @@ SHAPE_MESSAGES = {
     "K": (
         (64, 40),
         MXFP8,
-        f"tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out (exclude=) or "
+        f"tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out "
+        "(quantize_(exclude=...), or build it outside of quantized_model_init), or "
         "choose a Float8 recipe",
     ),
     "nvfp4 K": (
         (64, 40),
         NVFP4BlockScaling(),
         "tensor: shape (64, 40) has K=40, which is not a multiple of 16, as NVFP4BlockScaling(blocks='row') needs; leave this weight "
-        "out (exclude=) or choose a Float8 recipe",
+        "out (quantize_(exclude=...), or build it outside of quantized_model_init), or choose a Float8 recipe",
     ),
     "scalar": ((), MXFP8, "tensor: a 0-dim tensor can not be quantized; expected [.., K]"),
     "square": (
@@ -160,7 +161,8 @@ PART_PROBLEMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "device": (lambda parts: parts.update(scale=parts["scale"].to("meta")), "'scale' is on meta, the payload on cpu"),
     "K": (
         lambda parts: parts.update(payload=parts["payload"][:, :40]),
-        f"tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out (exclude=) or "
+        f"tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out "
+        "(quantize_(exclude=...), or build it outside of quantized_model_init), or "
         "choose a Float8 recipe",
     ),
     "scalar": (
@@ -208,7 +210,8 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "new K": (
         ValueError,
         lambda: q().new_empty((64, 40)),
-        f"new tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out (exclude=) or "
+        f"new tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out "
+        "(quantize_(exclude=...), or build it outside of quantized_model_init), or "
         "choose a Float8 recipe",
     ),
     "columns": (
