@@ -85,7 +85,7 @@ def quantized_model_init(
     finally:
         for handle in handles:
             handle.remove()
-        watch_loads(watch.modules())
+    watch_loads(watch.modules())
 
 
 class _Registrations:
