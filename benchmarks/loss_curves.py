@@ -9,9 +9,8 @@ AdamW on fp32 masters that start from the values in the file, one rank with gloo
 
 How to read the first steps: the masters start on bf16's own grid, and at this learning rate most of them need some
 fifteen steps in one direction before a bf16 weight (and a dense shard) moves at all, so bf16 starts late. A quantized
-weight has no such delay. MXFP8 even gets a push: its scales are powers of two, so 7 % of the initial values lie exactly
-between two of its numbers, and the first step, however small, decides for half of those along the gradient. That alone
-is worth -0.22 nats of held-out loss (0.00 with random signs), and is luck of the starting point.
+weight has no such delay, and MXFP8 even gets a push: its scales are powers of two, so many initial values lie exactly
+between two of its numbers, and the first step, however small, decides for half of those along the gradient.
 """
 
 import argparse
@@ -35,7 +34,6 @@ from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-import fsdp_hooks
 import qtensor as qt
 from benchmarks.machine import machine_and_versions
 
@@ -111,8 +109,6 @@ def train(variant: str, settings: Settings) -> Iterator[dict[str, Any]]:
     optimizer = qt.MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=settings.lr, fused=True)
     for param in model.parameters():
         qt.clear_high_precision_init_val(param)  # the masters have it now
-    if variant.endswith("/high_precision"):
-        optimizer.register_step_post_hook(lambda *_: fsdp_hooks.sync_scales(model))
     tokenizer = smollm2.tokenizer()
     rows = smollm2.token_blocks(tokenizer, settings.seq_len)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed))
