@@ -127,9 +127,8 @@ def loads_dense(name: str, how: str, *, meta: bool, storage: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
 def test_a_dense_state_dict_gives_the_bytes_of_quantize_then_shard(name: str, meta: bool) -> None:
-    for how in ("load_state_dict", "assign", "set_model_state_dict"):
-        for ranks in (1, 2, 4):
-            run_ranks(ranks, loads_dense, name, how, meta=meta, storage="quantized")
+    for how, ranks in (("load_state_dict", 1), ("load_state_dict", 4), ("assign", 2), ("set_model_state_dict", 2)):
+        run_ranks(ranks, loads_dense, name, how, meta=meta, storage="quantized")
 
 
 @pytest.mark.parametrize("name", ["float8-tensor", "nvfp4-row"])

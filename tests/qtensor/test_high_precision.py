@@ -285,9 +285,9 @@ def test_assigning_data_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@all_recipes
-def test_a_compiled_block_changes_no_byte(recipe: Any) -> None:
-    layer, x = _linear(recipe), _input()
+@pytest.mark.parametrize("name", ["float8_tensor", "mxfp8_row", "nvfp4_square"])
+def test_a_compiled_block_changes_no_byte(name: str) -> None:
+    layer, x = _linear(RECIPES[name]), _input()
     block = nn.Sequential(layer, nn.Tanh())
     expected = block(x)
     expected.float().square().sum().backward()
