@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -144,6 +145,19 @@ def rows_of(full: Tensor, shard_: Any, rank: int, ranks: int) -> Tensor:
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of a plain tensor, copied."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def held() -> int:
+    """Bytes in the storages of all tensors that python can reach; the parts of wrappers are tensors of their own."""
+    gc.collect()
+    gc.collect()  # what finalizers of the first pass let go
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type != "meta":
+            storage = thing.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def parts_of(q: Any) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.fsdp_hooks.cases import (
     bits,
     exchanged,
     gathered,
+    held,
     local,
     mesh_of,
     parts_of,
@@ -250,19 +250,6 @@ def test_an_all_gather_is_given_the_payload_bytes(world_size: int) -> None:
         run_ranks(world_size, _gathers_its_payload, name)
 
 
-def _held() -> int:
-    """Bytes in the storages of all tensors that python can reach."""
-    gc.collect()
-    gc.collect()  # what finalizers of the first pass let go
-    storages: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and thing.device.type != "meta":
-            storage = thing.untyped_storage()
-            if storage.nbytes():
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
 def _agreements(net: nn.Module) -> int:
     """Bytes of the agreed amaxes and of each shard's own: 2 fp32 for each shared scale."""
     agreed = [shard_.agreement.amaxes for _, _, shard_ in weights(net)]
@@ -272,28 +259,28 @@ def _agreements(net: nn.Module) -> int:
 
 def _costs_its_dense_shard_at_rest(name: str, *, offload: bool) -> None:
     mesh = mesh_of(dist.get_world_size())  # holds the numbers of its ranks
-    before = _held()
+    before = held()
     net = shard(
         build_dense(name), mesh=mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {})
     )
     dense = sum(buffer.nbytes for buffer in net.buffers()) + sum(_dense_bytes(param) for param in net.parameters())
-    assert _held() - before == dense, ("sharded", _held() - before, dense)
+    assert held() - before == dense, ("sharded", held() - before, dense)
     for step in range(2):
         backward(net, batch(step))
         net.zero_grad()
         sync_scales(net)
         assert (_agreements(net) > 0) == (name in TENSOR_WIDE and dist.get_world_size() > 1)
-        assert _held() - before == dense + _agreements(net), (f"agreed {step}", _held() - before, dense)
+        assert held() - before == dense + _agreements(net), (f"agreed {step}", held() - before, dense)
     with unsharded(net):
-        assert dist.get_world_size() == 1 or _held() - before > dense + _agreements(net)
-    assert _held() - before == dense + _agreements(net), ("after unsharded()", _held() - before, dense)
+        assert dist.get_world_size() == 1 or held() - before > dense + _agreements(net)
+    assert held() - before == dense + _agreements(net), ("after unsharded()", held() - before, dense)
     for assign in (False, True):
         state = {key: value.clone() for key, value in net.state_dict().items()}
         net.load_state_dict(state, assign=assign)
         del state
         net(batch(0))
         net.reshard()
-        found = _held() - before
+        found = held() - before
         assert found == dense + _agreements(net), (f"after load_state_dict(assign={assign})", found, dense)
 
 

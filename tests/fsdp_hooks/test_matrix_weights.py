@@ -22,12 +22,12 @@ from tests.fsdp_hooks.cases import (
     assert_same_bytes,
     assert_same_snapshot,
     batch,
+    held,
     local,
     quantized,
     snapshot,
 )
 from tests.fsdp_hooks.test_matrix import STORAGES, follow, mean_of_ranks
-from tests.fsdp_hooks.test_memory import _held
 from tests.fsdp_hooks.test_tensor_parallel import assert_reference_bytes
 from tests.ranks import run_ranks, run_ranks_catching
 
@@ -179,7 +179,7 @@ def test_adapters_train_on_a_frozen_quantized_base(make: str) -> None:
 def _bytes_of_adapters(width: int) -> tuple[int, int]:
     """(what a training step leaves allocated, payload bytes of the base) on this rank."""
     torch.manual_seed(0)
-    before = _held()
+    before = held()
     net: Any = Adapted(width, rank=2)
     quantize_(net, RECIPES["mxfp8-row"], include=["base"])
     fully_shard(net)
@@ -193,7 +193,7 @@ def _bytes_of_adapters(width: int) -> tuple[int, int]:
     state = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
     moments = sum(local(value).nbytes for value in state)
     grads = sum(local(param.grad).nbytes for param in _adapters_of(net))
-    return _held() - before - x.nbytes, payload + dense + moments + grads
+    return held() - before - x.nbytes, payload + dense + moments + grads
 
 
 def _costs_its_payload(width: int) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_hooks import unsharded
@@ -19,6 +18,7 @@ from tests.fsdp_hooks.cases import (
     Net,
     batch,
     build,
+    held,
     local,
     mesh_of,
     quantized,
@@ -28,19 +28,6 @@ from tests.fsdp_hooks.cases import (
 from tests.ranks import run_ranks
 
 FORMATS = ("float8-tensor", "mxfp8-row", "nvfp4-square")  # one recipe a format
-
-
-def _held() -> int:
-    """Bytes in the storages of all tensors that python can reach; the parts of wrappers are tensors of their own."""
-    gc.collect()
-    gc.collect()  # what finalizers of the first pass let go
-    storages: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and thing.device.type != "meta":
-            storage = thing.untyped_storage()
-            if storage.nbytes():
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def _payload_bytes(q: QuantizedTensor, rows: int) -> int:
@@ -74,24 +61,24 @@ def _sharded(name: str, **options: Any) -> Net:
 
 def _costs_its_payload_at_rest(name: str, *, offload: bool) -> None:
     mesh = mesh_of(dist.get_world_size())  # holds the numbers of its ranks
-    before = _held()
+    before = held()
     net = _sharded(name, mesh=mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}))
     expected = _expected(net)
-    assert _held() - before == expected, ("sharded", _held() - before, expected)
+    assert held() - before == expected, ("sharded", held() - before, expected)
     for step in range(2):
         net(batch(step)).float().square().mean().backward()
         net.zero_grad()
-        assert _held() - before == expected, (f"after step {step}", _held() - before, expected)
+        assert held() - before == expected, (f"after step {step}", held() - before, expected)
     with unsharded(net):
-        assert dist.get_world_size() == 1 or _held() - before > expected
-    assert _held() - before == expected, ("after unsharded()", _held() - before, expected)
+        assert dist.get_world_size() == 1 or held() - before > expected
+    assert held() - before == expected, ("after unsharded()", held() - before, expected)
     for assign in (False, True):
         state = {key: value.clone() for key, value in net.state_dict().items()}
         net.load_state_dict(state, assign=assign)
         del state
         net(batch(0))
         net.reshard()
-        assert _held() - before == expected, (f"after load_state_dict(assign={assign})", _held() - before, expected)
+        assert held() - before == expected, (f"after load_state_dict(assign={assign})", held() - before, expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
