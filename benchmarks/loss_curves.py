@@ -7,9 +7,9 @@
 A variant is a recipe and a storage. Everything else is the same in all of them: initial weights, order of the data,
 AdamW on fp32 masters that start from the values in the file, one rank with gloo and FSDP2.
 
-How to read the first steps: the masters start on bf16's own grid, and at this learning rate most of them need some
-fifteen steps in one direction before a bf16 weight (and a dense shard) moves at all, so bf16 starts late. A quantized
-weight has no such delay, and MXFP8 even gets a push: its scales are powers of two, so many initial values lie exactly
+How to read the first steps: the masters start on bf16's own grid, and at this learning rate most of them need some ten
+steps in one direction before a bf16 weight (and a dense shard) moves at all, so bf16 starts late. A quantized weight
+has no such delay, and MXFP8 even gets a push: its scales are powers of two, so 7 % of the initial values lie exactly
 between two of its numbers, and the first step, however small, decides for half of those along the gradient.
 """
 

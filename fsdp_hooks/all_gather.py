@@ -140,15 +140,10 @@ class AllGatherHooks:
             for name in missing
         }
         buffers = {**received, **own}
-        parts = {
-            name: _from_bytes(buffers[name], part.dtype)
-            if name in along
-            else _from_bytes(buffers[name], part.dtype).reshape(-1)
-            for name, part in shard.items()
-        }
-        return self.with_parts(parts, dtype=param_dtype, arrangement=Arrangement(shards=ShardRows(rows))), tuple(
-            own.values()
-        )  # type: ignore[return-value]
+        parts = {name: _from_bytes(buffers[name], part.dtype) for name, part in shard.items()}
+        parts |= {name: part.reshape(-1) for name, part in parts.items() if name not in along}
+        whole: Any = self.with_parts(parts, dtype=param_dtype, arrangement=Arrangement(shards=ShardRows(rows)))
+        return whole, tuple(own.values())
 
 
 def _as_bytes(part: Tensor) -> Tensor:

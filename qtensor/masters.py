@@ -43,10 +43,9 @@ def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
 def digest_of(param: Tensor) -> Tensor:
     """int64 [2]: digests of all bytes of a parameter on this rank, and of its preserved initial value (0 for none)."""
     local = local_of(param)
-    if not isinstance(local, QuantizedTensor):
-        return torch.stack([digest([local])] * 2)
-    init = digest([local.init_value]) if local.init_value is not None else torch.zeros_like(digest([local.payload]))
-    return torch.stack([digest(local.parts().values()), init])
+    init = local.init_value if isinstance(local, QuantizedTensor) else None
+    held = digest(local.parts().values() if isinstance(local, QuantizedTensor) else [local])
+    return torch.stack([held, torch.zeros_like(held) if init is None else digest([init])])
 
 
 def master_of(param: Tensor) -> Tensor:

@@ -156,6 +156,18 @@ def test_the_history_travels_through_copies_and_pickle() -> None:
     assert same_parts(other, q)
 
 
+def test_a_step_without_a_learning_rate_is_a_step_of_the_history() -> None:
+    q = nn.Parameter(quantize(values(1.0, 0), Float8DelayedScaling(amax_history_len=3)))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, [q], lr=0.1)
+    for lr in (0.1, 0.0):
+        optimizer.param_groups[0]["lr"] = lr
+        q.grad = torch.ones(8, 16)
+        before = q.amax_history.clone()
+        optimizer.step()
+        assert same_bytes(q.amax_history[1:], before[:-1])
+        assert q.amax_history[0] == optimizer.state[q]["master_weight"].abs().max()
+
+
 RECIPE = Float8DelayedScaling(amax_history_len=3)
 
 
