@@ -1,0 +1,320 @@
+"""Plans of meshes of any size, made without ranks: what is written tiles every part, what is read covers every shard.
+
+    mesh, placements -> a DeviceMesh that is told which rank it is on, no process group behind it
+    save             -> set_up_planner, create_local_plan of every rank, create_global_plan of one; chunks by resolve_data
+    load             -> set_up_planner, create_local_plan of some rank; chunks copied as its read items say
+
+Shards are cut here by `cut`, from the definitions of FSDP and tensor parallelism, not by asking DTensor where they lie.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.tensor import DeviceMesh, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # what FSDP2 makes of TP rows; has no public name
+
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
+from fsdp_hooks.torch_private import dtensor_around
+from qtensor import Float8DelayedScaling, QuantizedTensor
+from tests.dcp_adapters.cases import RECIPES, SQUARE, arbitrary, bits
+
+EVERY = RECIPES | {"float8_delayed": Float8DelayedScaling(amax_history_len=4)}
+COLUMNS = 128  # four cuts of a block of 32
+Box = tuple[tuple[int, int], tuple[int, int]]  # first row, rows; first column, columns
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and what lies on it; `cuts` lists (mesh dim, tensor dim) in the order in which the tensor is cut."""
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    cuts: tuple[tuple[int, int], ...]
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.shape)
+
+    def mesh(self, rank: int) -> DeviceMesh:
+        return DeviceMesh("cpu", torch.arange(self.ranks).view(self.shape), _init_backend=False, _rank=rank)
+
+    def box(self, rank: int, rows: int) -> Box:
+        """What a rank holds of a weight."""
+        coordinate = [int(i) for i in torch.unravel_index(torch.tensor(rank), self.shape)]
+        found = [(0, rows), (0, COLUMNS)]
+        for mesh_dim, dim in self.cuts:
+            found[dim] = cut(*found[dim], self.shape[mesh_dim], coordinate[mesh_dim])
+        return found[0], found[1]
+
+    def some_ranks(self) -> list[int]:
+        """The first, the last, and the two on the sides of the middle."""
+        return sorted({0, max(0, self.ranks // 2 - 1), self.ranks // 2, self.ranks - 1})
+
+
+def cut(start: int, size: int, pieces: int, index: int) -> tuple[int, int]:
+    """Piece `index` of [start, start + size): all pieces are ceil(size / pieces) long, until nothing is left."""
+    step = -(-size // pieces)
+    first = min(index * step, size)
+    return start + first, min(first + step, size) - first
+
+
+def fsdp(ranks: int) -> Layout:
+    return Layout((ranks,), (Shard(0),), ((0, 0),))
+
+
+def hsdp(replicas: int, ranks: int) -> Layout:
+    return Layout((replicas, ranks), (Replicate(), Shard(0)), ((1, 0),))
+
+
+def fsdp_tp_rows(ranks: int, tp: int) -> Layout:
+    """TP cuts the rows, then FSDP each piece."""
+    return Layout((ranks, tp), (_StridedShard(0, split_factor=tp), Shard(0)), ((1, 0), (0, 0)))
+
+
+def fsdp_tp_columns(ranks: int, tp: int) -> Layout:
+    return Layout((ranks, tp), (Shard(0), Shard(1)), ((1, 1), (0, 0)))
+
+
+def rows_of(name: str, rows: int) -> int:
+    return -(-rows // 32) * 32 if name in SQUARE else rows
+
+
+def weights(names: Mapping[str, Any], rows: tuple[int, ...]) -> dict[str, QuantizedTensor]:
+    return {
+        f"{name} {n}": arbitrary((rows_of(name, n), COLUMNS), recipe, seed)
+        for seed, (name, recipe) in enumerate(names.items())
+        for n in rows
+    }
+
+
+def part_box(part: Tensor, box: Box) -> Box:
+    """What a part, which may have fewer columns, holds of that piece of its weight."""
+    rows, (column, columns) = box
+    if part.shape[1] == 1:
+        return rows, (0, 1)
+    block = COLUMNS // part.shape[1]
+    assert not column % block
+    assert not columns % block
+    return rows, (column // block, columns // block)
+
+
+def cut_part(part: Tensor, box: Box, *, per_row: bool = True) -> Tensor:
+    if not per_row:
+        return part
+    (row, rows), (column, columns) = part_box(part, box)
+    return part[row : row + rows, column : column + columns]
+
+
+def per_row(part: str, q: QuantizedTensor) -> bool:
+    return q.parts()[part].ndim == 2
+
+
+def state(whole: Mapping[str, QuantizedTensor], layout: Layout, rank: int, *, poisoned: bool = False) -> dict[str, Any]:
+    """A rank's shards; poisoned: of bytes none of which is the right one."""
+    mesh = layout.mesh(rank)
+    found = {}
+    for name, q in whole.items():
+        box = layout.box(rank, q.shape[0])
+        parts = {part: cut_part(tensor, box, per_row=per_row(part, q)) for part, tensor in q.parts().items()}
+        if poisoned:
+            parts = {part: complement(tensor) for part, tensor in parts.items()}
+        local = QuantizedTensor.from_parts(parts, q.recipe, q.dtype)
+        found[name] = dtensor_around(local, mesh, layout.placements, q.shape)
+    return found
+
+
+def complement(tensor: Tensor) -> Tensor:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return (255 - raw).view(tensor.dtype).view(tensor.shape)
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the ranks of a simulated save wrote."""
+
+    metadata: Metadata
+    chunks: Mapping[tuple[str, tuple[int, ...]], Tensor]
+
+    def of(self, part: str) -> list[tuple[ChunkStorageMetadata, Tensor]]:
+        entry = self.metadata.state_dict_metadata[part]
+        assert isinstance(entry, TensorStorageMetadata)
+        return [(chunk, self.chunks[part, tuple(chunk.offsets)]) for chunk in entry.chunks]
+
+
+def saved(whole: Mapping[str, QuantizedTensor], layout: Layout) -> Checkpoint:
+    planners = [QuantizedSavePlanner() for _ in range(layout.ranks)]
+    for rank, planner in enumerate(planners):
+        planner.set_up_planner(state(whole, layout, rank), None, rank == 0)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    chunks: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for planner, plan in zip(planners, plans, strict=True):
+        for item in planner.finish_plan(plan).items:
+            if item.index.fqn.startswith("qtensor."):
+                continue
+            key = (item.index.fqn, tuple(item.index.offset or ()))
+            assert key not in chunks, f"{key} is written twice"
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)
+            assert item.tensor_data is not None
+            assert item.tensor_data.chunk.sizes == data.shape
+            chunks[key] = data
+    return Checkpoint(metadata, chunks)
+
+
+def assert_tiled(checkpoint: Checkpoint, part: str, whole: Tensor) -> None:
+    """The chunks of a part are the part: no element missing, none twice, none elsewhere."""
+    entry = checkpoint.metadata.state_dict_metadata[part]
+    assert isinstance(entry, TensorStorageMetadata)
+    assert (tuple(entry.size), entry.properties.dtype) == (tuple(whole.shape), whole.dtype), part
+    count, found = torch.zeros(whole.shape, dtype=torch.int32), complement(whole)
+    for chunk, data in checkpoint.of(part):
+        where = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        count[where] += 1
+        found[where] = data
+    assert bool((count == 1).all()), part
+    assert bits(found) == bits(whole), part
+
+
+def assert_cut_alike(checkpoint: Checkpoint, name: str, q: QuantizedTensor) -> None:
+    """Scales are cut where their payload is: in rows always, in columns where they have any."""
+    payload = {logical_box(chunk, q.payload) for chunk, _ in checkpoint.of(f"{name}.payload")}
+    for part, tensor in q.parts().items():
+        if not per_row(part, q):
+            continue
+        boxes = {logical_box(chunk, tensor) for chunk, _ in checkpoint.of(f"{name}.{part}")}
+        if tensor.shape[1] == 1:
+            assert {rows for rows, _ in boxes} == {rows for rows, _ in payload}, part
+        else:
+            assert boxes == payload, part
+
+
+def logical_box(chunk: ChunkStorageMetadata, part: Tensor) -> Box:
+    block = COLUMNS // part.shape[1]
+    return (chunk.offsets[0], chunk.sizes[0]), (chunk.offsets[1] * block, chunk.sizes[1] * block)
+
+
+def items_of(planner: Any, of: Mapping[str, Any]) -> Counter[Any]:
+    """What a rank plans to write of parts with rows; a scalar that all ranks hold is not listed by all of them."""
+    planner.set_up_planner(dict(of), None, False)
+    return Counter(
+        (
+            item.index.fqn,
+            tuple(item.index.offset),
+            tuple(item.tensor_data.chunk.offsets),
+            tuple(item.tensor_data.chunk.sizes),
+            tuple(item.tensor_data.size),
+            item.tensor_data.properties.dtype,
+        )
+        for item in planner.create_local_plan().items
+        if len(item.tensor_data.size) == 2 and not item.index.fqn.startswith("qtensor.")
+    )
+
+
+def assert_items_are_stock(whole: Mapping[str, QuantizedTensor], layout: Layout) -> None:
+    """A rank plans what stock DCP plans for the expanded tensors."""
+    for rank in layout.some_ranks():
+        shards = state(whole, layout, rank)
+        expected = items_of(DefaultSavePlanner(), expand(shards))
+        assert items_of(QuantizedSavePlanner(), shards) == expected, (layout, rank)
+        assert len(expected) == sum(per_row(part, q) for q in whole.values() for part in q.parts())
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def assert_loads(checkpoint: Checkpoint, whole: Mapping[str, QuantizedTensor], layout: Layout, rank: int) -> None:
+    """A rank's read items write each element of its shards once, with the right bytes."""
+    target = state(whole, layout, rank, poisoned=True)
+    planner = QuantizedLoadPlanner()
+    planner.set_up_planner(target, checkpoint.metadata, rank == 0)
+    (plan,) = planner.create_global_plan([planner.create_local_plan()])
+    read: Counter[str] = Counter()
+    for item in planner.finish_plan(plan).items:
+        assert item.storage_index.offset is not None
+        stored = checkpoint.chunks[item.storage_index.fqn, tuple(item.storage_index.offset)]
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dim, start, length)
+        destination = planner.resolve_tensor(item)
+        destination.copy_(stored)
+        planner.commit_tensor(item, destination)
+        read[item.dest_index.fqn] += math.prod(item.lengths)
+    for name, q in whole.items():
+        box = layout.box(rank, q.shape[0])
+        for part, tensor in target[name].to_local().parts().items():
+            wanted = cut_part(q.parts()[part], box, per_row=per_row(part, q))
+            assert tensor.shape == wanted.shape
+            assert bits(tensor) == bits(wanted), (layout, rank, name, part)
+            assert read[f"{name}.{part}"] == wanted.numel(), (layout, rank, name, part)
+
+
+@pytest.fixture(autouse=True)
+def _without_garbage_collection() -> Iterator[None]:
+    """Thousands of plans are millions of objects that live as long as the test; looking at them again is half of it."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+SMALL = {
+    "1 rank": fsdp(1),
+    "fsdp 3": fsdp(3),
+    "fsdp 64": fsdp(64),
+    "hsdp 2x3": hsdp(2, 3),
+    "fsdp 3 x tp 4 rows": fsdp_tp_rows(3, 4),
+    "fsdp 3 x tp 4 columns": fsdp_tp_columns(3, 4),
+}
+
+
+def test_small_meshes_tile_every_part_and_load_from_each_other() -> None:
+    """Every recipe; 192 rows, even on all; 37 rows, uneven; 3, which leave ranks empty."""
+    whole = weights(EVERY, (192, 37, 3))
+    for source in SMALL.values():
+        checkpoint = saved(whole, source)
+        for name, q in whole.items():
+            for part, tensor in q.parts().items():
+                assert_tiled(checkpoint, f"{name}.{part}", tensor)
+            assert_cut_alike(checkpoint, name, q)
+        assert_items_are_stock(whole, source)
+        for layout in SMALL.values():
+            for rank in layout.some_ranks():
+                assert_loads(checkpoint, whole, layout, rank)
+
+
+# Layout, recipe, rows. 9001 rows are uneven everywhere, and 4,096 ranks of 3 rows are 1,095 ranks too many. (Stock DCP's
+# time for a strided shard grows with the rows.)
+LARGE = {
+    "fsdp 1000": (fsdp(1000), "nvfp4", 9001),
+    "fsdp 4096": (fsdp(4096), "mxfp8", 9001),
+    "hsdp 2x512": (hsdp(2, 512), "float8_row", 9001),
+    "fsdp 128 x tp 8 rows": (fsdp_tp_rows(128, 8), "mxfp8", 1501),
+    "fsdp 256 x tp 4 columns": (fsdp_tp_columns(256, 4), "nvfp4", 9001),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_large_meshes_tile_every_part_and_load_on_all_others(case: str) -> None:
+    source, name, rows = LARGE[case]
+    whole = weights({name: EVERY[name]}, (rows,))
+    checkpoint = saved(whole, source)
+    for weight, q in whole.items():
+        for part, tensor in q.parts().items():
+            assert_tiled(checkpoint, f"{weight}.{part}", tensor)
+        assert_cut_alike(checkpoint, weight, q)
+    assert_items_are_stock(whole, source)
+    for layout in (fsdp(1), *(layout for layout, _, _ in LARGE.values())):
+        for rank in layout.some_ranks():
+            assert_loads(checkpoint, whole, layout, rank)
