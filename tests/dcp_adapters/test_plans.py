@@ -1,7 +1,7 @@
 """Plans of meshes of any size, made without ranks: what is written tiles every part, what is read covers every shard.
 
     mesh, placements -> a DeviceMesh that is told which rank it is on, no process group behind it
-    save             -> set_up_planner, create_local_plan of every rank, create_global_plan of one; chunks by resolve_data
+    save             -> set_up_planner, create_local_plan of every rank, create_global_plan of one; chunks: resolve_data
     load             -> set_up_planner, create_local_plan of some rank; chunks copied as its read items say
 
 Shards are cut here by `cut`, from the definitions of FSDP and tensor parallelism, not by asking DTensor where they lie.
@@ -294,8 +294,8 @@ def test_small_meshes_tile_every_part_and_load_from_each_other() -> None:
                 assert_loads(checkpoint, whole, layout, rank)
 
 
-# Layout, recipe, rows. 9001 rows are uneven everywhere, and 4,096 ranks of 3 rows are 1,095 ranks too many. (Stock DCP's
-# time for a strided shard grows with the rows.)
+# Layout, recipe, rows. 9001 rows are uneven everywhere, and 4,096 ranks of 3 rows are 1,095 ranks too many. (The time
+# that DTensor takes to place a strided shard grows with the rows.)
 LARGE = {
     "fsdp 1000": (fsdp(1000), "nvfp4", 9001),
     "fsdp 4096": (fsdp(4096), "mxfp8", 9001),
