@@ -60,7 +60,7 @@ def arbitrary(shape: tuple[int, ...], recipe: Any, seed: int) -> Any:
         noise = torch.randint(256, raw.shape, generator=generator, dtype=torch.uint8)
         if part == "scale" and tensor.ndim and getattr(recipe, "blocks", "row") == "square":
             block = q.shape[-1] // tensor.shape[-1]
-            noise = noise.view(shape[0], -1)[::block].repeat_interleave(block, 0).view(-1)
+            noise = noise.view(shape[-2], -1)[::block].repeat_interleave(block, 0).view(-1)
         raw.copy_(noise)
     return q
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,11 @@ from torch.distributed.tensor.placement_types import _StridedShard  # what FSDP2
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
 from fsdp_hooks.torch_private import dtensor_around
 from qtensor import Float8DelayedScaling, QuantizedTensor
-from tests.dcp_adapters.cases import RECIPES, SQUARE, arbitrary, bits
+from tests.dcp_adapters.cases import RECIPES, ROW, SQUARE, arbitrary, bits
 
 EVERY = RECIPES | {"float8_delayed": Float8DelayedScaling(amax_history_len=4)}
 COLUMNS = 128  # four cuts of a block of 32
-Box = tuple[tuple[int, int], tuple[int, int]]  # first row, rows; first column, columns
+Box = tuple[tuple[int, int], ...]  # for each dim: first, how many
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Layout:
     def mesh(self, rank: int) -> DeviceMesh:
         return DeviceMesh("cpu", torch.arange(self.ranks).view(self.shape), _init_backend=False, _rank=rank)
 
-    def box(self, rank: int, rows: int) -> Box:
+    def box(self, rank: int, shape: tuple[int, ...]) -> Box:
         """What a rank holds of a weight."""
         coordinate = [int(i) for i in torch.unravel_index(torch.tensor(rank), self.shape)]
-        found = [(0, rows), (0, COLUMNS)]
+        found = [(0, size) for size in shape]
         for mesh_dim, dim in self.cuts:
             found[dim] = cut(*found[dim], self.shape[mesh_dim], coordinate[mesh_dim])
-        return found[0], found[1]
+        return tuple(found)
 
     def some_ranks(self) -> list[int]:
         """The first, the last, and the two on the sides of the middle."""
@@ -86,6 +86,15 @@ def fsdp_tp_columns(ranks: int, tp: int) -> Layout:
     return Layout((ranks, tp), (Shard(0), Shard(1)), ((1, 1), (0, 0)))
 
 
+def columns(ranks: int) -> Layout:
+    return Layout((ranks,), (Shard(1),), ((0, 1),))
+
+
+def fsdp_tp_columns_both(ranks: int, tp: int) -> Layout:
+    """TP cuts the columns, then FSDP (shard_placement_fn) each piece."""
+    return Layout((ranks, tp), (_StridedShard(1, split_factor=tp), Shard(1)), ((1, 1), (0, 1)))
+
+
 def rows_of(name: str, rows: int) -> int:
     return -(-rows // 32) * 32 if name in SQUARE else rows
 
@@ -98,26 +107,19 @@ def weights(names: Mapping[str, Any], rows: tuple[int, ...]) -> dict[str, Quanti
     }
 
 
-def part_box(part: Tensor, box: Box) -> Box:
-    """What a part, which may have fewer columns, holds of that piece of its weight."""
-    rows, (column, columns) = box
-    if part.shape[1] == 1:
-        return rows, (0, 1)
-    block = COLUMNS // part.shape[1]
-    assert not column % block
-    assert not columns % block
-    return rows, (column // block, columns // block)
-
-
-def cut_part(part: Tensor, box: Box, *, per_row: bool = True) -> Tensor:
-    if not per_row:
+def piece(part: Tensor, q: QuantizedTensor, box: Box) -> Tensor:
+    """What a part, which may have fewer columns or no rows, holds of that piece of its weight."""
+    if part.ndim < q.ndim:
         return part
-    (row, rows), (column, columns) = part_box(part, box)
-    return part[row : row + rows, column : column + columns]
-
-
-def per_row(part: str, q: QuantizedTensor) -> bool:
-    return q.parts()[part].ndim == 2
+    for dim, (start, size) in enumerate(box):
+        if dim < q.ndim - 1:
+            part = part.narrow(dim, start, size)
+        elif part.shape[dim] > 1:
+            block = q.shape[dim] // part.shape[dim]
+            assert not start % block
+            assert not size % block
+            part = part.narrow(dim, start // block, size // block)
+    return part
 
 
 def state(whole: Mapping[str, QuantizedTensor], layout: Layout, rank: int, *, poisoned: bool = False) -> dict[str, Any]:
@@ -125,8 +127,8 @@ def state(whole: Mapping[str, QuantizedTensor], layout: Layout, rank: int, *, po
     mesh = layout.mesh(rank)
     found = {}
     for name, q in whole.items():
-        box = layout.box(rank, q.shape[0])
-        parts = {part: cut_part(tensor, box, per_row=per_row(part, q)) for part, tensor in q.parts().items()}
+        box = layout.box(rank, q.shape)
+        parts = {part: piece(tensor, q, box) for part, tensor in q.parts().items()}
         if poisoned:
             parts = {part: complement(tensor) for part, tensor in parts.items()}
         local = QuantizedTensor.from_parts(parts, q.recipe, q.dtype)
@@ -191,20 +193,21 @@ def assert_tiled(checkpoint: Checkpoint, part: str, whole: Tensor) -> None:
 
 def assert_cut_alike(checkpoint: Checkpoint, name: str, q: QuantizedTensor) -> None:
     """Scales are cut where their payload is: in rows always, in columns where they have any."""
-    payload = {logical_box(chunk, q.payload) for chunk, _ in checkpoint.of(f"{name}.payload")}
+    payload = {logical_box(chunk, q.payload, q) for chunk, _ in checkpoint.of(f"{name}.payload")}
     for part, tensor in q.parts().items():
-        if not per_row(part, q):
+        if tensor.ndim < q.ndim:
             continue
-        boxes = {logical_box(chunk, tensor) for chunk, _ in checkpoint.of(f"{name}.{part}")}
-        if tensor.shape[1] == 1:
-            assert {rows for rows, _ in boxes} == {rows for rows, _ in payload}, part
+        boxes = {logical_box(chunk, tensor, q) for chunk, _ in checkpoint.of(f"{name}.{part}")}
+        if tensor.shape[-1] == 1:
+            assert {box[:-1] for box in boxes} == {box[:-1] for box in payload}, part
         else:
             assert boxes == payload, part
 
 
-def logical_box(chunk: ChunkStorageMetadata, part: Tensor) -> Box:
-    block = COLUMNS // part.shape[1]
-    return (chunk.offsets[0], chunk.sizes[0]), (chunk.offsets[1] * block, chunk.sizes[1] * block)
+def logical_box(chunk: ChunkStorageMetadata, part: Tensor, q: QuantizedTensor) -> Box:
+    block = q.shape[-1] // part.shape[-1]
+    *leading, (column, size) = zip(chunk.offsets, chunk.sizes, strict=True)
+    return (*leading, (column * block, size * block))
 
 
 def items_of(planner: Any, of: Mapping[str, Any]) -> Counter[Any]:
@@ -220,7 +223,7 @@ def items_of(planner: Any, of: Mapping[str, Any]) -> Counter[Any]:
             item.tensor_data.properties.dtype,
         )
         for item in planner.create_local_plan().items
-        if len(item.tensor_data.size) == 2 and not item.index.fqn.startswith("qtensor.")
+        if len(item.tensor_data.size) > 1 and not item.index.fqn.startswith("qtensor.")
     )
 
 
@@ -230,7 +233,7 @@ def assert_items_are_stock(whole: Mapping[str, QuantizedTensor], layout: Layout)
         shards = state(whole, layout, rank)
         expected = items_of(DefaultSavePlanner(), expand(shards))
         assert items_of(QuantizedSavePlanner(), shards) == expected, (layout, rank)
-        assert len(expected) == sum(per_row(part, q) for q in whole.values() for part in q.parts())
+        assert len(expected) == sum(part.ndim == q.ndim for q in whole.values() for part in q.parts().values())
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -253,9 +256,9 @@ def assert_loads(checkpoint: Checkpoint, whole: Mapping[str, QuantizedTensor], l
         planner.commit_tensor(item, destination)
         read[item.dest_index.fqn] += math.prod(item.lengths)
     for name, q in whole.items():
-        box = layout.box(rank, q.shape[0])
+        box = layout.box(rank, q.shape)
         for part, tensor in target[name].to_local().parts().items():
-            wanted = cut_part(q.parts()[part], box, per_row=per_row(part, q))
+            wanted = piece(q.parts()[part], q, box)
             assert tensor.shape == wanted.shape
             assert bits(tensor) == bits(wanted), (layout, rank, name, part)
             assert read[f"{name}.{part}"] == wanted.numel(), (layout, rank, name, part)
@@ -279,19 +282,41 @@ SMALL = {
 }
 
 
+def assert_saves_and_loads(whole: Mapping[str, QuantizedTensor], source: Layout, targets: Iterable[Layout]) -> None:
+    checkpoint = saved(whole, source)
+    for name, q in whole.items():
+        for part, tensor in q.parts().items():
+            assert_tiled(checkpoint, f"{name}.{part}", tensor)
+        assert_cut_alike(checkpoint, name, q)
+    assert_items_are_stock(whole, source)
+    for layout in targets:
+        for rank in layout.some_ranks():
+            assert_loads(checkpoint, whole, layout, rank)
+
+
 def test_small_meshes_tile_every_part_and_load_from_each_other() -> None:
-    """Every recipe; 192 rows, even on all; 37 rows, uneven; 3, which leave ranks empty."""
+    """Every recipe; 192 rows, even on all; 37 rows, uneven; 3, which leave ranks empty. Experts of some."""
     whole = weights(EVERY, (192, 37, 3))
+    whole |= {f"{name} experts": arbitrary((5, 8, COLUMNS), recipe, 50) for name, recipe in ROW.items()}
     for source in SMALL.values():
-        checkpoint = saved(whole, source)
-        for name, q in whole.items():
-            for part, tensor in q.parts().items():
-                assert_tiled(checkpoint, f"{name}.{part}", tensor)
-            assert_cut_alike(checkpoint, name, q)
-        assert_items_are_stock(whole, source)
-        for layout in SMALL.values():
-            for rank in layout.some_ranks():
-                assert_loads(checkpoint, whole, layout, rank)
+        assert_saves_and_loads(whole, source, SMALL.values())
+
+
+# Cuts of columns that are uneven, leave ranks empty or are made twice. Blocks of 32 and 16 columns: 1024 are 32 and 64.
+COLUMN_CUTS = {
+    "float8_row": (100, (columns(3), columns(1), columns(48), fsdp_tp_columns(2, 3))),
+    "float8_tensor": (100, (columns(3), columns(48), fsdp_tp_columns(2, 3))),
+    "mxfp8": (1024, (columns(33), columns(4), fsdp_tp_columns_both(2, 8), fsdp_tp_columns_both(33, 1))),
+    "nvfp4": (1024, (columns(65), columns(8), fsdp_tp_columns_both(2, 16), fsdp(3))),
+}
+
+
+@pytest.mark.parametrize("name", COLUMN_CUTS)
+def test_cuts_of_columns_keep_payload_and_scale_together(name: str) -> None:
+    size, layouts = COLUMN_CUTS[name]
+    whole = {"w": arbitrary((7, size), EVERY[name], 0)}
+    for source in layouts:
+        assert_saves_and_loads(whole, source, layouts)
 
 
 # Layout, recipe, rows. 9001 rows are uneven everywhere, and 4,096 ranks of 3 rows are 1,095 ranks too many. (The time
@@ -309,12 +334,4 @@ LARGE = {
 def test_large_meshes_tile_every_part_and_load_on_all_others(case: str) -> None:
     source, name, rows = LARGE[case]
     whole = weights({name: EVERY[name]}, (rows,))
-    checkpoint = saved(whole, source)
-    for weight, q in whole.items():
-        for part, tensor in q.parts().items():
-            assert_tiled(checkpoint, f"{weight}.{part}", tensor)
-        assert_cut_alike(checkpoint, weight, q)
-    assert_items_are_stock(whole, source)
-    for layout in (fsdp(1), *(layout for layout, _, _ in LARGE.values())):
-        for rank in layout.some_ranks():
-            assert_loads(checkpoint, whole, layout, rank)
+    assert_saves_and_loads(whole, source, (fsdp(1), *(layout for layout, _, _ in LARGE.values())))

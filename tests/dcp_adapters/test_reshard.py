@@ -1,8 +1,9 @@
 """Save on one mesh, load on another: every payload, scale and tensor-wide scale comes back bit for bit.
 
-    LAYOUTS    how a state dict may lie on 1 to 4 ranks: FSDP, HSDP, FSDP over tensor parallelism, plain DTensors
-    saved      a checkpoint of each of them
-    the matrix every layout, and one process, loads all of these checkpoints into shards full of other bytes
+    LAYOUTS   how a state dict may lie on 1 to 4 ranks
+    saved     a checkpoint of each of them
+    matrix    every layout of training (FSDP, HSDP, FSDP over tensor parallelism) loads what each of them saved into
+              shards full of other bytes; one of them, and one process, loads what plain DTensors saved, too
 
 The bytes are none a quantizer makes, so that a load that decodes, encodes or leaves anything as it was is seen. Larger
 meshes are in test_plans.py, which needs no ranks.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from qtensor import Float8DelayedScaling, quantize
 from tests import ranks
 from tests.dcp_adapters.cases import (
     RECIPES,
+    ROW,
     alone,
     arbitrary,
     assert_holds,
@@ -58,12 +60,13 @@ COLUMNS = 128  # four column cuts of a block of 32
 
 @cache
 def whole(seed: int) -> dict[str, Tensor]:
-    """Weights of all recipes, with rows that are even, uneven and fewer than 4 ranks; dense tensors beside them."""
+    """Weights of all recipes, with rows that are even, uneven and fewer than 4 ranks; experts and dense tensors."""
     weights = {
         f"{name}_{rows}": arbitrary((rows, COLUMNS), recipe, 10 * i + seed)
         for i, (name, recipe) in enumerate(EVERY.items())
         for rows in rows_for(name)
     }
+    weights |= {f"{name}_experts": arbitrary((5, 7, COLUMNS), recipe, 100 + seed) for name, recipe in ROW.items()}
     dense = {f"dense_{rows}": values((rows, COLUMNS), 200 + seed) for rows in (33, 3)}
     return weights | dense
 
@@ -99,15 +102,17 @@ def by_placements(tensors: Mapping[str, Tensor], shape: tuple[int, ...], *placem
 
 
 # name -> (shape of the mesh, how the tensors get there, placements)
-LAYOUTS: dict[str, tuple[Any, ...]] = {
+MATRIX: dict[str, tuple[Any, ...]] = {
     "fsdp 1": ((1,), by_fsdp),
     "fsdp 2": ((2,), by_fsdp),
-    "hsdp 2x1": ((2, 1), by_fsdp),
     "fsdp 3": ((3,), by_fsdp),
     "fsdp 4": ((4,), by_fsdp),
     "hsdp 2x2": ((2, 2), by_fsdp),
     "fsdp x tp rows": ((2, 2), by_fsdp_over_tp, Shard(0)),
     "fsdp x tp columns": ((2, 2), by_fsdp_over_tp, Shard(1)),
+}
+LAYOUTS = MATRIX | {
+    "hsdp 2x1": ((2, 1), by_fsdp),
     "rows cut twice": ((2, 2), by_placements, Shard(0), Shard(0)),
     "columns": ((4,), by_placements, Shard(1)),
     "replicated": ((4,), by_placements, Replicate()),
@@ -128,11 +133,12 @@ def save_layouts(base: Path, world: int) -> None:
 
 def load_layouts(base: Path, world: int) -> None:
     for layout in WORLDS[world]:
-        load_all(state(layout, 1), base)
+        sources: Iterable[str] = MATRIX if layout in MATRIX else ("fsdp 3", layout)
+        load_all(state(layout, 1), base, LAYOUTS if layout == "fsdp x tp rows" else sources)
 
 
-def load_all(target: dict[str, Any], base: Path) -> None:
-    for source in LAYOUTS:
+def load_all(target: dict[str, Any], base: Path, sources: Iterable[str]) -> None:
+    for source in sources:
         for _, tensor in leaves(expand(target["model"])):
             local_of(tensor).view(-1).view(torch.uint8).fill_(0x5A)
         load(target, base / source)
@@ -156,7 +162,7 @@ def test_every_layout_loads_what_every_layout_saved(world: int, saved: Path) -> 
 
 @pytest.mark.slow
 def test_one_process_without_a_group_loads_what_every_layout_saved(saved: Path) -> None:
-    load_all({**full(1), "model": {name: tensor.clone() for name, tensor in whole(1).items()}}, saved)
+    load_all({**full(1), "model": {name: tensor.clone() for name, tensor in whole(1).items()}}, saved, LAYOUTS)
 
 
 def test_every_layout_stores_each_byte_once(saved: Path) -> None:
@@ -196,11 +202,10 @@ def test_every_way_of_saving_writes_the_same_checkpoint(world: int, shared_tmp_p
     for name in files[0]:
         if name != ".metadata":
             assert len({(shared_tmp_path / way / name).read_bytes() for way in WAYS}) == 1, name
-    metadata = [dcp.FileSystemReader(shared_tmp_path / way).read_metadata() for way in WAYS]
-    for found in metadata:
-        assert found.state_dict_metadata == metadata[0].state_dict_metadata
-        assert found.storage_data == metadata[0].storage_data
-        assert found.planner_data == metadata[0].planner_data
+    first, *others = [dcp.FileSystemReader(shared_tmp_path / way).read_metadata() for way in WAYS]
+    for found in others:
+        for field in ("state_dict_metadata", "storage_data", "planner_data"):
+            assert getattr(found, field) == getattr(first, field), field
 
 
 @pytest.mark.parametrize("name", EVERY)
