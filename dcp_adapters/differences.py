@@ -19,6 +19,8 @@ from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry
 __all__ = ["Target", "differences", "recipe_differences", "to_convert"]
 
 
+# Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
+VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 CONVERT = 'load with QuantizedLoadPlanner(on_mismatch="convert")'
 
 
@@ -141,7 +143,7 @@ def _dense_source(name: str, want: TensorEntry, entry: Any, *, convert: bool) ->
     if not convert:
         held = "the checkpoint holds a dense tensor"
         return [f"{name}: {held}, the target is quantized ({want.recipe}); {CONVERT}, or into a dense model"]
-    if not isinstance(entry, TensorStorageMetadata) or not entry.properties.dtype.is_floating_point:
+    if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype not in VALUES:
         dtype = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else "no tensor"
         return [f"{name}: the checkpoint holds {dtype}, which can not be converted to {want.recipe}"]
     return _shapes(name, tuple(entry.size), want.shape)
@@ -180,7 +182,7 @@ def _dense(  # noqa: PLR0913 - one comparison
     if entry is not None and not isinstance(entry, TensorStorageMetadata):
         return [f"{name}: the checkpoint holds no tensor, the target is a tensor of shape {want.shape}"]
     if entry is not None:
-        return _shapes(name, tuple(entry.size), want.shape)
+        return _shapes(name, tuple(entry.size), want.shape) + _dtypes(name, entry.properties.dtype, want.dtype)
     found = manifest.tensors.get(name) if manifest is not None else None
     if found is not None:
         return _quantized_source(name, want, found, stored, convert=convert)
@@ -194,9 +196,18 @@ def _quantized_source(
     held = f"the checkpoint holds it quantized ({found.recipe})"
     if not convert:
         return [f"{name}: {held}, the target is dense; build the target with that recipe, or {CONVERT}"]
-    if not want.dtype.is_floating_point:
+    if want.dtype not in VALUES:
         return [f"{name}: {held}, which can not be converted to {want.dtype}"]
     return _shapes(name, found.shape, want.shape) or _missing_parts(name, found, stored)
+
+
+def _dtypes(name: str, held: torch.dtype, wanted: torch.dtype) -> list[str]:
+    """DCP casts whatever it reads; codes that need a scale, and integers, do not become values by a cast."""
+    if held == wanted or (held in VALUES and wanted in VALUES):
+        return []
+    if not held.is_floating_point and not wanted.is_floating_point and not held.is_complex:
+        return []
+    return [f"{name}: the checkpoint holds {held}, the target is {wanted}; a cast would not keep what the values mean"]
 
 
 def _shapes(name: str, held: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:

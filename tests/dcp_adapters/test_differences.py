@@ -38,7 +38,8 @@ def stored(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> tupl
         if value is None:
             records[name] = BytesStorageMetadata()
             continue
-        parts = value.parts() if isinstance(value, TensorEntry) else {"": (torch.float32, value)}
+        dense = value if isinstance(value, Dense) else Dense(value, torch.float32)
+        parts = value.parts() if isinstance(value, TensorEntry) else {"": (dense.dtype, dense.shape)}
         for part, (dtype, shape) in parts.items():
             key = f"{name}.{part}" if part else name
             records[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
@@ -220,12 +221,24 @@ def test_what_a_conversion_bridges_is_no_difference(case: str) -> None:
 
 
 INTEGERS = Dense((48, 64), torch.int32)
+CODES = Dense((48, 64), torch.float8_e4m3fn)
 NOT_BRIDGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another shape, dense": ({"w": (48, 32)}, {"w": entry()}, "the checkpoint holds shape (48, 32), the target has"),
     "another shape": ({"w": entry(NV, (4, 64))}, {"w": entry()}, "the checkpoint holds shape (4, 64), the target has"),
     "into another shape": ({"w": entry()}, {"w": (4, 64)}, "the checkpoint holds shape (48, 64), the target has"),
     "into integers": ({"w": entry()}, {"w": INTEGERS}, "which can not be converted to torch.int32"),
     "bytes": ({"w": None}, {"w": entry()}, "the checkpoint holds no tensor, which can not be converted to"),
+    "codes without a scale": (
+        {"w": CODES},
+        {"w": entry()},
+        "the checkpoint holds torch.float8_e4m3fn, which can not be converted to",
+    ),
+    "codes cast to values": (
+        {"w": CODES},
+        {"w": (48, 64)},
+        "the checkpoint holds torch.float8_e4m3fn, the target is torch.bfloat16; a cast would not keep what the values",
+    ),
+    "integers cast to values": ({"w": INTEGERS}, {"w": (48, 64)}, "the checkpoint holds torch.int32, the target is"),
     "nothing": ({"b": (5,)}, {"b": (5,), "w": entry()}, "missing in the checkpoint"),
 }
 
@@ -244,3 +257,17 @@ def test_a_conversion_needs_all_parts_of_its_source() -> None:
     for want in ({"w": (48, 64)}, {"w": entry(NV)}):
         found = differences(target(want), metadata, manifest, partial=True, convert=True)
         assert found == ["w: the checkpoint lacks w.scale"]
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.int32, torch.int64),
+        (torch.uint8, torch.uint8),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ],
+)
+def test_casts_that_keep_the_values_are_dcps_own(held: torch.dtype, wanted: torch.dtype) -> None:
+    assert compare({"w": Dense((4,), held)}, {"w": Dense((4,), wanted)}) == []
