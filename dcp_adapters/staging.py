@@ -42,7 +42,8 @@ class QuantizedStager(AsyncStager):
         future = dcp.async_save(state_dict, checkpoint_id=path, planner=QuantizedSavePlanner(), async_stager=stager,
                                 process_group=upload_group)           # any number of times
 
-    Every save gets memory that no unfinished one uses; when an upload has ended and nothing refers to its snapshot any
+    Uploads that overlap need a process group each, since both exchange plans. Every save gets memory that no
+    unfinished one uses; when an upload has ended and nothing refers to its snapshot any
     more, the memory serves the next save. The snapshot holds quantized tensors as their parts, never dequantized;
     preserved initial values stay behind, weights with storage="high_precision" become the dense tensors they are, and
     names that share one tensor share one copy. Memory use: up to max_snapshots times the bytes of the state dict.
