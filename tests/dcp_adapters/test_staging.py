@@ -547,3 +547,48 @@ def test_snapshots_of_cuda_tensors(pin_memory: bool | None) -> None:
         assert staged["b"].is_pinned() is (pin_memory is None)
         del staged
     keep.close()
+
+
+class Cudart:
+    """Counts what is page-locked; refuses with `status`."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.locked, self.calls = status, {}, 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        self.calls += 1
+        self.locked[address] = (nbytes, flags)
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+        del self.locked[address]
+        return 0
+
+
+def test_memory_is_page_locked_once_and_unlocked_before_it_goes() -> None:
+    cudart, memory = Cudart(), snapshot_memory.SnapshotMemory(1, 0)
+    with patch.object(torch.cuda, "cudart", return_value=cudart):
+        address = torch.frombuffer(memory.lease(640, pinned=True), dtype=torch.uint8).data_ptr()
+        assert cudart.locked == {address: (640, 1)}
+        memory.lease(100, pinned=True)
+        assert cudart.calls == 1
+        memory.lease(1280, pinned=False)
+        assert cudart.locked == {}
+        memory.lease(100, pinned=True)
+        assert [nbytes for nbytes, _ in cudart.locked.values()] == [1280]
+        memory.close()
+        assert cudart.locked == {}
+
+
+def test_a_refused_page_lock_names_the_way_out() -> None:
+    memory = snapshot_memory.SnapshotMemory(1, 0)
+    with (
+        patch.object(torch.cuda, "cudart", return_value=Cudart(status=2)),
+        pytest.raises(RuntimeError) as error,
+    ):
+        memory.lease(640, pinned=True)
+    assert str(error.value) == (
+        "page-locking 640 bytes of host memory for a snapshot failed with CUDA error 2; use "
+        "QuantizedStager(pin_memory=False), or raise the limit of locked memory"
+    )
+    memory.lease(640, pinned=False)
