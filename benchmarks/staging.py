@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.timing import medians
 from dcp_adapters import QuantizedStager, expand
+from fsdp_hooks.scale_sync import local_of
 from qtensor import MXFP8BlockScaling, quantize
 
 BIG = (8, 8192, 16384)  # weights, rows, columns: 1.1 GB of payload and scales
@@ -65,8 +66,7 @@ def _model() -> dict[str, Any]:
 
 
 def _measured(state: dict[str, Any], repeats: int) -> dict[str, float]:
-    with torch.no_grad():
-        parts = [part.to_local() if hasattr(part, "to_local") else part for part in expand(state).values()]
+    parts = [local_of(part) for part in expand(state).values()]
     buffers = [torch.zeros_like(part) for part in parts]
 
     def copy_loop() -> None:

@@ -48,7 +48,7 @@ class QuantizedStager(AsyncStager):
     preserved initial values stay behind, weights with storage="high_precision" become the dense tensors they are, and
     names that share one tensor share one copy. Memory use: up to max_snapshots times the bytes of the state dict.
 
-    Not for several threads at once: calls of `stage` take turns.
+    Threads that share a stager take turns.
 
     Args:
         max_snapshots: how many snapshots may exist at a time; with all in use, `stage` waits for an upload to end. 2

@@ -78,6 +78,7 @@ def assert_a_snapshot(staged: Any, live: Any) -> None:
         if q is not None:
             assert type(quantized_local(copy)) is type(q), name
             assert (quantized_local(copy).recipe, quantized_local(copy).dtype) == (q.recipe, q.dtype), name
+            assert quantized_local(copy).arrangement == Arrangement(), name  # no padding rows behind it
         if isinstance(source, DTensor):
             assert (copy.device_mesh, copy.placements) == (source.device_mesh, source.placements), name
             assert (copy.shape, copy.dtype) == (source.shape, source.dtype), name
@@ -86,6 +87,7 @@ def assert_a_snapshot(staged: Any, live: Any) -> None:
         assert (copy.device.type, copy.requires_grad) == ("cpu", False)
         assert copy.untyped_storage().nbytes() == source.numel() * source.itemsize
         assert copy.data_ptr() != source.data_ptr() or not source.numel()
+        assert copy.data_ptr() % 64 == 0
 
 
 # -- what is in a snapshot ---------------------------------------------------------------------------------------------
@@ -343,6 +345,17 @@ def test_close_frees_memory_that_of_a_snapshot_when_it_dies() -> None:
     assert [slab() is None for slab in slabs] == [True, True]
     with pytest.raises(RuntimeError, match=r"QuantizedStager\.stage: the stager is closed; make a new one"):
         keep.stage({})
+
+
+def test_threads_that_share_a_stager_take_turns() -> None:
+    keep, seen = stager(), []
+
+    class Curious:
+        def __deepcopy__(self, memo: Any) -> None:
+            seen.append(keep._turn.locked())
+
+    keep.stage({"x": Curious(), "b": torch.ones(1)})
+    assert (seen, keep._turn.locked()) == ([True], False)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
