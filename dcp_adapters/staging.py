@@ -42,13 +42,13 @@ class QuantizedStager(AsyncStager):
         future = dcp.async_save(state_dict, checkpoint_id=path, planner=QuantizedSavePlanner(), async_stager=stager,
                                 process_group=upload_group)           # any number of times
 
-    Uploads that overlap need a process group each, since both exchange plans. Every save gets memory that no
-    unfinished one uses; when an upload has ended and nothing refers to its snapshot any
-    more, the memory serves the next save. The snapshot holds quantized tensors as their parts, never dequantized;
-    preserved initial values stay behind, weights with storage="high_precision" become the dense tensors they are, and
-    names that share one tensor share one copy. Memory use: up to max_snapshots times the bytes of the state dict.
+    Every save gets memory that no unfinished one uses; when an upload has ended and nothing refers to its snapshot any
+    more, the memory serves the next save: up to max_snapshots times the bytes of the state dict. Uploads that overlap
+    need a process group each, since all of them exchange plans. Threads that share a stager take turns.
 
-    Threads that share a stager take turns.
+    The snapshot holds quantized tensors as their parts, never dequantized; preserved initial values stay behind,
+    weights with storage="high_precision" become the dense tensors they are, parameters become tensors without
+    gradients, and names that share one tensor share one copy.
 
     Args:
         max_snapshots: how many snapshots may exist at a time; with all in use, `stage` waits for an upload to end. 2
@@ -102,18 +102,23 @@ class QuantizedStager(AsyncStager):
         devices = {part.device for part in survey.parts if part.is_cuda}
         pinned = bool(devices) if self.pin_memory is None else self.pin_memory
         lease = self._memory.lease(survey.nbytes, pinned=pinned) if survey.nbytes else None
-        copies = []
-        with without_torch_function():
-            for part, offset in zip(survey.parts, survey.offsets, strict=True):
-                count = part.numel()
-                if lease is None or not count:
-                    copies.append(torch.empty(part.shape, dtype=part.dtype))
-                    continue
-                target = torch.frombuffer(lease, dtype=part.dtype, count=count, offset=offset).view(part.shape)
-                copies.append(target.copy_(part, non_blocking=part.is_cuda))
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-        return copies
+        try:
+            with without_torch_function():
+                return [
+                    _copied_into(lease, offset, part) for part, offset in zip(survey.parts, survey.offsets, strict=True)
+                ]
+        finally:  # after a failure too: a device may still be writing into memory that goes back to the pool
+            for device in devices:
+                torch.cuda.current_stream(device).synchronize()
+
+
+def _copied_into(lease: memoryview | None, offset: int, part: Tensor) -> Tensor:
+    """A copy of `part` that stands at `offset` of the lease; one from a device may still be on its way."""
+    count = part.numel()
+    if lease is None or not count:
+        return torch.empty(part.shape, dtype=part.dtype)
+    copied = torch.frombuffer(lease, dtype=part.dtype, count=count, offset=offset).view(part.shape)
+    return copied.copy_(part, non_blocking=part.is_cuda)
 
 
 @dataclass(slots=True)
