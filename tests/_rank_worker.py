@@ -25,7 +25,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -123,6 +123,19 @@ def run_call(call: Call, store: dist.Store) -> Outcome:
             error=f"{type(error).__name__}: {error}",
             trace="".join(traceback.format_exception(type(error), error, frames)).rstrip(),
         )
+
+
+def in_turn(cases: Sequence[Any], fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T]:
+    """fn of every case, seeded alike; an error says in which one it was."""
+    values = []
+    for case in cases:
+        torch.manual_seed(0)
+        try:
+            values.append(fn(case, *args, **kwargs))
+        except BaseException as error:
+            error.add_note(f"in the case {case!r}")
+            raise
+    return values
 
 
 def _join_group(call: Call, store: dist.Store) -> None:

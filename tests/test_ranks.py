@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests import _rank_worker, ranks
-from tests.ranks import RankFailure, run_ranks, run_ranks_catching
+from tests.ranks import RankFailure, run_ranks, run_ranks_catching, run_ranks_each
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -59,6 +59,33 @@ def test_every_call_is_seeded_alike() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     assert all(torch.equal(drawn, expected) for drawn in first + again)
+
+
+def _draw_and_sum(case: str, by: float) -> tuple[str, float, float]:
+    x = torch.tensor(by * dist.get_rank())
+    dist.all_reduce(x)
+    return case, torch.rand(()).item(), x.item()
+
+
+def test_cases_run_in_turn_and_are_seeded_alike() -> None:
+    torch.manual_seed(0)
+    drawn = torch.rand(()).item()
+    assert run_ranks_each(2, ["a", "b"], _draw_and_sum, 3.0) == [[("a", drawn, 3.0), ("b", drawn, 3.0)]] * 2
+
+
+def _raise_in_a_case(case: str, bad: str, path: Path) -> None:
+    if dist.get_rank() == 1 and case == bad:
+        raise ValueError("bad luck")
+    (path / f"{case}{dist.get_rank()}").touch()
+
+
+def test_a_failure_names_its_case(shared_tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="1 of 2 ranks failed in _raise_in_a_case") as failure:
+        run_ranks_each(2, ("a", "b", "c"), _raise_in_a_case, "b", shared_tmp_path)
+    assert "rank 1 of 2:" in str(failure.value)
+    assert str(failure.value).endswith("ValueError: bad luck\nin the case 'b'")
+    assert (shared_tmp_path / "a1").exists()
+    assert not (shared_tmp_path / "c1").exists()
 
 
 def test_world_size_is_checked() -> None:

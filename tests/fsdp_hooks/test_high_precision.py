@@ -49,7 +49,7 @@ from tests.fsdp_hooks.dense_shards import (
     whole,
 )
 from tests.qtensor.recipes_under_test import element_of, unit
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
 # -- what is gathered --------------------------------------------------------------------------------------------------
 
@@ -84,8 +84,7 @@ def _unagreed_shards_are_gathered_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_without_an_agreement_every_shard_is_quantized_by_itself(world_size: int) -> None:
-    for name in RECIPES:
-        run_ranks(world_size, _unagreed_shards_are_gathered_exactly, name)
+    run_ranks_each(world_size, RECIPES, _unagreed_shards_are_gathered_exactly)
 
 
 def _agrees(name: str, shape: tuple[int, ...]) -> None:
@@ -104,8 +103,9 @@ def _agrees(name: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (3, (3,)), (4, (2, 2)), (2, (2, 1))])
 def test_one_all_reduce_makes_gathers_those_of_the_full_weight(world_size: int, shape: tuple[int, ...]) -> None:
-    for name in RECIPES if world_size == 3 else ("float8-tensor", "mxfp8-row", "nvfp4-square"):
-        run_ranks(world_size, _agrees, name, shape)
+    run_ranks_each(
+        world_size, RECIPES if world_size == 3 else ("float8-tensor", "mxfp8-row", "nvfp4-square"), _agrees, shape
+    )
 
 
 class _Mixed(nn.Module):
@@ -196,8 +196,7 @@ def _is_tensor_parallel(name: str) -> None:
 
 
 def test_tensor_parallel_shards_agree_and_compute_with_the_full_weights_bytes() -> None:
-    for name in ("float8-row", "float8-tensor", "mxfp8-row", "nvfp4-row"):
-        run_ranks(2, _is_tensor_parallel, name)
+    run_ranks_each(2, ("float8-row", "float8-tensor", "mxfp8-row", "nvfp4-row"), _is_tensor_parallel)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -246,8 +245,7 @@ def _gathers_its_payload(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_all_gather_is_given_the_payload_bytes(world_size: int) -> None:
-    for name in ("float8-row", "mxfp8-square", "nvfp4-row", "float8-tensor"):
-        run_ranks(world_size, _gathers_its_payload, name)
+    run_ranks_each(world_size, ("float8-row", "mxfp8-square", "nvfp4-row", "float8-tensor"), _gathers_its_payload)
 
 
 def _agreements(net: nn.Module) -> int:
@@ -309,8 +307,7 @@ def _frees_what_it_gathered(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_of_a_gathered_weight_stays_allocated_after_reshard(world_size: int) -> None:
-    for name in ("float8-tensor", "mxfp8-row", "nvfp4-square"):
-        run_ranks(world_size, _frees_what_it_gathered, name)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row", "nvfp4-square"), _frees_what_it_gathered)
 
 
 # -- stale agreements --------------------------------------------------------------------------------------------------
@@ -378,8 +375,7 @@ def _survives_stale_agreements(name: str, factor: float) -> None:
 
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1000.0), (3, 1000.0), (2, 0.001)])
 def test_a_write_since_the_agreement_does_not_saturate(world_size: int, factor: float) -> None:
-    for name in ("float8-tensor", "nvfp4-row"):
-        run_ranks(world_size, _survives_stale_agreements, name, factor)
+    run_ranks_each(world_size, ("float8-tensor", "nvfp4-row"), _survives_stale_agreements, factor)
 
 
 def _assigns_data(name: str) -> None:

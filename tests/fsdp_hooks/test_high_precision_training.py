@@ -42,7 +42,7 @@ from tests.fsdp_hooks.dense_shards import (
     weights,
     whole,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 
 # -- parity ------------------------------------------------------------------------------------------------------------
 
@@ -58,9 +58,8 @@ def _trains_like_one_process(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", RECIPES)
-def test_training_equals_one_process_with_uneven_and_empty_shards(name: str, world_size: int) -> None:
-    run_ranks(world_size, _trains_like_one_process, name)
+def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: int) -> None:
+    run_ranks_each(world_size, RECIPES, _trains_like_one_process)
 
 
 @pytest.mark.parametrize("make", [make for make in OPTIMIZERS if make != "adamw"])
@@ -71,27 +70,23 @@ def test_training_equals_one_process_with_any_torch_optimizer(make: str) -> None
 
 @pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
 def test_training_equals_one_process_under_hsdp(world_size: int, shape: Sequence[int]) -> None:
-    for name in ("float8-tensor", "mxfp8-square"):
-        run_ranks(world_size, _trains_like_one_process, name, shape=shape)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-square"), _trains_like_one_process, shape=shape)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_training_equals_one_process_under_cpu_offload(world_size: int) -> None:
-    for name in ("float8-row", "nvfp4-row"):
-        offload = CPUOffloadPolicy(pin_memory=False)
-        run_ranks(world_size, _trains_like_one_process, name, offload_policy=offload)
+    offload = CPUOffloadPolicy(pin_memory=False)
+    run_ranks_each(world_size, ("float8-row", "nvfp4-row"), _trains_like_one_process, offload_policy=offload)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_training_equals_one_process_without_reshard_after_forward(world_size: int) -> None:
-    for name in ("float8-tensor", "mxfp8-row"):
-        run_ranks(world_size, _trains_like_one_process, name, reshard_after_forward=False)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _trains_like_one_process, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_scales_may_be_agreed_on_by_a_hook_of_the_optimizer(world_size: int) -> None:
-    for name in ("float8-tensor", "nvfp4-square"):
-        run_ranks(world_size, _trains_like_one_process, name, hook=True)
+    run_ranks_each(world_size, ("float8-tensor", "nvfp4-square"), _trains_like_one_process, hook=True)
 
 
 def _accumulates(name: str) -> None:
@@ -102,8 +97,7 @@ def _accumulates(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_training_equals_one_process_with_gradient_accumulation(world_size: int) -> None:
-    for name in ("mxfp8-row", "float8-tensor"):
-        run_ranks(world_size, _accumulates, name)
+    run_ranks_each(world_size, ("mxfp8-row", "float8-tensor"), _accumulates)
 
 
 def _trains_around_frozen_weights(name: str) -> None:
@@ -239,8 +233,7 @@ def _trains_in_mixed_precision(name: str, *, reduce_dtype: torch.dtype | None) -
 def test_fp32_shards_are_gathered_quantized_and_computed_with_in_bf16(
     world_size: int, reduce_dtype: torch.dtype | None
 ) -> None:
-    for name in ("float8-tensor", "mxfp8-row"):
-        run_ranks(world_size, _trains_in_mixed_precision, name, reduce_dtype=reduce_dtype)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _trains_in_mixed_precision, reduce_dtype=reduce_dtype)
 
 
 # -- the life of a model -----------------------------------------------------------------------------------------------
@@ -293,8 +286,7 @@ def _moves(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_moving_and_casting_a_sharded_model_keeps_values_and_kind(world_size: int) -> None:
-    for name in ("float8-tensor", "mxfp8-row"):
-        run_ranks(world_size, _moves, name)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _moves)
 
 
 def _trains_masters(name: str) -> None:
@@ -328,8 +320,7 @@ def _trains_masters(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_masters_of_bf16_shards_train_like_one_process(world_size: int) -> None:
-    for name in ("float8-tensor", "nvfp4-row"):
-        run_ranks(world_size, _trains_masters, name)
+    run_ranks_each(world_size, ("float8-tensor", "nvfp4-row"), _trains_masters)
 
 
 def _reads_and_writes_gathered_weights(name: str) -> None:
@@ -361,5 +352,4 @@ def _reads_and_writes_gathered_weights(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_what_is_written_into_gathered_weights_comes_back_dequantized(world_size: int) -> None:
-    for name in ("float8-tensor", "mxfp8-row"):
-        run_ranks(world_size, _reads_and_writes_gathered_weights, name)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _reads_and_writes_gathered_weights)

@@ -22,6 +22,7 @@ from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantize_,
 from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import (
     RECIPES,
+    ROW_RECIPES,
     TENSOR_WIDE,
     Collectives,
     Net,
@@ -36,7 +37,7 @@ from tests.fsdp_hooks.cases import (
     shard,
 )
 from tests.fsdp_hooks.test_tensor_parallel import assert_reference_bytes
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 
 STORAGES = ("quantized", "high_precision")
 
@@ -138,8 +139,7 @@ def _draws_what_a_plain_model_draws(name: str, storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_init_on_shards_draws_what_a_plain_model_draws(world_size: int, storage: str) -> None:
-    for name in ("float8-row", "float8-tensor", "mxfp8-row", "nvfp4-row"):
-        run_ranks(world_size, _draws_what_a_plain_model_draws, name, storage)
+    run_ranks_each(world_size, ROW_RECIPES, _draws_what_a_plain_model_draws, storage)
 
 
 # -- recomputed activations --------------------------------------------------------------------------------------------
@@ -168,8 +168,7 @@ def _recomputes(name: str, storage: str, *, around: bool, reshard: bool) -> None
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("around", [True, False])
 def test_activation_checkpointing_changes_no_bit(around: bool, reshard: bool, storage: str) -> None:
-    for name in ("float8-tensor", "mxfp8-row"):
-        run_ranks(2, _recomputes, name, storage, around=around, reshard=reshard)
+    run_ranks_each(2, ("float8-tensor", "mxfp8-row"), _recomputes, storage, around=around, reshard=reshard)
 
 
 # -- mixed precision ---------------------------------------------------------------------------------------------------
@@ -230,8 +229,7 @@ def _trains_in_mixed_precision(name: str, reduce_dtype: torch.dtype | None, outp
 def test_weights_that_appear_in_fp32_compute_in_bf16(
     world_size: int, reduce_dtype: torch.dtype | None, output_dtype: torch.dtype | None
 ) -> None:
-    for name in ("float8-tensor", "nvfp4-row"):
-        run_ranks(world_size, _trains_in_mixed_precision, name, reduce_dtype, output_dtype)
+    run_ranks_each(world_size, ("float8-tensor", "nvfp4-row"), _trains_in_mixed_precision, reduce_dtype, output_dtype)
 
 
 # -- mixed models ------------------------------------------------------------------------------------------------------
@@ -250,8 +248,7 @@ def _trains_with_some_layers_quantized(name: str, *, one_group: bool) -> None:
 
 @pytest.mark.parametrize("one_group", [True, False])
 def test_models_with_plain_layers_among_quantized_ones(one_group: bool) -> None:
-    for name in RECIPES:
-        run_ranks(3, _trains_with_some_layers_quantized, name, one_group=one_group)
+    run_ranks_each(3, RECIPES, _trains_with_some_layers_quantized, one_group=one_group)
 
 
 def _trains_with_a_recipe_a_layer(storage: str, *, one_group: bool) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from qtensor import QuantizedTensor, quantize
 from tests.fsdp_hooks.cases import RECIPES, TENSOR_WIDE, K, assert_gathers_exactly, local
 from tests.fsdp_hooks.test_matrix import follow
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks_each
 
 ROWS, TOKENS = 32, 4
 
@@ -88,5 +88,4 @@ def _trains_experts(name: str, experts: int, product: str) -> None:
 @pytest.mark.parametrize(("world_size", "experts"), [(2, 4), (2, 5), (4, 5)])
 def test_stacked_experts_train_like_one_process(world_size: int, experts: int, product: str) -> None:
     """5 experts on 4 ranks: 2, 2, 1 and none."""
-    for name in RECIPES if world_size == 4 else TENSOR_WIDE:
-        run_ranks(world_size, _trains_experts, name, experts, product)
+    run_ranks_each(world_size, RECIPES if world_size == 4 else TENSOR_WIDE, _trains_experts, experts, product)

@@ -15,7 +15,7 @@ from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor
 from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import RECIPES, Net, assert_same_bytes, batch, build, local, rows_for
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 
 pytestmark = pytest.mark.gpu
 
@@ -90,8 +90,7 @@ def _keeps_its_shards_pinned(name: str, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_training_with_shards_in_pinned_memory_equals_one_process(storage: str) -> None:
-    for name in ("float8-row", "nvfp4-row"):
-        run_ranks(1, _keeps_its_shards_pinned, name, storage, backend="nccl")
+    run_ranks_each(1, ("float8-row", "nvfp4-row"), _keeps_its_shards_pinned, storage, backend="nccl")
 
 
 def _gathers_what_it_shards(name: str) -> None:
@@ -105,5 +104,4 @@ def _gathers_what_it_shards(name: str) -> None:
 
 
 def test_a_gather_on_the_gpu_is_exact() -> None:
-    for name in RECIPES:
-        run_ranks(1, _gathers_what_it_shards, name, backend="nccl")
+    run_ranks_each(1, RECIPES, _gathers_what_it_shards, backend="nccl")

@@ -29,7 +29,7 @@ from tests.fsdp_hooks.cases import (
 )
 from tests.fsdp_hooks.test_matrix import STORAGES, follow, mean_of_ranks
 from tests.fsdp_hooks.test_tensor_parallel import assert_reference_bytes
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
 # -- tied weights ------------------------------------------------------------------------------------------------------
 
@@ -65,8 +65,7 @@ def _shares_one_weight(name: str, storage: str, *, reshard: bool) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_layers_that_share_a_quantized_weight_add_their_gradients(reshard: bool, storage: str) -> None:
-    for name in ("float8-tensor", "mxfp8-row", "nvfp4-row"):
-        run_ranks(2, _shares_one_weight, name, storage, reshard=reshard)
+    run_ranks_each(2, ("float8-tensor", "mxfp8-row", "nvfp4-row"), _shares_one_weight, storage, reshard=reshard)
 
 
 class Language(nn.Module):
@@ -99,8 +98,7 @@ def _keeps_the_tied_head(name: str, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_head_tied_to_the_embedding_stays_dense_and_tied(storage: str) -> None:
-    for name in ("float8-row", "nvfp4-row"):
-        run_ranks(3, _keeps_the_tied_head, name, storage)
+    run_ranks_each(3, ("float8-row", "nvfp4-row"), _keeps_the_tied_head, storage)
 
 
 # -- adapters on a frozen base -----------------------------------------------------------------------------------------
@@ -172,8 +170,7 @@ def _trains_adapters(name: str, make: str) -> None:
 
 @pytest.mark.parametrize("make", ["masters", "plain"])
 def test_adapters_train_on_a_frozen_quantized_base(make: str) -> None:
-    for name in ROW_RECIPES:
-        run_ranks(2, _trains_adapters, name, make)
+    run_ranks_each(2, ROW_RECIPES, _trains_adapters, make)
 
 
 def _bytes_of_adapters(width: int) -> tuple[int, int]:
@@ -247,5 +244,4 @@ def _stays_beside_fsdp(name: str) -> None:
 
 
 def test_a_quantized_vector_may_be_ignored_by_fsdp() -> None:
-    for name in ROW_RECIPES:
-        run_ranks(2, _stays_beside_fsdp, name)
+    run_ranks_each(2, ROW_RECIPES, _stays_beside_fsdp)

@@ -25,7 +25,7 @@ from tests.fsdp_hooks.cases import (
     rows_for,
     shard,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 
 FORMATS = ("float8-tensor", "mxfp8-row", "nvfp4-square")  # one recipe a format
 
@@ -83,8 +83,7 @@ def _costs_its_payload_at_rest(name: str, *, offload: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_shard_costs_its_payload_bytes_at_rest(world_size: int) -> None:
-    for name in FORMATS:
-        run_ranks(world_size, _costs_its_payload_at_rest, name, offload=False)
+    run_ranks_each(world_size, FORMATS, _costs_its_payload_at_rest, offload=False)
     run_ranks(world_size, _costs_its_payload_at_rest, "nvfp4-row", offload=True)
 
 
@@ -104,8 +103,7 @@ def _frees_what_it_gathered(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_nothing_of_a_gathered_weight_stays_allocated_after_reshard(world_size: int) -> None:
-    for name in FORMATS:
-        run_ranks(world_size, _frees_what_it_gathered, name)
+    run_ranks_each(world_size, FORMATS, _frees_what_it_gathered)
 
 
 def _assert_inputs_alias(net: nn.Module, what: str) -> None:
@@ -144,5 +142,4 @@ def _gathers_its_payload(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_an_all_gather_is_given_the_payload_bytes_and_no_copies(world_size: int) -> None:
-    for name in RECIPES:
-        run_ranks(world_size, _gathers_its_payload, name)
+    run_ranks_each(world_size, RECIPES, _gathers_its_payload)

@@ -37,7 +37,7 @@ from tests.fsdp_hooks.cases import (
     shards_of,
     snapshot,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 
 BLOCKWISE = [name for name in RECIPES if name not in TENSOR_WIDE]
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -110,14 +110,12 @@ def _trains_like_one_process(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", BLOCKWISE)
-def test_the_bytes_are_those_of_one_process(name: str, kind: str, world_size: int) -> None:
-    run_ranks(world_size, _trains_like_one_process, name, kind)
+def test_the_bytes_are_those_of_one_process(kind: str, world_size: int) -> None:
+    run_ranks_each(world_size, BLOCKWISE, _trains_like_one_process, kind)
 
 
-@pytest.mark.parametrize("name", TENSOR_WIDE)
-def test_one_rank_gives_the_bytes_of_one_process_for_tensor_wide_scales_too(name: str) -> None:
-    run_ranks(1, _trains_like_one_process, name, "adamw")
+def test_one_rank_gives_the_bytes_of_one_process_for_tensor_wide_scales_too() -> None:
+    run_ranks_each(1, TENSOR_WIDE, _trains_like_one_process, "adamw")
 
 
 def _scales(net: nn.Module, part: str) -> list[int]:
@@ -139,9 +137,8 @@ def _scales_part_and_are_agreed_again(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("name", TENSOR_WIDE)
-def test_tensor_wide_scales_part_in_a_step_until_sync_scales(name: str, kind: str, world_size: int) -> None:
-    run_ranks(world_size, _scales_part_and_are_agreed_again, name, kind)
+def test_tensor_wide_scales_part_in_a_step_until_sync_scales(kind: str, world_size: int) -> None:
+    run_ranks_each(world_size, TENSOR_WIDE, _scales_part_and_are_agreed_again, kind)
 
 
 # -- what stands around an optimizer ---------------------------------------------------------------------------------
@@ -168,9 +165,8 @@ def _clips(name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["mxfp8-row", "nvfp4-row"])
-def test_clipping_has_the_norm_of_the_dense_model(name: str, world_size: int) -> None:
-    run_ranks(world_size, _clips, name)
+def test_clipping_has_the_norm_of_the_dense_model(world_size: int) -> None:
+    run_ranks_each(world_size, ("mxfp8-row", "nvfp4-row"), _clips)
 
 
 def _skips_infinite_gradients(name: str) -> None:
@@ -240,9 +236,8 @@ def _stochastic(name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["float8-row", "mxfp8-row", "nvfp4-row"])
-def test_equal_seeds_a_rank_give_equal_shards(name: str, world_size: int) -> None:
-    run_ranks(world_size, _stochastic, name)
+def test_equal_seeds_a_rank_give_equal_shards(world_size: int) -> None:
+    run_ranks_each(world_size, ("float8-row", "mxfp8-row", "nvfp4-row"), _stochastic)
 
 
 def _averages() -> None:

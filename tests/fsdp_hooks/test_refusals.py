@@ -25,7 +25,7 @@ from tests.fsdp_hooks.cases import (
     rows_for,
     shard,
 )
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
 
 def _refused(name: str, **options: Any) -> None:
@@ -86,8 +86,7 @@ def _goes_on_after_a_refusal(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_can_go_on_after_a_refusal(world_size: int) -> None:
-    for name in ("float8-tensor", "mxfp8-row"):
-        run_ranks(world_size, _goes_on_after_a_refusal, name)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _goes_on_after_a_refusal)
 
 
 def _dense_weights_may(name: str) -> None:
@@ -141,5 +140,4 @@ def _square_blocks_cut(name: str) -> None:
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_shards_that_cut_square_blocks_gather_exactly(world_size: int) -> None:
     assert SQUARE
-    for name in SQUARE_RECIPES:
-        run_ranks(world_size, _square_blocks_cut, name)
+    run_ranks_each(world_size, SQUARE_RECIPES, _square_blocks_cut)

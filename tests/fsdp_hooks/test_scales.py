@@ -36,7 +36,7 @@ from tests.fsdp_hooks.cases import (
     shards_of,
     snapshot,
 )
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
 ONE_ALL_REDUCE = {"allreduce_": 1}
 
@@ -96,9 +96,8 @@ def _gathers_disagreeing_shards(name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", TENSOR_WIDE)
-def test_shards_with_different_scales_gather_exactly(name: str, world_size: int) -> None:
-    run_ranks(world_size, _gathers_disagreeing_shards, name)
+def test_shards_with_different_scales_gather_exactly(world_size: int) -> None:
+    run_ranks_each(world_size, TENSOR_WIDE, _gathers_disagreeing_shards)
 
 
 def _agrees(name: str, shape: tuple[int, ...]) -> None:
@@ -130,8 +129,7 @@ def _agrees(name: str, shape: tuple[int, ...]) -> None:
     ("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2)), (2, (2, 1))]
 )
 def test_sync_scales_makes_them_agreed_by_one_all_reduce(world_size: int, shape: tuple[int, ...]) -> None:
-    for name in TENSOR_WIDE:
-        run_ranks(world_size, _agrees, name, shape)
+    run_ranks_each(world_size, TENSOR_WIDE, _agrees, shape)
 
 
 def _agrees_on_nothing(name: str) -> None:
@@ -147,8 +145,7 @@ def _agrees_on_nothing(name: str) -> None:
 
 
 def test_sync_scales_has_nothing_to_do_for_scales_of_rows_and_blocks() -> None:
-    for name in set(RECIPES) - set(TENSOR_WIDE):
-        run_ranks(2, _agrees_on_nothing, name)
+    run_ranks_each(2, set(RECIPES) - set(TENSOR_WIDE), _agrees_on_nothing)
 
 
 def _zero_shards_do_not_decide(name: str) -> None:
@@ -175,9 +172,8 @@ def _zero_shards_do_not_decide(name: str) -> None:
     assert_gathers_exactly(net, "zeros everywhere")
 
 
-@pytest.mark.parametrize("name", TENSOR_WIDE)
-def test_shards_of_zeros_never_decide_a_scale(name: str) -> None:
-    run_ranks(2, _zero_shards_do_not_decide, name)
+def test_shards_of_zeros_never_decide_a_scale() -> None:
+    run_ranks_each(2, TENSOR_WIDE, _zero_shards_do_not_decide)
 
 
 def _meta_raises() -> None:
@@ -215,8 +211,7 @@ def _preserved_value_decides(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_with_a_preserved_value_shard_then_quantize_equals_quantize_then_shard(world_size: int) -> None:
-    for name in RECIPES:
-        run_ranks(world_size, _preserved_value_decides, name)
+    run_ranks_each(world_size, RECIPES, _preserved_value_decides)
 
 
 def _row_formats_commute(name: str) -> None:
@@ -233,8 +228,7 @@ def _row_formats_commute(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_row_formats_quantize_then_shard_equals_shard_then_quantize(world_size: int) -> None:
-    for name in set(ROW_RECIPES) - set(TENSOR_WIDE):
-        run_ranks(world_size, _row_formats_commute, name)
+    run_ranks_each(world_size, set(ROW_RECIPES) - set(TENSOR_WIDE), _row_formats_commute)
 
 
 # -- the optimizer ---------------------------------------------------------------------------------------------
@@ -269,8 +263,9 @@ def _one_all_reduce_a_step(name: str, shape: tuple[int, ...]) -> None:
 def test_a_step_leaves_scales_agreed_by_one_all_reduce_for_the_whole_model(
     world_size: int, shape: tuple[int, ...]
 ) -> None:
-    for name in RECIPES if len(shape) == 1 else ("float8-tensor", "mxfp8-row"):
-        run_ranks(world_size, _one_all_reduce_a_step, name, shape)
+    run_ranks_each(
+        world_size, RECIPES if len(shape) == 1 else ("float8-tensor", "mxfp8-row"), _one_all_reduce_a_step, shape
+    )
 
 
 def _without_a_move_no_byte_moves(name: str) -> None:
@@ -297,8 +292,7 @@ def _without_a_move_no_byte_moves(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_step_with_lr_0_changes_no_byte(world_size: int) -> None:
-    for name in RECIPES:
-        run_ranks(world_size, _without_a_move_no_byte_moves, name)
+    run_ranks_each(world_size, RECIPES, _without_a_move_no_byte_moves)
 
 
 def _negative_zeros_stay() -> None:
@@ -344,8 +338,7 @@ def _keeps_what_is_agreed(name: str) -> None:
 
 
 def test_sync_scales_changes_no_byte_of_what_is_agreed() -> None:
-    for name in TENSOR_WIDE:
-        run_ranks(2, _keeps_what_is_agreed, name)
+    run_ranks_each(2, TENSOR_WIDE, _keeps_what_is_agreed)
 
 
 def _syncs_after_an_eval(storage: str) -> None:
@@ -364,5 +357,4 @@ def _syncs_after_an_eval(storage: str) -> None:
 
 
 def test_sync_scales_finds_the_shards_of_gathered_weights() -> None:
-    for storage in ("quantized", "high_precision"):
-        run_ranks(2, _syncs_after_an_eval, storage)
+    run_ranks_each(2, ("quantized", "high_precision"), _syncs_after_an_eval)

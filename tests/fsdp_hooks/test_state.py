@@ -31,7 +31,7 @@ from tests.fsdp_hooks.cases import (
     shard,
     snapshot,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks_each
 
 
 def _state_dicts_round_trip(name: str) -> None:
@@ -63,8 +63,7 @@ def _state_dicts_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_state_dicts_round_trip(world_size: int) -> None:
-    for name in ROW_RECIPES:
-        run_ranks(world_size, _state_dicts_round_trip, name)
+    run_ranks_each(world_size, ROW_RECIPES, _state_dicts_round_trip)
 
 
 def _full_tensors_are_exact(name: str, shape: tuple[int, ...]) -> None:
@@ -92,8 +91,7 @@ def _full_tensors_are_exact(name: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2))])
 def test_full_tensor_has_the_bytes_from_before_sharding(world_size: int, shape: tuple[int, ...]) -> None:
-    for name in RECIPES:
-        run_ranks(world_size, _full_tensors_are_exact, name, shape)
+    run_ranks_each(world_size, RECIPES, _full_tensors_are_exact, shape)
 
 
 def _full_tensors_of_different_scales(name: str) -> None:
@@ -107,8 +105,7 @@ def _full_tensors_of_different_scales(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_full_tensor_is_exact_where_shards_have_different_scales(world_size: int) -> None:
-    for name in TENSOR_WIDE:
-        run_ranks(world_size, _full_tensors_of_different_scales, name)
+    run_ranks_each(world_size, TENSOR_WIDE, _full_tensors_of_different_scales)
 
 
 def _module_moves(name: str) -> None:
@@ -127,5 +124,4 @@ def _module_moves(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_moving_and_casting_a_sharded_model_keeps_the_bytes(world_size: int) -> None:
-    for name in ROW_RECIPES:
-        run_ranks(world_size, _module_moves, name)
+    run_ranks_each(world_size, ROW_RECIPES, _module_moves)

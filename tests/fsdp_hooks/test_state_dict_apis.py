@@ -33,6 +33,7 @@ from qtensor import (
 from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import (
     RECIPES,
+    ROW_RECIPES,
     TENSOR_WIDE,
     Collectives,
     K,
@@ -50,7 +51,7 @@ from tests.fsdp_hooks.cases import (
     rows_for,
     shard,
 )
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -124,18 +125,18 @@ def loads_dense(name: str, how: str, *, meta: bool, storage: str) -> None:
         assert_same_bytes(net(batch(0)), reference(batch(0)), "output")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("load_state_dict", 1), ("load_state_dict", 4), ("assign", 2), ("set_model_state_dict", 2)]
+)
 @pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
-def test_a_dense_state_dict_gives_the_bytes_of_quantize_then_shard(name: str, meta: bool) -> None:
-    for how, ranks in (("load_state_dict", 1), ("load_state_dict", 4), ("assign", 2), ("set_model_state_dict", 2)):
-        run_ranks(ranks, loads_dense, name, how, meta=meta, storage="quantized")
+def test_a_dense_state_dict_gives_the_bytes_of_quantize_then_shard(meta: bool, how: str, ranks: int) -> None:
+    run_ranks_each(ranks, RECIPES, loads_dense, how, meta=meta, storage="quantized")
 
 
-@pytest.mark.parametrize("name", ["float8-tensor", "nvfp4-row"])
-def test_a_dense_state_dict_into_dense_shards_is_agreed_on_too(name: str) -> None:
-    for how in ("load_state_dict", "assign", "set_model_state_dict"):
-        for meta in (False, True):
-            run_ranks(2, loads_dense, name, how, meta=meta, storage="high_precision")
+@pytest.mark.parametrize("how", ["load_state_dict", "assign", "set_model_state_dict"])
+@pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
+def test_a_dense_state_dict_into_dense_shards_is_agreed_on_too(meta: bool, how: str) -> None:
+    run_ranks_each(2, ("float8-tensor", "nvfp4-row"), loads_dense, how, meta=meta, storage="high_precision")
 
 
 def loads_fp32(name: str, storage: str) -> None:
@@ -151,8 +152,7 @@ def loads_fp32(name: str, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_fp32_values_into_a_bf16_model_are_agreed_on_as_they_are_stored(storage: str) -> None:
-    for name in ("float8-tensor", "nvfp4-row"):
-        run_ranks(2, loads_fp32, name, storage)
+    run_ranks_each(2, ("float8-tensor", "nvfp4-row"), loads_fp32, storage)
 
 
 def loads_under_hsdp(name: str) -> None:
@@ -206,8 +206,7 @@ def loads_a_part(name: str) -> None:
     [(loads_under_hsdp, 4), (loads_wrapped, 2), (loads_a_copy, 2), (loads_after_quantize_, 2), (loads_a_part, 2)],
 )
 def test_the_agreement_is_found_from_wherever_a_model_is_loaded(case: Any, ranks: int) -> None:
-    for name in ("float8-tensor", "nvfp4-row"):
-        run_ranks(ranks, case, name)
+    run_ranks_each(ranks, ("float8-tensor", "nvfp4-row"), case)
 
 
 def preserves_what_was_loaded(name: str) -> None:
@@ -245,9 +244,8 @@ def broadcasts_dense(name: str, *, meta: bool) -> None:
 
 
 @pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
-@pytest.mark.parametrize("name", ["float8-row", "float8-tensor", "mxfp8-row", "nvfp4-row"])
-def test_dense_values_broadcast_from_rank_0_gather_exactly(name: str, meta: bool) -> None:
-    run_ranks(2, broadcasts_dense, name, meta=meta)
+def test_dense_values_broadcast_from_rank_0_gather_exactly(meta: bool) -> None:
+    run_ranks_each(2, ROW_RECIPES, broadcasts_dense, meta=meta)
 
 
 def refuses_to_broadcast(name: str) -> None:
@@ -284,10 +282,9 @@ def full_and_back(name: str, cpu_offload: bool) -> None:
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_full_state_dict_is_quantized_and_loads_bit_for_bit(name: str, cpu_offload: bool) -> None:
-    for ranks in (1, 2, 3):
-        run_ranks(ranks, full_and_back, name, cpu_offload)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_full_state_dict_is_quantized_and_loads_bit_for_bit(ranks: int, cpu_offload: bool) -> None:
+    run_ranks_each(ranks, RECIPES, full_and_back, cpu_offload)
 
 
 def sharded_and_back(name: str, assign: bool) -> None:
@@ -307,8 +304,7 @@ def sharded_and_back(name: str, assign: bool) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_sharded_state_dict_loads_bit_for_bit(assign: bool) -> None:
-    for name in RECIPES:
-        run_ranks(2, sharded_and_back, name, assign)
+    run_ranks_each(2, RECIPES, sharded_and_back, assign)
 
 
 def optimizer_full_and_back(name: str, cls: Any) -> None:
@@ -342,10 +338,9 @@ def optimizer_full_and_back(name: str, cls: Any) -> None:
             assert_same_bytes(value, full[fqn][part] if part else full[fqn], f"{fqn}.{part}")
 
 
-@pytest.mark.parametrize("name", ["float8-row", "nvfp4-row"])
 @pytest.mark.parametrize("cls", [MasterWeightOptimizer, torch.optim.AdamW])
-def test_optimizer_state_dicts_go_full_and_back(name: str, cls: Any) -> None:
-    run_ranks(2, optimizer_full_and_back, name, cls)
+def test_optimizer_state_dicts_go_full_and_back(cls: Any) -> None:
+    run_ranks_each(2, ("float8-row", "nvfp4-row"), optimizer_full_and_back, cls)
 
 
 def keeps_bytes_through_dtensors(name: str) -> None:
@@ -364,9 +359,8 @@ def keeps_bytes_through_dtensors(name: str) -> None:
 
 
 def test_distribute_full_tensor_and_redistribute_keep_the_bytes() -> None:
-    for name in RECIPES:
-        for ranks in (1, 2, 3) if "square" not in name else (1, 2):
-            run_ranks(ranks, keeps_bytes_through_dtensors, name)
+    for ranks, names in ((1, RECIPES), (2, RECIPES), (3, ROW_RECIPES)):
+        run_ranks_each(ranks, names, keeps_bytes_through_dtensors)
 
 
 def test_a_plain_model_loads_dense_values_in_both_ways() -> None:
@@ -418,8 +412,7 @@ def loads_after_an_eval(name: str, storage: str, assign: bool) -> None:
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_a_load_after_an_eval_finds_the_shards(storage: str, assign: bool) -> None:
-    for name in ("float8-tensor", "nvfp4-row"):
-        run_ranks(2, loads_after_an_eval, name, storage, assign)
+    run_ranks_each(2, ("float8-tensor", "nvfp4-row"), loads_after_an_eval, storage, assign)
 
 
 def loads_one_block(name: str, assign: bool) -> None:
@@ -437,8 +430,7 @@ def loads_one_block(name: str, assign: bool) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_part_of_a_model_loads_like_the_whole(assign: bool) -> None:
-    for name in ("float8-tensor", "nvfp4-row"):
-        run_ranks(2, loads_one_block, name, assign)
+    run_ranks_each(2, ("float8-tensor", "nvfp4-row"), loads_one_block, assign)
 
 
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])

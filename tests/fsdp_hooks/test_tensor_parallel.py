@@ -34,7 +34,7 @@ from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
 from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import RECIPES, TENSOR_WIDE, Collectives, assert_same_bytes, exchanged, local
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
 WIDTH, HIDDEN, HEAD, TOKENS = 64, 128, 192, 5  # pieces are whole square blocks
 PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
@@ -277,18 +277,16 @@ def _trains(name: str, shape: tuple[int, int], storage: str, how: str, dtype: to
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
-@pytest.mark.parametrize("name", RECIPES)
-def test_training_equals_one_process(name: str, dp: int, tp: int, storage: str) -> None:
+def test_training_equals_one_process(dp: int, tp: int, storage: str) -> None:
     """Scattered from rank 0, torch's default."""
-    run_ranks(dp * tp, _trains, name, (dp, tp), storage, "scattered", torch.bfloat16)
+    run_ranks_each(dp * tp, RECIPES, _trains, (dp, tp), storage, "scattered", torch.bfloat16)
 
 
 @pytest.mark.parametrize("how", ["cut", "meta"])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_training_equals_one_process_however_it_was_distributed(dp: int, tp: int, storage: str, how: str) -> None:
-    for name in ("float8-row", "nvfp4-row"):
-        run_ranks(dp * tp, _trains, name, (dp, tp), storage, how, torch.float32)
+    run_ranks_each(dp * tp, ("float8-row", "nvfp4-row"), _trains, (dp, tp), storage, how, torch.float32)
 
 
 class Sequence(nn.Module):
@@ -332,8 +330,7 @@ def _trains_on_pieces_of_the_sequence(name: str, dp: int, storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_sequence_parallelism_equals_one_process(dp: int, storage: str) -> None:
-    for name in ("mxfp8-row", "nvfp4-square"):
-        run_ranks(2 * dp, _trains_on_pieces_of_the_sequence, name, dp, storage)
+    run_ranks_each(2 * dp, ("mxfp8-row", "nvfp4-square"), _trains_on_pieces_of_the_sequence, dp, storage)
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -396,8 +393,7 @@ def _disagreeing_pieces_agree(name: str, dp: int) -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_tensor_wide_scales_agree_over_both_mesh_dims(dp: int) -> None:
-    for name in TENSOR_WIDE:
-        run_ranks(2 * dp, _disagreeing_pieces_agree, name, dp)
+    run_ranks_each(2 * dp, TENSOR_WIDE, _disagreeing_pieces_agree, dp)
 
 
 # -- full tensors ------------------------------------------------------------------------------------------------------
@@ -480,8 +476,7 @@ def _saves_no_dense_weight(name: str, dp: int, storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_backward_keeps_no_dense_weight(dp: int, tp: int, storage: str) -> None:
-    for name in ("float8-row", "nvfp4-row"):
-        run_ranks(dp * tp, _saves_no_dense_weight, name, dp, storage)
+    run_ranks_each(dp * tp, ("float8-row", "nvfp4-row"), _saves_no_dense_weight, dp, storage)
 
 
 # -- quantized inputs --------------------------------------------------------------------------------------------------
@@ -528,9 +523,8 @@ def _quantizes_its_inputs(name: str, dp: int) -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_quantized_input_is_that_of_each_ranks_piece(name: str, dp: int) -> None:
-    run_ranks(2 * dp, _quantizes_its_inputs, name, dp)
+def test_a_quantized_input_is_that_of_each_ranks_piece(dp: int) -> None:
+    run_ranks_each(2 * dp, RECIPES, _quantizes_its_inputs, dp)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -589,5 +583,4 @@ def _writes_gathered_pieces(name: str) -> None:
 
 
 def test_unsharded_writes_back_under_tensor_parallelism() -> None:
-    for name in ("mxfp8-row", "mxfp8-square"):
-        run_ranks(4, _writes_gathered_pieces, name)
+    run_ranks_each(4, ("mxfp8-row", "mxfp8-square"), _writes_gathered_pieces)

@@ -37,7 +37,7 @@ from tests.fsdp_hooks.cases import (
     shard,
     snapshot,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks_each
 
 STEPS = 2
 
@@ -84,15 +84,13 @@ def _trains_like_one_process(name: str, *, reshard: bool = True) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", RECIPES)
-def test_training_equals_one_process_with_uneven_and_empty_shards(name: str, world_size: int) -> None:
-    run_ranks(world_size, _trains_like_one_process, name)
+def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: int) -> None:
+    run_ranks_each(world_size, RECIPES, _trains_like_one_process)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_training_equals_one_process_without_reshard_after_forward(world_size: int) -> None:
-    for name in ("float8-tensor", "mxfp8-row"):
-        run_ranks(world_size, _trains_like_one_process, name, reshard=False)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _trains_like_one_process, reshard=False)
 
 
 def _trains_on_a_mesh(name: str, shape: Sequence[int]) -> None:
@@ -104,8 +102,7 @@ def _trains_on_a_mesh(name: str, shape: Sequence[int]) -> None:
 
 @pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1)), (2, (1, 2))])
 def test_training_equals_one_process_under_hsdp(world_size: int, shape: Sequence[int]) -> None:
-    for name in ("float8-tensor", "nvfp4-row", "mxfp8-square"):
-        run_ranks(world_size, _trains_on_a_mesh, name, shape)
+    run_ranks_each(world_size, ("float8-tensor", "nvfp4-row", "mxfp8-square"), _trains_on_a_mesh, shape)
 
 
 def _trains_offloaded(name: str) -> None:
@@ -116,8 +113,7 @@ def _trains_offloaded(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_training_equals_one_process_under_cpu_offload(world_size: int) -> None:
-    for name in ("float8-row", "nvfp4-row"):
-        run_ranks(world_size, _trains_offloaded, name)
+    run_ranks_each(world_size, ("float8-row", "nvfp4-row"), _trains_offloaded)
 
 
 def _accumulates_gradients(name: str) -> None:
@@ -128,8 +124,7 @@ def _accumulates_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_training_equals_one_process_with_gradient_accumulation(world_size: int) -> None:
-    for name in ("mxfp8-row", "float8-tensor"):
-        run_ranks(world_size, _accumulates_gradients, name)
+    run_ranks_each(world_size, ("mxfp8-row", "float8-tensor"), _accumulates_gradients)
 
 
 def _trains_around_frozen_weights(name: str) -> None:
@@ -149,8 +144,7 @@ def _trains_around_frozen_weights(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_quantized_weights_keep_their_bytes_while_others_train(world_size: int) -> None:
-    for name in ROW_RECIPES:
-        run_ranks(world_size, _trains_around_frozen_weights, name)
+    run_ranks_each(world_size, ROW_RECIPES, _trains_around_frozen_weights)
 
 
 def _trains_from_meta(name: str) -> None:
@@ -188,5 +182,4 @@ def _trains_from_meta(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_model_built_on_meta_sharded_and_initialised_trains_like_one_process(world_size: int) -> None:
-    for name in ("float8-tensor", "mxfp8-row", "nvfp4-row"):
-        run_ranks(world_size, _trains_from_meta, name)
+    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row", "nvfp4-row"), _trains_from_meta)

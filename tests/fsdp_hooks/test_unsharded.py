@@ -34,7 +34,7 @@ from tests.fsdp_hooks.cases import (
     shard,
     snapshot,
 )
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
 
 def _model(name: str = "mxfp8-row", **options: Any) -> Net:
@@ -92,8 +92,7 @@ def _gathers_and_gives_back(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_gathered_weights_are_those_before_sharding_and_the_shards_come_back_untouched(world_size: int) -> None:
-    for name in RECIPES:
-        run_ranks(world_size, _gathers_and_gives_back, name)
+    run_ranks_each(world_size, RECIPES, _gathers_and_gives_back)
 
 
 def _without_fsdp() -> None:
@@ -351,8 +350,7 @@ def _stores_what_was_written(name: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2))])
 def test_writeback_stores_every_way_of_writing(world_size: int, shape: tuple[int, ...]) -> None:
-    for name in ROW_RECIPES:
-        run_ranks(world_size, _stores_what_was_written, name, shape)
+    run_ranks_each(world_size, ROW_RECIPES, _stores_what_was_written, shape)
 
 
 def _refuses_unstored_changes(way: str) -> None:
@@ -373,10 +371,9 @@ def _refuses_unstored_changes(way: str) -> None:
             assert_same_bytes(parts, full[fqn], f"{way}: gathered {fqn}")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_changes_without_writeback_raise_by_name_and_leave_the_shards(way: str) -> None:
-    for world_size in (1, 2):
-        run_ranks(world_size, _refuses_unstored_changes, way)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_changes_without_writeback_raise_by_name_and_leave_the_shards(world_size: int) -> None:
+    run_ranks_each(world_size, WAYS, _refuses_unstored_changes)
 
 
 def _reading_is_no_change(param_dtype: torch.dtype | None) -> None:
@@ -405,8 +402,7 @@ def _reading_is_no_change(param_dtype: torch.dtype | None) -> None:
 
 def test_reading_is_never_taken_for_a_change() -> None:
     for world_size in (1, 2):
-        for dtype in (None, torch.bfloat16):
-            run_ranks(world_size, _reading_is_no_change, dtype)
+        run_ranks_each(world_size, (None, torch.bfloat16), _reading_is_no_change)
 
 
 def _keeps_full_precision() -> None:
@@ -489,8 +485,7 @@ def _works_under_inference_mode(name: str) -> None:
 # On one rank FSDP2 can not unshard twice under it, dense models included.
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_inference_mode(world_size: int) -> None:
-    for name in ("mxfp8-row", "nvfp4-row"):
-        run_ranks(world_size, _works_under_inference_mode, name)
+    run_ranks_each(world_size, ("mxfp8-row", "nvfp4-row"), _works_under_inference_mode)
 
 
 def _data_write_into_the_rows_of_one_rank() -> None:
