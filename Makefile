@@ -26,8 +26,9 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: $(VENV)/.installed-demo
 	$(PY) examples/run_demo.py --recipe $(RECIPE)
 
+# In the order of the collection (tests/conftest.py), where pytest-xdist would begin with the files of most tests.
 test: $(VENV)/.installed-demo-test
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check

@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--global-batch", type=int, default=4)
+    parser.add_argument("--eval-blocks", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", help="checkpoint to resume from")
@@ -153,12 +154,12 @@ def main() -> None:
     rows, held_out = (smollm2.token_blocks(tokenizer, args.seq_len, split=split) for split in ("train", "heldout"))
     batches = rows[: len(rows) // args.global_batch * args.global_batch].unflatten(0, (-1, args.global_batch))
     report = {"recipe": args.recipe, "ranks": dist.get_world_size(), "compared_bytes": compared, **bytes_at_rest(model)}
-    report["loss_before"] = held_out_loss(model, held_out[:4])
+    report["loss_before"] = held_out_loss(model, held_out[: args.eval_blocks])
     gathers.reset()
     checkpoint = None if args.resume else args.out
     report |= train(model, optimizer, batches, range(start, args.steps), checkpoint=checkpoint)
     report["gathered_bytes_per_round"] = gathers.received_per_round(model)
-    report["loss_after"] = held_out_loss(model, held_out[:4])
+    report["loss_after"] = held_out_loss(model, held_out[: args.eval_blocks])
     if dist.get_rank() == 0:
         (args.out / "report.json").write_text(json.dumps(report, indent=2))
     dist.destroy_process_group()

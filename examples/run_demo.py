@@ -53,19 +53,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=("float8", "mxfp8", "nvfp4"), default="mxfp8")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--eval-blocks", type=int, default=4)
+    parser.add_argument("--resumed-steps", type=int, default=3, help="steps after the checkpoint, on the single rank")
     parser.add_argument("--out", type=Path, default=ROOT / "runs")
     args = parser.parse_args()
+    sizes = ("--seq-len", str(args.seq_len), "--eval-blocks", str(args.eval_blocks))
+    steps = ("--steps", str(args.steps), *sizes)
     console = Console()
     shutil.rmtree(args.out, ignore_errors=True)
 
     console.print(f"[bold]1/3[/] SmolLM2-135M in bf16, 2 ranks, {args.steps} steps")
-    bf16 = launch(2, "bf16", args.out / "bf16", "--steps", str(args.steps))
+    bf16 = launch(2, "bf16", args.out / "bf16", *steps)
     console.print(f"[bold]2/3[/] the same in {args.recipe}")
-    quantized = launch(2, args.recipe, args.out / args.recipe, "--steps", str(args.steps))
+    quantized = launch(2, args.recipe, args.out / args.recipe, *steps)
     console.print(
         f"[bold]3/3[/] resumed on 1 rank from {Path(quantized['checkpoint']).name}, saved while training went on"
     )
-    resumed_steps = ("--steps", str(args.steps // 2 + 3))
+    resumed_steps = ("--steps", str(args.steps // 2 + args.resumed_steps), *sizes)
     resumed = launch(1, args.recipe, args.out / "resumed", "--resume", quantized["checkpoint"], *resumed_steps)
 
     table = Table(title="SmolLM2-135M, AdamW on fp32 masters, 2 ranks, CPU + gloo")

@@ -178,9 +178,7 @@ def serve(conn: Connection, store_port: int, stacks_path: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=GROUP_TIMEOUT)
-    # What the imports left is here to stay: not looking at it again makes a collection 1 ms, not 70.
-    gc.collect()
-    gc.freeze()
+    imported = _freeze_imports()
     try:
         conn.send_bytes(READY)
         while True:
@@ -188,9 +186,18 @@ def serve(conn: Connection, store_port: int, stacks_path: str) -> None:
             conn.send_bytes(pickle.dumps(run_call(call, store)))
             conn.recv_bytes()  # LEAVE
             leave_group()
+            if len(sys.modules) != imported:
+                imported = _freeze_imports()
             conn.send_bytes(LEFT)
     except (EOFError, ConnectionError):
         return  # the pool is gone
+
+
+def _freeze_imports() -> int:
+    """What imports left is here to stay: not looking at it again makes a collection 1 ms, not 70."""
+    gc.collect()
+    gc.freeze()
+    return len(sys.modules)
 
 
 class TorchrunRank:

@@ -7,7 +7,6 @@ listed once, in tests/_rank_worker.py, and hold in this process and in the ranks
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 # Before torch is imported, and inherited by the rank workers: several ranks share few cores, and no
@@ -35,7 +34,10 @@ def pytest_unconfigure() -> None:
     ranks.close()
 
 
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files with slow tests first: at the end they would keep one of pytest-xdist's workers while the others wait.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -72,7 +72,13 @@ MAX_RANKS = 8
 START_TIMEOUT = 180.0  # importing torch in 8 processes at once on a busy machine
 GRACE = 30.0  # seconds; a healthy rank on an overloaded machine was seen to need more than 8
 # What nearly every test imports; slow, so not within a test's time, nor in the pytest process unasked.
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "tests._rank_worker"]
+PRELOAD = [
+    "torch._dynamo",  # an op on a DTensor imports it
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "tests._rank_worker",
+]
 
 
 class RankFailure(AssertionError):  # a test outcome, named as pytest names its own

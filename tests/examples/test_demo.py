@@ -1,4 +1,4 @@
-"""The main job, two steps of it: the real model, all three launches, the figures it reports."""
+"""The main job, two short steps of it: the real model, all three launches, the figures it reports."""
 
 import json
 import subprocess
@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_the_demo_trains_checkpoints_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     if agreed(value=str(tmp_path)) != str(tmp_path):
         pytest.skip("launches its own ranks: rank 0 runs it")
-    command = [sys.executable, str(ROOT / "examples" / "run_demo.py"), "--steps", "2", "--out", str(tmp_path / "runs")]
+    command = [sys.executable, str(ROOT / "examples" / "run_demo.py"), "--out", str(tmp_path / "runs")]
+    command += ["--steps", "2", "--resumed-steps", "1", "--seq-len", "32", "--eval-blocks", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     reports = json.loads((tmp_path / "runs" / "demo.json").read_text())

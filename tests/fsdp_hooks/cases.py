@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -158,6 +159,17 @@ def held() -> int:
             if storage.nbytes():
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def held_since(before: int, expected: int, slack: int = 0) -> int:
+    """Bytes held above `before`: waits until they are `expected`, with `slack` more at most, or for 20 seconds in vain.
+
+    gloo's threads let go of a collective's tensors some time after it has ended.
+    """
+    deadline = time.monotonic() + 20
+    while not 0 <= (found := held() - before) - expected <= slack and time.monotonic() < deadline:
+        pass
+    return found
 
 
 def parts_of(q: Any) -> dict[str, Tensor]:

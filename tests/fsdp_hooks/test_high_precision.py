@@ -31,6 +31,7 @@ from tests.fsdp_hooks.cases import (
     exchanged,
     gathered,
     held,
+    held_since,
     local,
     mesh_of,
     parts_of,
@@ -262,24 +263,27 @@ def _costs_its_dense_shard_at_rest(name: str, *, offload: bool) -> None:
         build_dense(name), mesh=mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {})
     )
     dense = sum(buffer.nbytes for buffer in net.buffers()) + sum(_dense_bytes(param) for param in net.parameters())
-    assert held() - before == dense, ("sharded", held() - before, dense)
+    assert (found := held_since(before, dense)) == dense, ("sharded", found, dense)
     for step in range(2):
         backward(net, batch(step))
         net.zero_grad()
         sync_scales(net)
         assert (_agreements(net) > 0) == (name in TENSOR_WIDE and dist.get_world_size() > 1)
-        assert held() - before == dense + _agreements(net), (f"agreed {step}", held() - before, dense)
+        expected = dense + _agreements(net)
+        assert (found := held_since(before, expected)) == expected, (f"agreed {step}", found, dense)
     with unsharded(net):
         assert dist.get_world_size() == 1 or held() - before > dense + _agreements(net)
-    assert held() - before == dense + _agreements(net), ("after unsharded()", held() - before, dense)
+    expected = dense + _agreements(net)
+    assert (found := held_since(before, expected)) == expected, ("after unsharded()", found, dense)
     for assign in (False, True):
         state = {key: value.clone() for key, value in net.state_dict().items()}
         net.load_state_dict(state, assign=assign)
         del state
         net(batch(0))
         net.reshard()
-        found = held() - before
-        assert found == dense + _agreements(net), (f"after load_state_dict(assign={assign})", found, dense)
+        expected = dense + _agreements(net)
+        found = held_since(before, expected)
+        assert found == expected, (f"after load_state_dict(assign={assign})", found, dense)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

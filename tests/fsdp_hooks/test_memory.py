@@ -19,6 +19,7 @@ from tests.fsdp_hooks.cases import (
     batch,
     build,
     held,
+    held_since,
     local,
     mesh_of,
     quantized,
@@ -64,21 +65,25 @@ def _costs_its_payload_at_rest(name: str, *, offload: bool) -> None:
     before = held()
     net = _sharded(name, mesh=mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}))
     expected = _expected(net)
-    assert held() - before == expected, ("sharded", held() - before, expected)
+    assert (found := held_since(before, expected)) == expected, ("sharded", found, expected)
     for step in range(2):
         net(batch(step)).float().square().mean().backward()
         net.zero_grad()
-        assert held() - before == expected, (f"after step {step}", held() - before, expected)
+        assert (found := held_since(before, expected)) == expected, (f"after step {step}", found, expected)
     with unsharded(net):
         assert dist.get_world_size() == 1 or held() - before > expected
-    assert held() - before == expected, ("after unsharded()", held() - before, expected)
+    assert (found := held_since(before, expected)) == expected, ("after unsharded()", found, expected)
     for assign in (False, True):
         state = {key: value.clone() for key, value in net.state_dict().items()}
         net.load_state_dict(state, assign=assign)
         del state
         net(batch(0))
         net.reshard()
-        assert held() - before == expected, (f"after load_state_dict(assign={assign})", held() - before, expected)
+        assert (found := held_since(before, expected)) == expected, (
+            f"after load_state_dict(assign={assign})",
+            found,
+            expected,
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
