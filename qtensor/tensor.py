@@ -319,9 +319,20 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         if is_tracing():
             # a tracer describes every tensor it meets by its storage, and touches no byte of it
             return super().untyped_storage()
-        raise RuntimeError(
-            f"{describe(self.shape, self.recipe)} has no single storage to write, share or compare; use .parts(), and "
-            "save it by dcp.save with planner=QuantizedSavePlanner() (or expand the state dict first)"
+        raise self._without_storage()
+
+    def __create_write_items__(self, fqn: str, value: Any) -> Any:
+        """Raises: DCP asks this of a tensor, or of a DTensor around it, that it is about to write as it is.
+
+        Here, while it plans, every rank learns of it and nothing has been written; further on torch's writer threads
+        lose what they raise, and the save would succeed without the weight.
+        """
+        raise self._without_storage(f"{fqn}: ")
+
+    def _without_storage(self, name: str = "") -> RuntimeError:
+        return RuntimeError(
+            f"{name}{describe(self.shape, self.recipe)} has no single storage to write, share or compare; use "
+            ".parts(), and save it by dcp.save with planner=QuantizedSavePlanner() (or expand the state dict first)"
         )
 
     def tolist(self, *args: Any, **kwargs: Any) -> Any:
