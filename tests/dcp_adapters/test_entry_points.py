@@ -81,13 +81,13 @@ def named(way: str) -> Iterator[None]:
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "one thread": dcp.FileSystemWriter,
-    "two threads": lambda path: dcp.FileSystemWriter(path, thread_count=2),
+    "two threads": lambda path: dcp.FileSystemWriter(path, thread_count=2, sync_files=False),
     "unsynced": lambda path: dcp.FileSystemWriter(path, sync_files=False),
     "a file per item": lambda path: dcp.FileSystemWriter(path, single_file_per_rank=False, sync_files=False),
     "a file per item, two threads": lambda path: dcp.FileSystemWriter(
         path, single_file_per_rank=False, thread_count=2, sync_files=False
     ),
-    "fsspec": lambda path: FsspecWriter(str(path)),
+    "fsspec": lambda path: FsspecWriter(str(path), sync_files=False),
     "fsspec, two threads": lambda path: FsspecWriter(str(path), thread_count=2, sync_files=False),
 }
 
