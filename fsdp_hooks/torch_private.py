@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -19,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map
 
 __all__ = [
+    "StorageInfo",
     "compute_local_shape_and_global_offset",
     "dtensor_around",
     "flatten_state_dict",
@@ -32,6 +34,10 @@ __all__ = [
 # effect of set_up_planner), and must know which rows of a part a rank holds before any tensor is touched.
 assert callable(flatten_state_dict)
 assert callable(compute_local_shape_and_global_offset)
+
+# Where the bytes of a chunk stand: the one record of `.metadata` without a public name. Who reads that file without
+# unpickling it has to make such records.
+assert callable(StorageInfo)
 
 # Arguments of an op nest lists and dicts; torch has no public name for walking them.
 assert callable(tree_map)

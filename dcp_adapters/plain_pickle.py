@@ -1,0 +1,371 @@
+"""What DCP writes into `.metadata`, read without the ability to run anything.
+
+`.metadata` is a pickle, and a pickle is a program. Restricting what a general unpickler may import is not enough: with
+harmless names alone a few bytes can reserve gigabytes (a memo index of 2^32), copy one list a million times, hash a
+nest of tuples for ever, or change the attributes of a class for the whole process. So this is an interpreter of its
+own for the small language that pickling DCP's records takes:
+
+    plain values                 None, bool, int, float, str, tuple, list, dict with names or MetadataIndex as keys
+    STACK_GLOBAL, GLOBAL         only the names in this file; nothing is imported, a name selects one of our functions
+    NEWOBJ, BUILD                a record of DCP without calling its class, and its fields, once
+    REDUCE                       torch.Size, a dtype's or layout's name, a memory format, a path
+
+Anything else stops it. Memory and time stay proportional to the bytes read. What comes out has the right types of
+records, but not yet sensible contents: see metadata_checks.py.
+"""
+
+import struct
+from collections.abc import Callable
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from pickletools import opcodes
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fsdp_hooks.torch_private import StorageInfo
+
+__all__ = ["FIELDS", "LARGEST", "MOST_DIMS", "read_plain"]
+
+MOST_DIMS = 64  # torch's own kernels take no more
+MOST_PATHS = 16  # a checkpoint names itself once
+MOST_PATH_PARTS = 1024
+LARGEST = 2**63 - 1
+
+# class -> its fields, in the order of TensorProperties' state
+FIELDS: dict[type, tuple[str, ...]] = {
+    Metadata: ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    TensorStorageMetadata: ("properties", "size", "chunks"),
+    BytesStorageMetadata: (),
+    ChunkStorageMetadata: ("offsets", "sizes"),
+    TensorProperties: ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),
+    MetadataIndex: ("fqn", "offset", "index"),
+    StorageInfo: ("relative_path", "offset", "length", "transform_descriptors"),
+    StorageMeta: ("checkpoint_id", "save_id", "load_id", "modules"),
+}
+NAMES_OF_FIELDS = {kind: frozenset(names) for kind, names in FIELDS.items()}
+UINT4 = struct.Struct("<I")
+DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by DCP's code for them
+
+
+class _Function:
+    """What REDUCE may call: a function of this file."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+
+def _size(values: Any) -> torch.Size:
+    if type(values) not in (tuple, list) or len(values) > MOST_DIMS or any(type(value) is not int for value in values):
+        raise ValueError(f"a size that is no sequence of at most {MOST_DIMS} integers")
+    if any(not -LARGEST <= value <= LARGEST for value in values):
+        raise ValueError("a size or offset that is not below 2**63")
+    return torch.Size(values)
+
+
+def _layout(name: Any) -> torch.layout:
+    if type(name) is not str or name not in LAYOUTS:
+        raise ValueError("a layout that torch does not have")
+    return LAYOUTS[name]
+
+
+def _memory_format(code: Any) -> torch.memory_format:
+    if type(code) is not int or not 0 <= code < len(MEMORY_FORMATS):
+        raise ValueError("a memory format that DCP does not have")
+    return MEMORY_FORMATS[code]
+
+
+def _path_of(flavour: type[PurePath]) -> _Function:
+    """A path as a value: PosixPath and WindowsPath exist on one system only, and nothing here touches a file."""
+
+    def path(*parts: Any) -> PurePath:
+        if len(parts) > MOST_PATH_PARTS or any(type(part) is not str for part in parts):
+            raise ValueError(f"a path that is not made of at most {MOST_PATH_PARTS} strings")
+        return flavour(*parts)
+
+    return _Function(path)
+
+
+POSIX, WINDOWS = _path_of(PurePosixPath), _path_of(PureWindowsPath)
+NAMES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): _Function(_size),
+    ("torch.serialization", "_get_layout"): _Function(_layout),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _Function(_memory_format),
+    **{
+        (module, f"{pure}{kind}Path"): function
+        for module in ("pathlib", "pathlib._local")  # where Python 3.13 keeps them
+        for pure in ("Pure", "")
+        for kind, function in (("Posix", POSIX), ("Windows", WINDOWS))
+    },
+    **{(kind.__module__, kind.__qualname__): kind for kind in FIELDS},
+    **DTYPES,
+}
+
+
+def read_plain(data: bytes, what: str) -> Any:
+    """The one object pickled in `data`; `what` names the file in errors.
+
+    Raises:
+        ValueError: a global or an operation that no metadata of DCP has, or data that is damaged or cut off. Nothing
+            has been imported, called or executed.
+    """
+    machine = _Machine(data)
+    try:
+        return machine.run()
+    except (IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{what}: damaged or cut off: {type(error).__name__} at byte {machine.at} of {len(data)}; use another "
+            "checkpoint"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{what}: refused at byte {machine.at}: it holds {error}. Nothing of it has been executed. No metadata of "
+            "DCP has that: use another checkpoint, and do not read this one with a reader that unpickles freely"
+        ) from error
+
+
+class _Machine:
+    """The interpreter. `stack` is the part above the last mark, `below` holds the parts under each mark."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.paths = 0
+
+    def run(self) -> Any:
+        data, steps = self.data, {op: step.__get__(self) for op, step in STEPS.items()}
+        while (op := data[self.at]) != STOP:
+            self.at += 1
+            step = steps.get(op)
+            if step is None:
+                name = next((known.name for known in opcodes if ord(known.code) == op), f"0x{op:02x}")
+                raise ValueError(f"the pickle operation {name}")
+            step()
+        (value,) = self.stack  # a ValueError where there is more or less than one
+        if self.below:
+            raise ValueError("an open mark at its end")
+        return value
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> bytes:
+        piece = self.data[self.at : self.at + count]
+        if len(piece) != count:
+            raise IndexError("the data ends here")
+        self.at += count
+        return piece
+
+    def protocol(self) -> None:
+        if (version := self.take(1)[0]) > 5:
+            raise ValueError(f"pickle protocol {version}")
+
+    def frame(self) -> None:
+        self.take(8)  # says how far to read ahead; everything is here already
+
+    def none(self) -> None:
+        self.stack.append(None)
+
+    def true(self) -> None:
+        self.stack.append(True)
+
+    def false(self) -> None:
+        self.stack.append(False)
+
+    def int1(self) -> None:
+        self.stack.append(self.data[self.at])
+        self.at += 1
+
+    def int2(self) -> None:
+        self.stack.append(int.from_bytes(self.take(2), "little"))
+
+    def int4(self) -> None:
+        self.stack.append(int.from_bytes(self.take(4), "little", signed=True))
+
+    def long1(self) -> None:
+        self.stack.append(int.from_bytes(self.take(self.take(1)[0]), "little", signed=True))
+
+    def float8(self) -> None:
+        self.stack.append(struct.unpack(">d", self.take(8))[0])
+
+    def short_text(self) -> None:
+        start = self.at + 1
+        self.at = start + self.data[self.at]
+        if self.at > len(self.data):
+            raise IndexError("the data ends here")
+        self.stack.append(self.data[start : self.at].decode())
+
+    def text(self) -> None:
+        self.stack.append(self.take(int.from_bytes(self.take(4), "little")).decode())
+
+    def memoize(self) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def get1(self) -> None:
+        self.stack.append(self.memo[self.data[self.at]])
+        self.at += 1
+
+    def get4(self) -> None:
+        self.stack.append(self.memo[UINT4.unpack_from(self.data, self.at)[0]])
+        self.at += 4
+
+    def put1(self) -> None:
+        self.memo[self.take(1)[0]] = self.stack[-1]
+
+    def put4(self) -> None:
+        self.memo[int.from_bytes(self.take(4), "little")] = self.stack[-1]
+
+    # -- containers ----------------------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def since_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.below.pop()
+        return items
+
+    def tuple_(self) -> None:
+        items = tuple(self.since_mark())
+        self.stack.append(items)
+
+    def empty_tuple(self) -> None:
+        self.stack.append(())
+
+    def tuple1(self) -> None:
+        self.stack[-1] = (self.stack[-1],)
+
+    def tuple2(self) -> None:
+        self.stack[-2:] = [(self.stack[-2], self.stack[-1])]
+
+    def tuple3(self) -> None:
+        self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
+
+    def empty_list(self) -> None:
+        self.stack.append([])
+
+    def empty_dict(self) -> None:
+        self.stack.append({})
+
+    def append(self) -> None:
+        item = self.stack.pop()
+        self.extend([item])
+
+    def appends(self) -> None:
+        self.extend(self.since_mark())
+
+    def extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise ValueError("items for something that is no list")
+        self.stack[-1].extend(items)
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.update([key, value])
+
+    def set_items(self) -> None:
+        self.update(self.since_mark())
+
+    def update(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise ValueError("items for something that is no dict")
+        pairs = iter(items)
+        for key, value in zip(pairs, pairs, strict=True):
+            if type(key) is not str and not _is_index(key):
+                raise ValueError("a dict whose keys are neither strings nor MetadataIndex")
+            target[key] = value
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.push_named(module, name)
+
+    def global_(self) -> None:
+        module, name = self.line(), self.line()
+        self.push_named(module, name)
+
+    def line(self) -> str:
+        return self.take(self.data.index(b"\n", self.at) + 1 - self.at)[:-1].decode()
+
+    def instance(self) -> None:
+        module, name = self.line(), self.line()
+        raise ValueError(f"the global {module[:200]}.{name[:200]}")
+
+    def push_named(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("a global whose name is no string")
+        found = NAMES.get((module, name))
+        if found is None:
+            raise ValueError(f"the global {module[:200]}.{name[:200]}")
+        self.stack.append(found)
+
+    def new(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        if not isinstance(kind, type) or kind not in FIELDS or arguments != ():
+            raise ValueError("a new object that is no record of DCP")
+        self.stack.append(object.__new__(kind))
+
+    def reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if type(function) is not _Function or type(arguments) is not tuple:
+            raise ValueError("a call of something that is not called in metadata")
+        if function in (POSIX, WINDOWS):
+            self.paths += 1
+            if self.paths > MOST_PATHS:
+                raise ValueError(f"more than {MOST_PATHS} paths")
+        self.stack.append(function.call(*arguments))
+
+    def build(self) -> None:
+        state, record = self.stack.pop(), self.stack[-1]
+        kind = type(record)
+        if kind not in FIELDS:
+            raise ValueError("fields for something that is no record of DCP")
+        if kind is TensorProperties and type(state) is tuple and len(state) == len(FIELDS[kind]):
+            state = dict(zip(FIELDS[kind], state, strict=True))
+        if type(state) is not dict or vars(record):
+            raise ValueError(f"a {kind.__name__} whose fields are no dict, or are given twice")
+        if not state.keys() <= NAMES_OF_FIELDS[kind]:
+            unknown = next(field for field in state if field not in NAMES_OF_FIELDS[kind])
+            raise ValueError(f"a {kind.__name__} with a field {str(unknown)[:200]!r}, which this version does not know")
+        vars(record).update(state)
+
+
+def _is_index(key: Any) -> bool:
+    """Whether this is a MetadataIndex that can be hashed."""
+    return (
+        type(key) is MetadataIndex
+        and type(vars(key).get("fqn")) is str
+        and type(vars(key).get("offset")) in (torch.Size, type(None))
+    )
+
+
+STOP = ord(".")
+STEPS: dict[int, Callable[[_Machine], None]] = {
+    ord(code): step
+    for code, step in {
+        "\x80": _Machine.protocol, "\x95": _Machine.frame, "N": _Machine.none, "\x88": _Machine.true,
+        "\x89": _Machine.false, "K": _Machine.int1, "M": _Machine.int2, "J": _Machine.int4, "\x8a": _Machine.long1,
+        "G": _Machine.float8, "\x8c": _Machine.short_text, "X": _Machine.text, "\x94": _Machine.memoize,
+        "h": _Machine.get1, "j": _Machine.get4, "q": _Machine.put1, "r": _Machine.put4, "(": _Machine.mark,
+        "t": _Machine.tuple_, ")": _Machine.empty_tuple, "\x85": _Machine.tuple1, "\x86": _Machine.tuple2,
+        "\x87": _Machine.tuple3, "]": _Machine.empty_list, "}": _Machine.empty_dict, "a": _Machine.append,
+        "e": _Machine.appends, "s": _Machine.set_item, "u": _Machine.set_items, "\x93": _Machine.stack_global,
+        "c": _Machine.global_, "i": _Machine.instance, "\x81": _Machine.new, "R": _Machine.reduce,
+        "b": _Machine.build,
+    }.items()
+}  # fmt: skip
