@@ -24,10 +24,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.plain_pickle import FIELDS, LARGEST
+from dcp_adapters.metadata_names import FIELDS, LARGEST
 from fsdp_hooks.torch_private import StorageInfo
 
-__all__ = ["METADATA", "Fault", "file_faults", "named", "short", "stray_path", "structure_faults"]
+__all__ = [
+    "METADATA",
+    "Fault",
+    "chunks_of",
+    "cut_off",
+    "file_faults",
+    "holding_faults",
+    "look_at",
+    "named",
+    "record_faults",
+    "short",
+    "stray_path",
+]
 
 METADATA = ".metadata"
 MOST_SHOWN = 200  # characters
@@ -53,45 +65,48 @@ def named(index: MetadataIndex) -> str:
     return index.fqn if index.offset is None else f"{index.fqn} at {tuple(index.offset)}"
 
 
-def structure_faults(metadata: Any, *, extent: int, whole: bool = True, transforms: bool = False) -> list[Fault]:
-    """All faults of the records.
+def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> list[Fault]:
+    """Faults of the records in themselves: types, names, sizes, places. Where there is one nothing else can be said.
 
     Args:
         metadata: what stood in the file.
         extent: length of the file in bytes; planner data may not describe more values than that allows.
-        whole: the metadata describes full tensors (a rank that saves for itself describes its own chunks).
         transforms: chunks may have been transformed (compressed) on their way into the file.
     """
     if type(metadata) is not Metadata:
-        return [_fault("", f"it holds a {type(metadata).__name__}, expected DCP's Metadata")]
+        return [_fault("", f"it holds {short(metadata)}, expected DCP's Metadata")]
     tensors = vars(metadata).get("state_dict_metadata")
     storage = vars(metadata).get("storage_data")
     faults = [*_planner_data_faults(metadata.planner_data, 16 * extent), *_storage_meta_faults(metadata)]
     if type(tensors) is not dict or type(storage) is not dict:
         return [*faults, _fault("", "its state_dict_metadata or storage_data is no dict")]
-    sound: dict[MetadataIndex, int] = {}  # chunk -> its bytes
     for name, record in tensors.items():
-        found = list(_entry_faults(name, record, whole=whole))
-        faults += found
-        if not found:
-            sound |= _chunks(name, record)
+        faults += _entry_faults(name, record)
     for index, info in storage.items():
-        found = list(_storage_faults(index, info, transforms=transforms))
-        faults += found
-        size = sound.pop(index, None) if type(index) is MetadataIndex else None
-        if size is not None and not found and info.length < size and not info.transform_descriptors:
-            faults.append(
-                Fault(
-                    info.relative_path,
-                    named(index),
-                    f"{METADATA} gives {info.length} bytes to a chunk that needs at least {size}",
-                )
-            )
-    return faults + [
-        _fault(named(index), "no file holds it: storage_data has no such chunk", METADATA)
-        for index in sound
-        if index not in storage
-    ]
+        faults += _storage_faults(index, info, transforms=transforms)
+    return faults
+
+
+def holding_faults(metadata: Metadata, *, whole: bool = True) -> list[Fault]:
+    """Faults between sound records: chunks without a file, or with fewer bytes or elements than they claim.
+
+    `whole`: the metadata describes full tensors (a rank that saves for itself describes its own chunks).
+    """
+    faults = []
+    for name, record in metadata.state_dict_metadata.items():
+        if whole and isinstance(record, TensorStorageMetadata):
+            claimed, held = math.prod(record.size), sum(math.prod(chunk.sizes) for chunk in record.chunks)
+            if held < claimed:
+                shape = tuple(record.size)
+                faults.append(_fault(name, f"its shape {shape} has {claimed} elements, its chunks hold {held}"))
+        for index, size in chunks_of(name, record).items():
+            info = metadata.storage_data.get(index)
+            if info is None:
+                faults.append(_fault(named(index), "no file holds it: storage_data has no such chunk"))
+            elif info.length < size and not info.transform_descriptors:
+                message = f"{METADATA} gives {info.length} bytes to a chunk that needs at least {size}"
+                faults.append(Fault(info.relative_path, named(index), message))
+    return faults
 
 
 def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataIndex, Any]) -> list[Fault]:
@@ -104,26 +119,41 @@ def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataInde
         end = info.offset + info.length
         if end > ends.get(info.relative_path, (-1, None))[0]:
             ends[info.relative_path] = (end, index)
-    root = Path(directory).resolve()
     faults = []
     for name, (end, index) in sorted(ends.items()):
-        path = Path(directory, name)
-        try:
-            if not path.resolve().is_relative_to(root):
-                faults.append(Fault(name, "", f"it is a link to {path.resolve()}, outside of the checkpoint"))
-                continue
-            found = path.stat()
-        except FileNotFoundError:
-            continue
-        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-            faults.append(Fault(name, "", f"it can not be looked at: {error}"))
-            continue
-        if not stat.S_ISREG(found.st_mode):
-            faults.append(Fault(name, "", "it is no ordinary file"))
-        elif found.st_size < end:
-            message = f"the file has {found.st_size} bytes, and this chunk ends at {end}: it is cut off"
-            faults.append(Fault(name, named(index), message))
+        found = look_at(directory, name)
+        if isinstance(found, Fault):
+            faults.append(found)
+        elif found is not None and found < end:
+            faults.append(cut_off(name, index, end, found))
     return faults
+
+
+def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
+    """Length of a file of the checkpoint, or what is wrong with it; None where there is none."""
+    root, path = Path(directory).resolve(), Path(directory, name)
+    try:
+        if not path.resolve().is_relative_to(root):
+            return Fault(name, "", f"it is a link to {path.resolve()}, outside of the checkpoint")
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        return Fault(name, "", f"it can not be looked at: {error}")
+    return found.st_size if stat.S_ISREG(found.st_mode) else Fault(name, "", "it is no ordinary file")
+
+
+def cut_off(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
+    """The fault of a chunk that ends behind the end of its file."""
+    return Fault(file, named(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
+
+
+def chunks_of(name: str, record: Any) -> dict[MetadataIndex, int]:
+    """The chunks of a sound entry, with the bytes that each of them has as a tensor (0 for a byte entry)."""
+    if type(record) is BytesStorageMetadata:
+        return {MetadataIndex(name): 0}
+    width = record.properties.dtype.itemsize
+    return {MetadataIndex(name, chunk.offsets): width * math.prod(chunk.sizes) for chunk in record.chunks}
 
 
 def stray_path(path: str) -> bool:
@@ -146,8 +176,8 @@ def short(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-def _fault(entry: str, message: str, file: str = "") -> Fault:
-    return Fault(file, entry, message)
+def _fault(entry: str, message: str) -> Fault:
+    return Fault(METADATA, entry, message)
 
 
 def _complete(record: Any, kind: type) -> bool:
@@ -209,7 +239,7 @@ def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
         yield _fault("", f"its planner_data holds {error}")
 
 
-def _entry_faults(name: Any, record: Any, *, whole: bool) -> Iterator[Fault]:
+def _entry_faults(name: Any, record: Any) -> Iterator[Fault]:
     if type(name) is not str:
         yield _fault("", f"an entry is named {short(name)}, expected a string")
         return
@@ -231,11 +261,11 @@ def _entry_faults(name: Any, record: Any, *, whole: bool) -> Iterator[Fault]:
     elif not _is_size(record.size) or type(record.chunks) is not list:
         yield _fault(name, f"its size is {short(record.size)}, expected counts below 2**63, and a list of chunks")
     else:
-        yield from _chunk_faults(name, record, whole=whole)
+        yield from _chunk_faults(name, record)
 
 
-def _chunk_faults(name: str, record: TensorStorageMetadata, *, whole: bool) -> Iterator[Fault]:
-    size, held = tuple(record.size), 0
+def _chunk_faults(name: str, record: TensorStorageMetadata) -> Iterator[Fault]:
+    size = tuple(record.size)
     for chunk in record.chunks:
         if not _complete(chunk, ChunkStorageMetadata) or not _is_size(chunk.offsets) or not _is_size(chunk.sizes):
             yield _fault(name, f"a chunk is {short(chunk)}, expected offsets and sizes that are counts below 2**63")
@@ -248,17 +278,6 @@ def _chunk_faults(name: str, record: TensorStorageMetadata, *, whole: bool) -> I
                 f"a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not inside of the tensor's {size}",
             )
             return
-        held += math.prod(chunk.sizes)
-    if whole and held < math.prod(size):
-        yield _fault(name, f"its shape {size} has {math.prod(size)} elements, its chunks hold {held}")
-
-
-def _chunks(name: str, record: Any) -> dict[MetadataIndex, int]:
-    """The chunks of a sound entry, with the bytes each of them needs."""
-    if type(record) is BytesStorageMetadata:
-        return {MetadataIndex(name): 0}
-    width = record.properties.dtype.itemsize
-    return {MetadataIndex(name, chunk.offsets): width * math.prod(chunk.sizes) for chunk in record.chunks}
 
 
 def _storage_faults(index: Any, info: Any, *, transforms: bool) -> Iterator[Fault]:

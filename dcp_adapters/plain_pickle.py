@@ -6,9 +6,9 @@ nest of tuples for ever, or change the attributes of a class for the whole proce
 own for the small language that pickling DCP's records takes:
 
     plain values                 None, bool, int, float, str, tuple, list, dict with names or MetadataIndex as keys
-    STACK_GLOBAL, GLOBAL         only the names in this file; nothing is imported, a name selects one of our functions
-    NEWOBJ, BUILD                a record of DCP without calling its class, and its fields, once
-    REDUCE                       torch.Size, a dtype's or layout's name, a memory format, a path
+    STACK_GLOBAL, GLOBAL         only the names of metadata_names.py; nothing is imported
+    NEWOBJ, BUILD                a record of DCP without calling its class, and its fields
+    REDUCE                       torch.Size, a layout's name, a memory format, a path, Metadata with its first field
 
 Anything else stops it. Memory and time stay proportional to the bytes read. What comes out has the right types of
 records, but not yet sensible contents: see metadata_checks.py.
@@ -16,100 +16,19 @@ records, but not yet sensible contents: see metadata_checks.py.
 
 import struct
 from collections.abc import Callable
-from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from pickletools import opcodes
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from fsdp_hooks.torch_private import StorageInfo
+from dcp_adapters.metadata_names import FIELDS, NAMES, PATHS, Function
 
-__all__ = ["FIELDS", "LARGEST", "MOST_DIMS", "read_plain"]
+__all__ = ["read_plain"]
 
-MOST_DIMS = 64  # torch's own kernels take no more
 MOST_PATHS = 16  # a checkpoint names itself once
-MOST_PATH_PARTS = 1024
-LARGEST = 2**63 - 1
-
-# class -> its fields, in the order of TensorProperties' state
-FIELDS: dict[type, tuple[str, ...]] = {
-    Metadata: ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
-    TensorStorageMetadata: ("properties", "size", "chunks"),
-    BytesStorageMetadata: (),
-    ChunkStorageMetadata: ("offsets", "sizes"),
-    TensorProperties: ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),
-    MetadataIndex: ("fqn", "offset", "index"),
-    StorageInfo: ("relative_path", "offset", "length", "transform_descriptors"),
-    StorageMeta: ("checkpoint_id", "save_id", "load_id", "modules"),
-}
-NAMES_OF_FIELDS = {kind: frozenset(names) for kind, names in FIELDS.items()}
+FIELD_NAMES = {kind: frozenset(names) for kind, names in FIELDS.items()}
 UINT4 = struct.Struct("<I")
-DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by DCP's code for them
-
-
-class _Function:
-    """What REDUCE may call: a function of this file."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-
-def _size(values: Any) -> torch.Size:
-    if type(values) not in (tuple, list) or len(values) > MOST_DIMS or any(type(value) is not int for value in values):
-        raise ValueError(f"a size that is no sequence of at most {MOST_DIMS} integers")
-    if any(not -LARGEST <= value <= LARGEST for value in values):
-        raise ValueError("a size or offset that is not below 2**63")
-    return torch.Size(values)
-
-
-def _layout(name: Any) -> torch.layout:
-    if type(name) is not str or name not in LAYOUTS:
-        raise ValueError("a layout that torch does not have")
-    return LAYOUTS[name]
-
-
-def _memory_format(code: Any) -> torch.memory_format:
-    if type(code) is not int or not 0 <= code < len(MEMORY_FORMATS):
-        raise ValueError("a memory format that DCP does not have")
-    return MEMORY_FORMATS[code]
-
-
-def _path_of(flavour: type[PurePath]) -> _Function:
-    """A path as a value: PosixPath and WindowsPath exist on one system only, and nothing here touches a file."""
-
-    def path(*parts: Any) -> PurePath:
-        if len(parts) > MOST_PATH_PARTS or any(type(part) is not str for part in parts):
-            raise ValueError(f"a path that is not made of at most {MOST_PATH_PARTS} strings")
-        return flavour(*parts)
-
-    return _Function(path)
-
-
-POSIX, WINDOWS = _path_of(PurePosixPath), _path_of(PureWindowsPath)
-NAMES: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): _Function(_size),
-    ("torch.serialization", "_get_layout"): _Function(_layout),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _Function(_memory_format),
-    **{
-        (module, f"{pure}{kind}Path"): function
-        for module in ("pathlib", "pathlib._local")  # where Python 3.13 keeps them
-        for pure in ("Pure", "")
-        for kind, function in (("Posix", POSIX), ("Windows", WINDOWS))
-    },
-    **{(kind.__module__, kind.__qualname__): kind for kind in FIELDS},
-    **DTYPES,
-}
 
 
 def read_plain(data: bytes, what: str) -> Any:
@@ -322,9 +241,13 @@ class _Machine:
 
     def reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        if type(function) is not _Function or type(arguments) is not tuple:
+        if function is Metadata and type(arguments) is tuple and len(arguments) == 1:  # as QuantizedSavePlanner's is
+            self.stack.append(object.__new__(Metadata))
+            vars(self.stack[-1])["state_dict_metadata"] = arguments[0]
+            return
+        if type(function) is not Function or type(arguments) is not tuple:
             raise ValueError("a call of something that is not called in metadata")
-        if function in (POSIX, WINDOWS):
+        if function in PATHS:
             self.paths += 1
             if self.paths > MOST_PATHS:
                 raise ValueError(f"more than {MOST_PATHS} paths")
@@ -337,10 +260,10 @@ class _Machine:
             raise ValueError("fields for something that is no record of DCP")
         if kind is TensorProperties and type(state) is tuple and len(state) == len(FIELDS[kind]):
             state = dict(zip(FIELDS[kind], state, strict=True))
-        if type(state) is not dict or vars(record):
+        if type(state) is not dict or (kind is MetadataIndex and vars(record)):  # which may be a key already
             raise ValueError(f"a {kind.__name__} whose fields are no dict, or are given twice")
-        if not state.keys() <= NAMES_OF_FIELDS[kind]:
-            unknown = next(field for field in state if field not in NAMES_OF_FIELDS[kind])
+        if not state.keys() <= FIELD_NAMES[kind]:
+            unknown = next(field for field in state if field not in FIELD_NAMES[kind])
             raise ValueError(f"a {kind.__name__} with a field {str(unknown)[:200]!r}, which this version does not know")
         vars(record).update(state)
 

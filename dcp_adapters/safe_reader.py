@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from dcp_adapters.metadata_checks import METADATA, Fault, file_faults, structure_faults
+from dcp_adapters.metadata_checks import METADATA, Fault, file_faults, holding_faults, record_faults
 from dcp_adapters.plain_pickle import read_plain
 
-__all__ = ["FileSlice", "SafeFileSystemReader", "check_archive", "read_metadata_file", "refusal"]
+__all__ = ["FileSlice", "SafeFileSystemReader", "check_archive", "read_metadata_file"]
 
 MOST_TOLD = 20
 
@@ -63,11 +63,11 @@ class SafeFileSystemReader(FileSystemReader):
         """
         rank = kwargs.get("rank")
         file = Path(self.path, METADATA if rank is None else f"__{rank}{METADATA}")
-        metadata, faults = read_metadata_file(file, whole=rank is None, transforms=self.reads_transforms)
+        metadata, faults = read_metadata_file(file, transforms=self.reads_transforms)
         if not faults:
-            faults = file_faults(self.path, metadata.storage_data)
+            faults = holding_faults(metadata, whole=rank is None) + file_faults(self.path, metadata.storage_data)
         if faults:
-            raise refusal(file, faults)
+            raise _refusal(file, faults)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -137,8 +137,8 @@ class FileSlice(io.RawIOBase):
         return count
 
 
-def read_metadata_file(file: Path, *, whole: bool, transforms: bool) -> tuple[Any, list[Fault]]:
-    """What the file holds, and the faults of its structure.
+def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:
+    """What the file holds, and the faults of its records (the first is sound only where there is none of the second).
 
     Raises:
         FileNotFoundError: it is not there.
@@ -148,10 +148,10 @@ def read_metadata_file(file: Path, *, whole: bool, transforms: bool) -> tuple[An
         raise ValueError(f"{file}: no ordinary file; use another checkpoint")
     data = file.read_bytes()
     metadata = read_plain(data, str(file))
-    return metadata, structure_faults(metadata, extent=len(data), whole=whole, transforms=transforms)
+    return metadata, record_faults(metadata, extent=len(data), transforms=transforms)
 
 
-def refusal(file: Path, faults: Sequence[Fault]) -> ValueError:
+def _refusal(file: Path, faults: Sequence[Fault]) -> ValueError:
     """One error for all faults."""
     told = [f"  {fault}" for fault in faults[:MOST_TOLD]]
     if len(faults) > MOST_TOLD:
