@@ -43,7 +43,7 @@ def read_plain(data: bytes, what: str) -> Any:
         return machine.run()
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{what}: damaged or cut off: {type(error).__name__} at byte {machine.at} of {len(data)}; use another "
+            f"{what}: damaged or cut off: {type(error).__name__} at byte {min(machine.at, len(data))} of {len(data)}; use another "
             "checkpoint"
         ) from error
     except ValueError as error:
