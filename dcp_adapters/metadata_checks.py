@@ -37,6 +37,7 @@ __all__ = [
     "look_at",
     "named",
     "record_faults",
+    "shapes_of",
     "short",
     "stray_path",
 ]
@@ -154,6 +155,11 @@ def chunks_of(name: str, record: Any) -> dict[MetadataIndex, int]:
         return {MetadataIndex(name): 0}
     width = record.properties.dtype.itemsize
     return {MetadataIndex(name, chunk.offsets): width * math.prod(chunk.sizes) for chunk in record.chunks}
+
+
+def shapes_of(name: str, record: TensorStorageMetadata) -> dict[MetadataIndex, tuple[int, ...]]:
+    """The chunks of a sound tensor, with their shapes."""
+    return {MetadataIndex(name, chunk.offsets): tuple(chunk.sizes) for chunk in record.chunks}
 
 
 def stray_path(path: str) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_hooks.torch_private import StorageInfo
 
-__all__ = ["FIELDS", "LARGEST", "NAMES", "PATHS", "Function"]
+__all__ = ["DTYPES", "FIELDS", "LARGEST", "NAMES", "PATHS", "Function"]
 
 MOST_DIMS = 64  # torch's own kernels take no more
 MOST_PATH_PARTS = 1024

@@ -15,7 +15,7 @@ records, but not yet sensible contents: see metadata_checks.py.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pickletools import opcodes
 from typing import Any
 
@@ -31,33 +31,46 @@ FIELD_NAMES = {kind: frozenset(names) for kind, names in FIELDS.items()}
 UINT4 = struct.Struct("<I")
 
 
-def read_plain(data: bytes, what: str) -> Any:
-    """The one object pickled in `data`; `what` names the file in errors.
+def read_plain(
+    data: bytes,
+    what: str,
+    *,
+    names: Mapping[tuple[str, str], Any] = NAMES,
+    storage: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The one object pickled in `data`.
+
+    Args:
+        data: the whole pickle.
+        what: names it in errors.
+        names: what globals stand for: a class in FIELDS, a Function, or a value.
+        storage: what a persistent id stands for; None, there may be none.
 
     Raises:
         ValueError: a global or an operation that no metadata of DCP has, or data that is damaged or cut off. Nothing
             has been imported, called or executed.
     """
-    machine = _Machine(data)
+    machine = _Machine(data, names, storage)
     try:
         return machine.run()
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{what}: damaged or cut off: {type(error).__name__} at byte {min(machine.at, len(data))} of {len(data)}; use another "
-            "checkpoint"
+            f"{what}: damaged or cut off: {type(error).__name__} at byte {min(machine.at, len(data))} of {len(data)}; "
+            "use another checkpoint"
         ) from error
     except ValueError as error:
         raise ValueError(
-            f"{what}: refused at byte {machine.at}: it holds {error}. Nothing of it has been executed. No metadata of "
-            "DCP has that: use another checkpoint, and do not read this one with a reader that unpickles freely"
+            f"{what}: refused at byte {min(machine.at, len(data))}: it holds {error}. Nothing of it has been executed. "
+            "DCP writes nothing of that kind: use another checkpoint, and do not read this one with a reader that "
+            "unpickles freely"
         ) from error
 
 
 class _Machine:
     """The interpreter. `stack` is the part above the last mark, `below` holds the parts under each mark."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any], storage: Callable[[Any], Any] | None) -> None:
+        self.data, self.names, self.storage = data, names, storage
         self.at = 0
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
@@ -228,10 +241,15 @@ class _Machine:
     def push_named(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a global whose name is no string")
-        found = NAMES.get((module, name))
+        found = self.names.get((module, name))
         if found is None:
             raise ValueError(f"the global {module[:200]}.{name[:200]}")
         self.stack.append(found)
+
+    def persistent(self) -> None:
+        if self.storage is None:
+            raise ValueError("a persistent id")
+        self.stack.append(self.storage(self.stack.pop()))
 
     def new(self) -> None:
         arguments, kind = self.stack.pop(), self.stack.pop()
@@ -289,6 +307,6 @@ STEPS: dict[int, Callable[[_Machine], None]] = {
         "\x87": _Machine.tuple3, "]": _Machine.empty_list, "}": _Machine.empty_dict, "a": _Machine.append,
         "e": _Machine.appends, "s": _Machine.set_item, "u": _Machine.set_items, "\x93": _Machine.stack_global,
         "c": _Machine.global_, "i": _Machine.instance, "\x81": _Machine.new, "R": _Machine.reduce,
-        "b": _Machine.build,
+        "b": _Machine.build, "Q": _Machine.persistent,
     }.items()
 }  # fmt: skip

@@ -5,28 +5,36 @@ differs in three places and reads the same checkpoints otherwise:
 
     read_metadata   interprets the few records DCP writes (plain_pickle.py), then checks that they make sense
                     (metadata_checks.py) before anything uses them
-    read_data       looks at a chunk's archive before it is opened: nothing compressed, so that no chunk unfolds into
-                    more memory than it has bytes; tells the planner when reading fails
+    read_data       reads what the archives of all chunks say they hold (tensor_archive.py) before the first tensor is
+                    written: plain tensors, of the dtype and size in the metadata, not compressed; tells the planner
+                    when reading fails
     tensors         are read with torch.load(weights_only=True), as stock does
 """
 
-import io
 import os
 import stat
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from dcp_adapters.metadata_checks import METADATA, Fault, file_faults, holding_faults, record_faults
+from dcp_adapters.metadata_checks import (
+    METADATA,
+    Fault,
+    file_faults,
+    holding_faults,
+    named,
+    record_faults,
+    shapes_of,
+)
 from dcp_adapters.plain_pickle import read_plain
+from dcp_adapters.tensor_archive import FileSlice, read_header
 
-__all__ = ["FileSlice", "SafeFileSystemReader", "check_archive", "read_metadata_file"]
+__all__ = ["SafeFileSystemReader", "read_metadata_file"]
 
 MOST_TOLD = 20
 
@@ -84,57 +92,32 @@ class SafeFileSystemReader(FileSystemReader):
                 failed(error)
             raise
 
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
+        """Keep the metadata."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self.records = metadata.state_dict_metadata
+
     def _check_archives(self, plan: LoadPlan) -> None:
-        """Look at the archive of every tensor that will be read, once each, before the first is opened."""
-        wanted: dict[str, dict[tuple[int, int], str]] = {}
+        """Look into every tensor's archive that will be read, once each, before anything is loaded."""
+        wanted: dict[str, dict[tuple[int, int], MetadataIndex]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             if item.type is not LoadItemType.BYTE_IO and not info.transform_descriptors:
-                wanted.setdefault(info.relative_path, {})[info.offset, info.length] = item.storage_index.fqn
+                wanted.setdefault(info.relative_path, {})[info.offset, info.length] = item.storage_index
+        shapes: dict[MetadataIndex, tuple[int, ...]] = {}
+        for name in {index.fqn for slices in wanted.values() for index in slices.values()}:
+            shapes |= shapes_of(name, self.records[name])  # type: ignore[arg-type]
         for name, slices in wanted.items():
-            with Path(self.path, name).open("rb") as stream:
-                for (offset, length), fqn in sorted(slices.items()):
-                    check_archive(FileSlice(stream, offset, length), length, f"{Path(self.path, name)}: {fqn}")
-
-
-class FileSlice(io.RawIOBase):
-    """`length` bytes of an open file from `offset` on, as a read-only file of its own (which does not close it)."""
-
-    def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
-        self.stream, self.start, self.length, self.at = stream, offset, length, 0
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def tell(self) -> int:
-        """The position, from the beginning of the slice."""
-        return self.at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position in the slice (or behind its end, where nothing is read)."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset}, before the beginning")
-        self.at = base + offset
-        return self.at
-
-    def read(self, size: int | None = -1) -> bytes:
-        """At most `size` bytes from the position, without making room for more than there are."""
-        left = max(0, self.length - self.at)
-        return super().read(left if size is None or size < 0 else min(size, left)) or b""
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer from the position, up to the end of the slice."""
-        room = memoryview(buffer)[: max(0, self.length - self.at)]
-        self.stream.seek(self.start + self.at)
-        count: int = self.stream.readinto(room)  # type: ignore[attr-defined]
-        self.at += count
-        return count
+            path = Path(self.path, name)
+            with path.open("rb") as stream:
+                for (offset, length), index in sorted(slices.items(), key=lambda held: held[0]):
+                    header = read_header(FileSlice(stream, offset, length), f"{path}: {named(index)}")
+                    dtype = self.records[index.fqn].properties.dtype  # type: ignore[union-attr]
+                    if (header.dtype, header.shape) != (dtype, shapes[index]):
+                        raise ValueError(
+                            f"{path}: {named(index)}: the file holds {header}, {METADATA} says {dtype} "
+                            f"{shapes[index]}; use another checkpoint"
+                        )
 
 
 def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:
@@ -160,21 +143,3 @@ def _refusal(file: Path, faults: Sequence[Fault]) -> ValueError:
         f"{file}: the checkpoint is damaged or not what it claims to be. Nothing has been loaded; use another "
         "checkpoint:\n" + "\n".join(told)
     )
-
-
-def check_archive(chunk: IO[bytes] | FileSlice, length: int, what: str) -> None:
-    """Raise ValueError unless a chunk is an archive as torch.save writes it, whose records lie in it as they are."""
-    try:
-        with zipfile.ZipFile(chunk) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, EOFError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{what}: no archive of a tensor: {error}; the file is damaged, use another checkpoint"
-        ) from error
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records) or length < sum(
-        record.file_size for record in records
-    ):
-        raise ValueError(
-            f"{what}: its archive is compressed, or claims more than its {length} bytes; DCP stores tensors as they "
-            "are. Use another checkpoint"
-        )

@@ -12,7 +12,6 @@ in memory.
 
 import io
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -24,10 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.manifest_checks import manifest_faults
-from dcp_adapters.metadata_checks import METADATA, Fault, chunks_of, cut_off, holding_faults, look_at, named
+from dcp_adapters.metadata_checks import METADATA, Fault, chunks_of, cut_off, holding_faults, look_at, named, shapes_of
 from dcp_adapters.part_values import value_fault
 from dcp_adapters.report import Finding, Report
-from dcp_adapters.safe_reader import FileSlice, check_archive, read_metadata_file
+from dcp_adapters.safe_reader import read_metadata_file
+from dcp_adapters.tensor_archive import FileSlice, read_header
 from dcp_adapters.tiling import tiling_fault
 from qtensor.formats import PartSpec, specs_of
 
@@ -67,10 +67,10 @@ class _Verification:
         self.records: dict[str, Any] = metadata.state_dict_metadata
         self.known = {index for name, record in self.records.items() for index in chunks_of(name, record)}
         self.sizes = {
-            MetadataIndex(name, chunk.offsets): tuple(chunk.sizes)
+            index: shape
             for name, record in self.records.items()
             if isinstance(record, TensorStorageMetadata)
-            for chunk in record.chunks
+            for index, shape in shapes_of(name, record).items()
         }
         self.findings: list[Finding] = []
         self.chunks = self.bytes = self.read = self.checksums = 0
@@ -173,7 +173,8 @@ class _Verification:
                         opened = info.relative_path
                     self.check_chunk(index, info, FileSlice(stream, info.offset, info.length))
                 except Exception as error:  # noqa: BLE001 - damaged archives raise errors of all kinds
-                    message = f"it can not be read: {type(error).__name__}: {error}"
+                    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+                    message = f"it can not be read: {kind}{error}"
                     self.found([Fault(info.relative_path, named(index), message)])
                 self.read += info.length
                 self.progress(self.read, self.total)
@@ -186,12 +187,10 @@ class _Verification:
         record = self.records[index.fqn]
         data: Tensor | io.BytesIO
         if isinstance(record, TensorStorageMetadata):
-            size = self.sizes[index]
-            data = _tensor(chunk, info.length)
-            if (data.dtype, tuple(data.shape)) != (record.properties.dtype, size):
-                raise ValueError(
-                    f"the file holds {data.dtype} {tuple(data.shape)}, {METADATA} says {record.properties.dtype} {size}"
-                )
+            header, size = read_header(chunk, "its archive"), self.sizes[index]
+            if (header.dtype, header.shape) != (record.properties.dtype, size):
+                raise ValueError(f"the file holds {header}, {METADATA} says {record.properties.dtype} {size}")
+            data = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
         else:
             data = io.BytesIO(chunk.read())
         self.chunks += 1
@@ -292,17 +291,3 @@ class _Verification:
             self.found(manifest_faults(manifest, self.metadata))
             for name, held in manifest.tensors.items():
                 self.specs |= {f"{name}.{spec.name}": spec for spec in specs_of(held.recipe)}
-
-
-def _tensor(chunk: FileSlice, length: int) -> Tensor:
-    """The tensor in a chunk. Raises ValueError where it is no plain one that takes up its bytes."""
-    check_archive(chunk, length, "its archive")
-    chunk.seek(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whatever is odd about it is told as a finding
-        value = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
-    if type(value) is not Tensor or value.layout != torch.strided or not value.is_cpu:
-        raise ValueError(f"the file holds a {type(value).__name__}, expected a plain tensor")
-    if value.numel() * value.itemsize > value.untyped_storage().nbytes():
-        raise ValueError(f"the file holds a tensor of {tuple(value.shape)} in too few bytes")
-    return value

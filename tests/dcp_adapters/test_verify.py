@@ -166,7 +166,7 @@ def pipe_in_place_of_a_file(c: Checkpoint) -> None:
     os.mkfifo(c.path / SECOND)
 
 
-@fault((FIRST, "mxfp8.payload at (0, 0)", "it can not be read: ValueError: its archive: no archive of a tensor"))
+@fault((FIRST, "mxfp8.payload at (0, 0)", "it can not be read: its archive: no archive of a tensor"))
 def archive_without_its_end(c: Checkpoint) -> None:
     info = c.metadata.storage_data[MetadataIndex("mxfp8.payload", (0, 0))]
     data = bytearray((c.path / FIRST).read_bytes())
@@ -251,12 +251,12 @@ def other_dtype_in_the_file(c: Checkpoint) -> None:
     c.replace("bias", c.tensor("bias", (0,)).half(), (0,))
 
 
-@fault((FIRST, "bias at (0,)", r"a tensor of \(5,\) in too few bytes"))
+@fault((FIRST, "bias at (0,)", "a tensor of 5 elements of torch.bfloat16 in a storage of 2 bytes"))
 def repeated_element_in_the_file(c: Checkpoint) -> None:
     c.replace("bias", torch.zeros(1, dtype=torch.bfloat16).expand(5), (0,), honest=False)
 
 
-@fault((FIRST, "count at ()", "the file holds a Parameter, expected a plain tensor"))
+@fault((FIRST, "count at ()", "it holds the global torch._utils._rebuild_parameter"))
 def something_else_than_a_tensor(c: Checkpoint) -> None:
     c.replace("count", torch.nn.Parameter(torch.tensor(3.0)))
 
