@@ -175,7 +175,13 @@ def _buffer(entry: TensorStorageMetadata, metadata: Metadata, where: str) -> Ten
             f"{where}: the entry {MANIFEST} claims to be {entry.properties.dtype} {tuple(entry.size)} and {most} bytes "
             "of it are stored, expected one dim of torch.uint8; the checkpoint is damaged, use another one"
         )
-    return torch.empty(entry.size, dtype=torch.uint8)
+    try:
+        return torch.empty(entry.size, dtype=torch.uint8)
+    except RuntimeError as error:  # stored by its own account only: a reader that does not look at its files
+        raise ValueError(
+            f"{where}: the entry {MANIFEST} claims to be {tuple(entry.size)}, more than there is room for; the "
+            "checkpoint is damaged, use another one"
+        ) from error
 
 
 def _entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> TensorEntry:

@@ -85,9 +85,12 @@ class Checkpoint:
 
     def tensor(self, name: str, offset: tuple[int, ...] = ()) -> Tensor:
         """A stored chunk."""
-        info = self.metadata.storage_data[MetadataIndex(name, offset)]
-        data = (self.path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        return torch.load(io.BytesIO(data), weights_only=True)
+        return torch.load(io.BytesIO(self.raw(MetadataIndex(name, offset))), weights_only=True)
+
+    def raw(self, index: MetadataIndex) -> bytes:
+        """The bytes of a chunk's archive."""
+        info = self.metadata.storage_data[index]
+        return (self.path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
 
     def flip(self, name: str, offset: tuple[int, ...], byte: int, bit: int) -> None:
         """Change one bit of a chunk's elements in the file."""

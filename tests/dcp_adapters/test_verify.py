@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -20,10 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_adapters import QuantizedSavePlanner
 from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
+from dcp_adapters.metadata_checks import named
 from dcp_adapters.verify import Report, verify
 from fsdp_hooks.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
-from tests.dcp_adapters.cases import RECIPES, alone, models
+from tests.dcp_adapters.cases import RECIPES, alone, bits, models
 from tests.dcp_adapters.tampering import CUT, FILES, Checkpoint
 from tests.ranks import run_ranks
 
@@ -468,6 +472,42 @@ def test_all_faults_of_a_checkpoint_are_told_at_once(checkpoint: Checkpoint) -> 
     assert {entry for _, entry, _ in found(verify(checkpoint.path))} == {
         "row.payload at (0, 0)", "nvfp4.scale at (0, 0)", "nvfp4.scale at (5, 0)", "row.payload at (5, 0)",
     }  # fmt: skip
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_damage_anywhere_in_a_file_is_told_or_harmless(
+    sound: Checkpoint, checkpoint: Checkpoint, data: st.DataObject
+) -> None:
+    file = data.draw(st.sampled_from(FILES))
+    other = FILES[1 - FILES.index(file)]
+    shutil.copyfile(sound.path / other, checkpoint.path / other)
+    damaged = bytearray((sound.path / file).read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(damaged) - 1))
+        end = min(len(damaged), start + data.draw(st.sampled_from([1, 1, 4, 30, 700])))
+        damaged[start:end] = data.draw(st.binary(min_size=end - start, max_size=end - start))
+    (checkpoint.path / file).write_bytes(bytes(damaged))
+    told = {entry for _, entry, _ in found(verify(checkpoint.path))}
+    if any(entry.startswith(CHECKSUMS) for entry in told):
+        return  # without its table, changed elements can not be told
+    for index in sound.metadata.storage_data:
+        if index.fqn != CHECKSUMS and elements(checkpoint, index) != elements(sound, index):
+            assert named(index) in told
+
+
+def elements(c: Checkpoint, index: MetadataIndex) -> bytes | None:
+    """What stock torch reads of a chunk; None where it can not."""
+    try:
+        return c.raw(index) if index.offset is None else bits(c.tensor(index.fqn, tuple(index.offset)))
+    except Exception:
+        return None
 
 
 def test_missing_checksums_and_left_over_files_are_warnings(checkpoint: Checkpoint) -> None:
