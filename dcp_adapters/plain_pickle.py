@@ -86,10 +86,9 @@ class _Machine:
                 name = next((known.name for known in opcodes if ord(known.code) == op), f"0x{op:02x}")
                 raise ValueError(f"the pickle operation {name}")
             step()
-        (value,) = self.stack  # a ValueError where there is more or less than one
-        if self.below:
-            raise ValueError("an open mark at its end")
-        return value
+        if len(self.stack) != 1 or self.below:
+            raise ValueError("more or less than one object")
+        return self.stack[0]
 
     # -- values --------------------------------------------------------------------------------------------------------
 

@@ -236,10 +236,10 @@ BOMBS: dict[str, bytes] = {
     "text of 4 GB": b"X\xff\xff\xff\xff.",
     "an integer of 2 GB": b"\x8b\xff\xff\xff\x7f.",
     "a frame of 2^60": b"\x80\x04\x95" + struct.pack("<Q", 2**60) + b"N.",
-    "a size of many dims, many times": SIZE + b"\x94(" + b"K\x01" * 10**6 + b"t\x94" + b"h\x00h\x01\x85R" * 1000 + b".",
+    "a size of many dims, many times": SIZE + b"\x94(" + b"K\x01" * 10**4 + b"t\x94" + b"h\x00h\x01\x85R" * 2000 + b".",
     "a state of many fields, many times": b"}\x94("
     + b"".join(text(str(n)) + b"N" for n in range(10**4))
-    + b"u0"
+    + b"u"
     + (METADATA + text("StorageMeta") + SG + b")\x81h\x00b") * 1000
     + b".",
     "a hash without end": b"}" + tuples(200) + b"Ns.",
