@@ -8,11 +8,13 @@ from dcp_adapters.load_planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest, read_manifest
 from dcp_adapters.safe_reader import SafeFileSystemReader
 from dcp_adapters.save_planner import QuantizedSavePlanner
+from dcp_adapters.staging import QuantizedStager
 
 __all__ = [
     "Manifest",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
+    "QuantizedStager",
     "SafeFileSystemReader",
     "expand",
     "read_manifest",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,9 +24,11 @@ __all__ = [
     "StorageInfo",
     "compute_local_shape_and_global_offset",
     "dtensor_around",
+    "dtensor_like",
     "flatten_state_dict",
     "is_tracing",
     "make_wrapper",
+    "set_element",
     "tree_map",
     "without_torch_function",
 ]
@@ -33,7 +36,9 @@ __all__ = [
 # The save and load planners must flatten exactly as stock DCP does (a public DefaultSavePlanner only flattens as a side
 # effect of set_up_planner), and must know which rows of a part a rank holds before any tensor is touched.
 assert callable(flatten_state_dict)
+# It also puts byte entries back into the nested dict, which we unpickle more strictly than stock does.
 assert callable(compute_local_shape_and_global_offset)
+assert callable(set_element)
 
 # Where the bytes of a chunk stand: the one record of `.metadata` without a public name. Who reads that file without
 # unpickling it has to make such records.
@@ -80,3 +85,12 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor around `local`, on whatever device that lives, with the mesh, placements, shape and dtype of `like`.
+
+    `dtensor_around` for when a DTensor of that layout is at hand: its spec is shared, which saves describing the global
+    tensor anew and keeps an order of shards that placements alone do not tell.
+    """
+    return DTensor(local, like._spec, requires_grad=False)
