@@ -86,7 +86,7 @@ class SafeFileSystemReader(FileSystemReader):
         try:
             self._check_archives(plan)
             return super().read_data(plan, planner)
-        except Exception as error:
+        except BaseException as error:  # CheckpointException is none of Exception's
             failed = getattr(planner, "read_failed", None)
             if failed is not None:
                 failed(error)

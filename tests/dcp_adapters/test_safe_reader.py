@@ -374,7 +374,7 @@ def test_pipes_are_refused_without_waiting_for_a_writer(checkpoint: Checkpoint, 
 class Told(dcp.DefaultLoadPlanner):
     """A planner that wants to know of failures."""
 
-    def read_failed(self, error: Exception) -> None:
+    def read_failed(self, error: BaseException) -> None:
         self.error = error
 
 
@@ -440,6 +440,17 @@ def test_a_chunk_that_is_no_plain_tensor_stops_the_load_before_it_writes(checkpo
     assert target.tolist() == [9.0] * 8
     assert planner.error is failed.value.failures[0][0]
     assert re.search(text, str(planner.error))
+
+
+def test_failures_that_are_no_exceptions_are_told_too(checkpoint: Checkpoint) -> None:
+    class Failing(Told):
+        def commit_tensor(self, *args: Any) -> None:
+            raise CheckpointException("elsewhere", {})
+
+    planner = Failing()
+    with alone(), pytest.raises(CheckpointException, match="elsewhere"):
+        dcp.load({"count": torch.zeros(())}, storage_reader=SafeFileSystemReader(checkpoint.path), planner=planner)
+    assert type(planner.error) is CheckpointException
 
 
 def test_a_planner_without_read_failed_needs_none(checkpoint: Checkpoint) -> None:

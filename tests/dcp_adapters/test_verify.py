@@ -476,7 +476,7 @@ def test_all_faults_of_a_checkpoint_are_told_at_once(checkpoint: Checkpoint) -> 
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     database=None,
     derandomize=True,
