@@ -11,6 +11,7 @@ neither the model nor a process group.
 """
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -20,10 +21,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, Metadata, StorageReader
+from torch.distributed.checkpoint import Metadata, StorageReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from qtensor.formats import specs_of
+from dcp_adapters.metadata_checks import short
+from dcp_adapters.safe_reader import SafeFileSystemReader
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, specs_of
 from qtensor.recipes import Recipe
 
 __all__ = ["FORMAT_VERSION", "MANIFEST", "MANIFEST_JSON", "Manifest", "TensorEntry", "manifest_of", "read_manifest"]
@@ -31,6 +35,7 @@ __all__ = ["FORMAT_VERSION", "MANIFEST", "MANIFEST_JSON", "Manifest", "TensorEnt
 FORMAT_VERSION = 1
 MANIFEST = "qtensor.manifest"
 MANIFEST_JSON = "qtensor.manifest.json"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in APPEARANCE_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,9 @@ class Manifest:
                 "object"
             )
         version = record.get("format_version")
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(
-                f"the checkpoint's qtensor.manifest has format_version {version!r}; this library reads version "
+                f"the checkpoint's qtensor.manifest has format_version {short(version)}; this library reads version "
                 f"{FORMAT_VERSION}. Use a library version that knows it"
             )
         try:
@@ -109,7 +114,7 @@ class Manifest:
         """The inverse of `to_tensor`. Raises ValueError for bytes that are no manifest."""
         try:
             record = json.loads(bytes(data.tolist()).decode())
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:  # TypeError: a tensor of something else than bytes
             raise ValueError(f"the checkpoint's qtensor.manifest is not JSON: {error}") from error
         return Manifest.from_json(record)
 
@@ -125,7 +130,7 @@ def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifes
             finished.
         ValueError: the checkpoint was not saved with QuantizedSavePlanner, or its manifest can not be read.
     """
-    reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
+    reader = checkpoint if isinstance(checkpoint, StorageReader) else SafeFileSystemReader(checkpoint)
     where = getattr(reader, "checkpoint_id", checkpoint)
     try:
         metadata = reader.read_metadata()
@@ -139,10 +144,14 @@ def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifes
     entry = metadata.state_dict_metadata.get(MANIFEST)
     if not isinstance(entry, TensorStorageMetadata):
         raise ValueError(f"{where}: no entry {MANIFEST}: it was not saved with QuantizedSavePlanner")
-    buffer = torch.empty(entry.size, dtype=torch.uint8)
-    with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load({MANIFEST: buffer}, storage_reader=reader, no_dist=True)
+    buffer = _buffer(entry, metadata, str(where))
+    try:
+        with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({MANIFEST: buffer}, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        reasons = "; ".join(f"{type(failed).__name__}: {failed}" for failed, _ in error.failures.values())
+        raise ValueError(f"{where}: the entry {MANIFEST} can not be read: {reasons}; use another checkpoint") from error
     return Manifest.from_tensor(buffer)
 
 
@@ -157,15 +166,42 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _entry(name: str, value: Mapping[str, Any], recipes: list[Recipe]) -> TensorEntry:
-    dtype = getattr(torch, value["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{value['dtype']!r} is no dtype")
-    entry = TensorEntry(recipes[value["recipe"]], tuple(value["shape"]), dtype)
-    found = {part: (record["dtype"], tuple(record["shape"])) for part, record in value["parts"].items()}
+def _buffer(entry: TensorStorageMetadata, metadata: Metadata, where: str) -> Tensor:
+    """Room for the manifest's bytes: no more than the storage says that it keeps of them."""
+    stored = [info for index, info in (metadata.storage_data or {}).items() if index.fqn == MANIFEST]
+    most = sum(getattr(info, "length", math.inf) for info in stored)
+    if entry.properties.dtype != torch.uint8 or len(entry.size) != 1 or not 0 <= entry.size[0] <= most:
+        raise ValueError(
+            f"{where}: the entry {MANIFEST} claims to be {entry.properties.dtype} {tuple(entry.size)} and {most} bytes "
+            "of it are stored, expected one dim of torch.uint8; the checkpoint is damaged, use another one"
+        )
+    try:
+        return torch.empty(entry.size, dtype=torch.uint8)
+    except RuntimeError as error:  # stored by its own account only: a reader that does not look at its files
+        raise ValueError(
+            f"{where}: the entry {MANIFEST} claims to be {tuple(entry.size)}, more than there is room for; the "
+            "checkpoint is damaged, use another one"
+        ) from error
+
+
+def _entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> TensorEntry:
+    index, dtype = value["recipe"], value["dtype"]
+    if type(name) is not str or type(index) is not int or index < 0:
+        raise TypeError(f"{short(name)} has the recipe {short(index)}, expected a name and the number of a recipe")
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise TypeError(f"{short(dtype)} is no dtype that a quantized tensor can have")
+    entry = TensorEntry(recipes[index], _shape(value["shape"]), DTYPES[dtype])
+    check_shape(entry.shape, entry.recipe, f"the checkpoint's qtensor.manifest: {short(name)}", full=False)
+    found = {part: (str(record["dtype"])[:64], _shape(record["shape"])) for part, record in value["parts"].items()}
     expected = {part: (_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
     if found != expected:
         raise ValueError(
             f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}"
         )
     return entry
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if type(value) not in (list, tuple) or any(type(extent) is not int or not 0 <= extent < 2**63 for extent in value):
+        raise TypeError(f"a shape is {short(value)}, expected a list of counts")
+    return tuple(value)

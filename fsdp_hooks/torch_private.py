@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -20,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map
 
 __all__ = [
+    "StorageInfo",
     "compute_local_shape_and_global_offset",
     "dtensor_around",
     "dtensor_like",
@@ -37,6 +39,10 @@ assert callable(flatten_state_dict)
 # It also puts byte entries back into the nested dict, which we unpickle more strictly than stock does.
 assert callable(compute_local_shape_and_global_offset)
 assert callable(set_element)
+
+# Where the bytes of a chunk stand: the one record of `.metadata` without a public name. Who reads that file without
+# unpickling it has to make such records.
+assert callable(StorageInfo)
 
 # Arguments of an op nest lists and dicts; torch has no public name for walking them.
 assert callable(tree_map)

@@ -45,6 +45,7 @@ PUBLIC: dict[str, list[str]] = {
         "QuantizedLoadPlanner",
         "QuantizedSavePlanner",
         "QuantizedStager",
+        "SafeFileSystemReader",
         "expand",
         "read_manifest",
     ],

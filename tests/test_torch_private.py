@@ -1,7 +1,9 @@
 """Private torch names: used in one file, each of them still there and still meaning what that file takes it to mean."""
 
 import ast
+import dataclasses
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -125,6 +128,19 @@ def test_flatten_state_dict_returns_leaves_by_dotted_name_and_their_paths() -> N
     flat, mappings = torch_private.flatten_state_dict({"a": {"b": torch.ones(1), "c": 2}, "d": [torch.zeros(1)]})
     assert set(flat) == {"a.b", "a.c", "d.0"}
     assert mappings == {"a.b": ("a", "b"), "a.c": ("a", "c"), "d.0": ("d", 0)}
+
+
+def test_storage_info_says_where_the_bytes_of_a_chunk_stand(tmp_path: Path) -> None:
+    writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        torch.distributed.checkpoint.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    ((_, info),) = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().storage_data.items()
+    assert type(info) is torch_private.StorageInfo
+    assert [field.name for field in dataclasses.fields(info)] == [
+        "relative_path", "offset", "length", "transform_descriptors",
+    ]  # fmt: skip
+    assert info == torch_private.StorageInfo("__0_0.distcp", 0, (tmp_path / "__0_0.distcp").stat().st_size)
 
 
 def test_tree_map_walks_the_arguments_of_an_op() -> None:

@@ -265,7 +265,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
         "unknown recipe type 'Posit8'; this version knows",
     ),
     "bad recipe value": (lambda: broken(lambda m, w: m["recipes"][0].update(element="e9m9")), "e9m9"),
-    "unknown dtype": (lambda: broken(lambda m, w: w.update(dtype="bfloat17")), "malformed: AttributeError"),
+    "unknown dtype": (lambda: broken(lambda m, w: w.update(dtype="bfloat17")), "TypeError: 'bfloat17' is no dtype"),
     "not a dtype": (lambda: broken(lambda m, w: w.update(dtype="nn")), "malformed: TypeError: 'nn' is no dtype"),
     "shape of text": (lambda: broken(lambda m, w: w.update(shape=None)), "malformed: TypeError"),
     "missing part": (

@@ -1,0 +1,58 @@
+"""Which bytes of a quantized tensor's parts no healthy weight has, told from the parts alone.
+
+    payload        float8: no NaN and no infinity (packed nibbles have neither)
+    scales         fp32: finite and positive; one byte (E8M0 as uint8, E4M3): no NaN, no negative (0: zeros)
+    amax history   finite and not negative
+
+A NaN in payload or block scale is how the formats store an element that was not finite when it was quantized. Nothing
+is wrong with its bytes, but the weight it belongs to is NaN, so it is told as a fault.
+
+Parts of one byte an element are judged by how often each of the 256 codes occurs.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qtensor.formats import PartSpec
+
+__all__ = ["value_fault"]
+
+PIECE = 2**24  # elements looked at together, so that temporaries stay small
+
+
+def value_fault(spec: PartSpec, part: Tensor) -> str | None:
+    """What is wrong with the values of a chunk of a part; None where nothing is."""
+    if spec.name == "payload" and not spec.dtype.is_floating_point:
+        return None
+    if spec.dtype.itemsize == 1:
+        return _byte_fault(spec, part)
+    nan = sum(int((~piece.isfinite()).sum()) for piece in _pieces(part))
+    if nan:
+        return f"{nan} of {part.numel()} values are NaN or infinite"
+    least = min((float(piece.min()) for piece in _pieces(part)), default=1.0)
+    if least < 0 or (least == 0 and spec.length is None):
+        return f"its least value is {least!r}, expected {'at least 0' if spec.length is not None else 'more than 0'}"
+    return None
+
+
+def _byte_fault(spec: PartSpec, part: Tensor) -> str | None:
+    counts = torch.zeros(256, dtype=torch.int64)
+    for piece in _pieces(part.view(torch.uint8)):
+        counts += piece.bincount(minlength=256)
+    dtype = torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    nan = int(counts[~values.isfinite()].sum())
+    if nan:
+        what = "elements" if spec.name == "payload" else "scales"
+        return f"{nan} of {part.numel()} {what} are NaN or infinite, so the weight is NaN there"
+    negative = int(counts[values.signbit()].sum())
+    if negative and spec.name != "payload":
+        return f"{negative} of {part.numel()} scales are negative; quantizing writes none"
+    return None
+
+
+def _pieces(part: Tensor) -> Iterator[Tensor]:
+    flat = part.reshape(-1)
+    return (flat[start : start + PIECE] for start in range(0, flat.numel(), PIECE))
