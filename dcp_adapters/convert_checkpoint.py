@@ -253,11 +253,15 @@ class _StreamingPlanner(QuantizedSavePlanner):
 
 
 def _stand_in(tensor: StoredTensor, plan: ConversionPlan) -> Tensor:
-    """A tensor of the shape and dtype that will be written, one element in memory."""
+    """A tensor of the shape and dtype that will be written; parts that extend along it are one element in memory."""
     to = plan.to if tensor.name in plan.changes else tensor.recipe or tensor.dtype
     if isinstance(to, torch.dtype):
         return torch.empty((), dtype=to).expand(tensor.shape)
-    parts = {spec.name: torch.zeros((), dtype=spec.dtype).expand(spec.shape(tensor.shape)) for spec in specs_of(to)}
+    parts = {
+        spec.name: torch.zeros((), dtype=spec.dtype).expand(shape) if spec.per_row else torch.zeros(shape)
+        for spec in specs_of(to)
+        for shape in [spec.shape(tensor.shape)]
+    }
     return QuantizedTensor.from_parts(parts, to, tensor.dtype)
 
 
