@@ -73,8 +73,8 @@ or more; dense tensors are quantized but never cast to another dtype). Everythin
 copied byte for byte. One tensor is in memory at a time. DST must not exist, and appears only when it is complete."""
 CONVERT_EXAMPLES = """\
 examples:
-  %(prog)s step-1000 out --to bfloat16                                quantized weights to dense ones
-  %(prog)s step-1000 out --to nvfp4 --exclude '*.lm_head.*'           another recipe
+  %(prog)s step-1000 out --to bfloat16                      quantized weights to dense ones
+  %(prog)s step-1000 out --to nvfp4 --exclude '*lm_head*'   another recipe
   %(prog)s dense out --to mxfp8 --include 'model.layers.*.weight' --exclude '*norm*'
   %(prog)s step-1000 out --to mxfp8 --option blocks=square --option scale_rounding=floor"""
 
@@ -83,9 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. `argv` is without the program's name."""
     try:
         arguments = _parser().parse_args(argv)
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
     except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes once more at its end
         return FAILED
     except (OSError, ValueError, EOFError, pickle.PickleError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)

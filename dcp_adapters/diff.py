@@ -34,7 +34,8 @@ SLICE = 1 << 20  # elements that are widened to float64 at once
 class Error:
     """How far the values of B are from those of A.
 
-    max_abs, relative: over the elements that are finite on both sides; relative is None where A is 0 and B is not.
+    max_abs, relative: over the elements that are finite on both sides; relative is None where A is 0 and B is not, and
+    where squares overflow.
     not_finite: the number of other elements that differ.
     """
 
@@ -154,7 +155,9 @@ def _blobs(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> Difference | 
     x, y = a.read_blob(name), b.read_blob(name)
     if x == y:
         return None
-    differing = sum(p != q for p, q in zip(x, y, strict=False)) + abs(len(x) - len(y))
+    common = min(len(x), len(y))
+    left, right = (torch.frombuffer(bytearray(data[:common]), dtype=torch.uint8) for data in (x, y))
+    differing = int((left != right).sum()) + abs(len(x) - len(y))
     return Difference(name, "blob", f"{len(x)} bytes", f"{len(y)} bytes", differing)
 
 
@@ -183,6 +186,8 @@ def _error(x: Tensor, y: Tensor) -> Error:
             squares += float(distance.square().sum())
             reference += float(p.square().sum())
     relative = math.sqrt(squares / reference) if reference else (None if squares else 0.0)
+    if relative is not None and not math.isfinite(relative):
+        relative = None  # the squares of such values overflow
     return Error(largest, relative, broken)
 
 

@@ -94,8 +94,7 @@ class StoredCheckpoint:
             if not isinstance(entry, TensorStorageMetadata)
         ]
         if check and self.has_checksums:
-            table = self.read_entry(CHECKSUMS)
-            rows = [bytes(row) for row in table.tolist()]
+            rows = [bytes(row) for row in self.read_entry(CHECKSUMS).reshape(-1, 16).tolist()]
             self._checksums = {row[:8]: row[8:] for row in rows}
 
     @property
@@ -193,7 +192,8 @@ class StoredCheckpoint:
         for name, entry in self.metadata.state_dict_metadata.items():
             owner = owners.get(name)
             if owner is not None:
-                found.setdefault(owner, self._quantized(owner, quantized[owner]))
+                if owner not in found:
+                    found[owner] = self._quantized(owner, quantized[owner])
             elif isinstance(entry, TensorStorageMetadata) and name not in BOOKKEEPING:
                 shape, dtype = tuple(entry.size), entry.properties.dtype
                 found[name] = StoredTensor(

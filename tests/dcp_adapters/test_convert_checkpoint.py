@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,10 +20,12 @@ from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
 from dcp_adapters.convert_checkpoint import ConversionRefused, convert_checkpoint, plan_conversion
 from dcp_adapters.stored import CheckpointUnusable, StoredCheckpoint
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
-from qtensor.tensor import QuantizedTensor
 from tests.dcp_adapters.cases import RECIPES, alone, bits, held, load, placed, save, values
 from tests.dcp_adapters.live_storages import LiveStorages
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from qtensor.tensor import QuantizedTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPE = (96, 64)
@@ -54,6 +56,10 @@ def contents(path: Path) -> dict[str, Any]:
             found[index.fqn] = data[info.offset : info.offset + info.length]
     assert found.keys() == entries.keys()
     return found
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 def paths(path: Path) -> Any:
@@ -116,7 +122,7 @@ def test_the_data_file_is_that_of_a_save(tmp_path: Path) -> None:
     save(state(), tmp_path / "a")
     save(state(lambda q: recoded(q, RECIPES["nvfp4"])), tmp_path / "expected")
     convert(tmp_path / "a", tmp_path / "b", RECIPES["nvfp4"])
-    assert sorted(os.listdir(tmp_path / "b")) == [".metadata", "__0_0.distcp"]
+    assert names_in(tmp_path / "b") == [".metadata", "__0_0.distcp"]
     assert (tmp_path / "b/__0_0.distcp").read_bytes() == (tmp_path / "expected/__0_0.distcp").read_bytes()
 
 
@@ -151,7 +157,9 @@ def test_what_is_not_selected_stays(tmp_path: Path) -> None:
 
 def save_sharded(path: Path, names: tuple[str, ...]) -> None:
     mesh = init_device_mesh("cpu", (3,))
-    weight = {name: placed(quantize(values((97, 64), i), RECIPES[name]), mesh, Shard(0)) for i, name in enumerate(names)}
+    weight = {
+        name: placed(quantize(values((97, 64), i), RECIPES[name]), mesh, Shard(0)) for i, name in enumerate(names)
+    }
     save({"model": {**weight, "dense": placed(values((50, 8), 5), mesh, Shard(1))}, "step": 3}, path)
 
 
@@ -230,7 +238,7 @@ def refused(tmp_path: Path, content: dict[str, Any], to: Any, **options: Any) ->
     save(content, tmp_path / "a")
     with pytest.raises(ConversionRefused) as caught:
         convert(tmp_path / "a", tmp_path / "b", to, **options)
-    assert sorted(os.listdir(tmp_path)) == ["a"]
+    assert names_in(tmp_path) == ["a"]
     return str(caught.value)
 
 
@@ -281,7 +289,7 @@ def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     with pytest.raises(FileExistsError, match="exists already; choose another name, nothing is overwritten"):
         convert(tmp_path / "a", tmp_path / "b", torch.bfloat16)
-    assert os.listdir(tmp_path / "b") == []
+    assert names_in(tmp_path / "b") == []
     with pytest.raises(FileNotFoundError, match="nowhere: no such directory; create it first"):
         convert(tmp_path / "a", tmp_path / "nowhere/b", torch.bfloat16)
 
@@ -302,13 +310,13 @@ def test_the_destination_appears_only_when_it_is_complete(tmp_path: Path, monkey
 
     def watch(_: int) -> None:
         partial = next(path for path in tmp_path.iterdir() if path.name.startswith(".b."))
-        seen.append((sorted(path.name for path in tmp_path.iterdir() if path != partial), os.listdir(partial)))
+        seen.append((sorted(path.name for path in tmp_path.iterdir() if path != partial), names_in(partial)))
 
     monkeypatch.setattr(os, "fsync", recording)
     convert(tmp_path / "a", tmp_path / "b", torch.bfloat16, advance=watch)
     assert len(seen) == len(StoredCheckpoint(tmp_path / "a").tensors) + 2  # the bytes of lr and step
     assert all(names == ["a"] and files == ["__0_0.distcp"] for names, files in seen)
-    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert names_in(tmp_path) == ["a", "b"]
     partial = synced[0].split("/")[0]
     assert synced == [f"{partial}/__0_0.distcp", f"{partial}/.metadata.tmp", partial, "."]
 
@@ -319,7 +327,7 @@ def test_data_cut_short_leaves_nothing_behind(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(CheckpointUnusable, match="can not be read"):
         convert(tmp_path / "a", tmp_path / "b", torch.bfloat16)
-    assert os.listdir(tmp_path) == ["a"]
+    assert names_in(tmp_path) == ["a"]
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -333,7 +341,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "a", tmp_path / "b", torch.bfloat16, advance=interrupt)
-    assert os.listdir(tmp_path) == ["a"]
+    assert names_in(tmp_path) == ["a"]
 
 
 def with_checksums(content: dict[str, Tensor], path: Path) -> None:
@@ -355,9 +363,11 @@ def test_damaged_data_gets_no_fresh_checksum(tmp_path: Path) -> None:
     data, value = file.read_bytes(), torch.tensor([2.5] * 8).numpy().tobytes()
     assert value in data
     file.write_bytes(data.replace(value, b"\x01" + value[1:], 1))
-    with pytest.raises(CheckpointUnusable, match=r"v at \(0, 0\) is damaged: its bytes do not have the checksum stored"):
+    with pytest.raises(
+        CheckpointUnusable, match=r"v at \(0, 0\) is damaged: its bytes do not have the checksum stored"
+    ):
         convert(tmp_path / "a", tmp_path / "b", MXFP8BlockScaling(), include=["w"])
-    assert sorted(os.listdir(tmp_path)) == ["a", "good"]
+    assert names_in(tmp_path) == ["a", "good"]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
