@@ -35,7 +35,7 @@ from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
 
-__all__ = ["ConversionPlan", "ConversionRefused", "convert_checkpoint", "converted", "plan_conversion"]
+__all__ = ["ConversionPlan", "ConversionRefused", "EntryStream", "convert_checkpoint", "converted", "plan_conversion"]
 
 Target = Recipe | torch.dtype
 
@@ -173,7 +173,7 @@ def _write(source: StoredCheckpoint, directory: Path, plan: ConversionPlan, adva
     entries = {
         entry: tensor.name for tensor in source.tensors.values() for entry in _entries(tensor, plan)
     }  # written entry -> name of its tensor
-    stream = _Stream(source, plan, entries, advance)
+    stream = EntryStream(source, plan, entries, advance)
     # one thread and no copying ahead: the writer asks for an entry, writes it, and asks for the next
     writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
     planner = _StreamingPlanner(stream, _paths(source, plan))
@@ -189,7 +189,7 @@ class _Bytes:
     """Stands for an entry of bytes in the state dict that is planned."""
 
 
-class _Stream:
+class EntryStream:
     """The entries to be written, made when they are asked for.
 
     The writer keeps every tensor of a file until the file is complete. So when the next entry is asked for, the bytes
@@ -234,7 +234,7 @@ class _Stream:
 class _StreamingPlanner(QuantizedSavePlanner):
     """Plans the stand-ins; hands the writer what the stream makes in their place."""
 
-    def __init__(self, stream: _Stream, paths: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(self, stream: EntryStream, paths: Mapping[str, tuple[Any, ...]]) -> None:
         super().__init__(flatten_state_dict=bool(paths))
         self.stream, self.paths = stream, paths
 

@@ -94,8 +94,7 @@ class StoredCheckpoint:
             if not isinstance(entry, TensorStorageMetadata)
         ]
         if check and self.has_checksums:
-            rows = [bytes(row) for row in self.read_entry(CHECKSUMS).reshape(-1, 16).tolist()]
-            self._checksums = {row[:8]: row[8:] for row in rows}
+            self._checksums = self._read_checksums()
 
     @property
     def has_checksums(self) -> bool:
@@ -184,6 +183,15 @@ class StoredCheckpoint:
         except ValueError as error:
             raise CheckpointUnusable(f"{self.path}: {error}") from error
         return manifest
+
+    def _read_checksums(self) -> dict[bytes, bytes]:
+        """Digest of a chunk's name and offset -> digest of its bytes."""
+        rows = self.read_entry(CHECKSUMS)
+        if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != 16:
+            raise CheckpointUnusable(
+                f"{self.path}: {CHECKSUMS} is {rows.dtype} {tuple(rows.shape)}, expected torch.uint8 (chunks, 16)"
+            )
+        return {row[:8]: row[8:] for row in map(bytes, rows.tolist())}
 
     def _stored_tensors(self) -> dict[str, StoredTensor]:
         quantized = self.manifest.tensors if self.manifest is not None else {}

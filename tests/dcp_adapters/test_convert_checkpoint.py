@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
-from dcp_adapters.convert_checkpoint import ConversionRefused, convert_checkpoint, plan_conversion
+from dcp_adapters.convert_checkpoint import ConversionRefused, EntryStream, convert_checkpoint, plan_conversion
 from dcp_adapters.stored import CheckpointUnusable, StoredCheckpoint
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import RECIPES, alone, bits, held, load, placed, save, values
@@ -173,6 +173,19 @@ def test_pieces_of_many_ranks_are_converted_as_the_whole(tmp_path: Path) -> None
     found, expected = contents(tmp_path / "b"), contents(tmp_path / "expected")
     assert found == expected
     assert paths(tmp_path / "b") == paths(tmp_path / "expected")
+
+
+def test_entries_may_be_asked_for_in_any_order(tmp_path: Path) -> None:
+    first, second = (quantize(values(SHAPE, seed), RECIPES["mxfp8"]) for seed in (0, 1))
+    save({"first": first, "second": second}, tmp_path / "a")
+    source = StoredCheckpoint(tmp_path / "a")
+    plan = plan_conversion(source.tensors, RECIPES["nvfp4"])
+    parts = {f"{name}.{part}": name for name in source.tensors for part in ("payload", "scale", "global_scale")}
+    stream = EntryStream(source, plan, parts, lambda _: None)
+    wanted = {name: recoded(q, RECIPES["nvfp4"]).parts() for name, q in (("first", first), ("second", second))}
+    for entry in ("first.scale", "second.payload", "first.payload", "first.global_scale", "second.scale"):
+        name, part = entry.split(".")
+        assert bits(stream.take(entry)) == bits(wanted[name][part]), entry
 
 
 # -- what surrounds the tensors ----------------------------------------------------------------------------------------

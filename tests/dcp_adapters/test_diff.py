@@ -129,6 +129,13 @@ def test_equal_values_in_other_bytes_and_errors_without_a_reference(tmp_path: Pa
     assert "inf" in found.render()
 
 
+def test_squares_that_overflow_are_no_number(tmp_path: Path) -> None:
+    huge = torch.full((2,), 1e200, dtype=torch.float64)
+    found = compared(tmp_path, {"w": huge}, {"w": -huge})
+    assert (only(found).error.max_abs, only(found).error.relative) == (2e200, None)
+    json.dumps(found.to_json(), allow_nan=False)
+
+
 def test_dense_tensors_of_all_kinds_are_compared(tmp_path: Path) -> None:
     a = {"int": torch.tensor([5, -3]), "bool": torch.tensor([True, False]), "complex": torch.tensor([1 + 2j])}
     b = {"int": torch.tensor([5, 4]), "bool": torch.tensor([True, True]), "complex": torch.tensor([1 + 5j])}
