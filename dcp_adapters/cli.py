@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from dcp_adapters.convert_checkpoint import convert_checkpoint, plan_conversion
 from dcp_adapters.diff import diff
 from dcp_adapters.inspect_checkpoint import inspect_checkpoint
-from dcp_adapters.progress import progress
+from dcp_adapters.progress import Advance, progress
 from dcp_adapters.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
 from dcp_adapters.stored import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.tables import human_bytes, table
@@ -107,7 +107,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    report = verify(checkpoint_directory(arguments.checkpoint))
+    directory = checkpoint_directory(arguments.checkpoint)
+    total = sum(file.stat().st_size for file in directory.glob("*.distcp"))
+    with progress("verifying", total, enabled=arguments.progress) as advance:
+        report = verify(directory, progress=_steps(advance))
     findings = [
         {"severity": found.severity, "file": found.file, "entry": found.entry, "message": found.message}
         for found in report.findings
@@ -148,6 +151,18 @@ def _convert(arguments: argparse.Namespace) -> int:
     copied = len(source.tensors) - len(plan.changes) + len(source.blobs)
     _show(f"{arguments.destination}: {len(plan.changes)} tensors converted to {name}, {copied} entries copied")
     return FINE
+
+
+def _steps(advance: Advance) -> Callable[[int, int], None]:
+    """`advance`, told the bytes since the last time, for work that reports all of them so far."""
+    before = 0
+
+    def report(done: int, _total: int) -> None:
+        nonlocal before
+        advance(done - before)
+        before = done
+
+    return report
 
 
 def _options(texts: Sequence[str]) -> dict[str, str]:
@@ -214,6 +229,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
     _add_json(parser)
+    _add_progress(parser)
     parser.set_defaults(run=_verify)
 
 

@@ -170,6 +170,7 @@ def _obstacle(tensor: StoredTensor, recipe: Recipe) -> str | None:
 def _write(source: StoredCheckpoint, directory: Path, plan: ConversionPlan, advance: Advance) -> None:
     state: dict[str, Any] = {name: _stand_in(tensor, plan) for name, tensor in source.tensors.items()}
     state |= {name: _Bytes() for name in source.blobs}
+    state = {name: state[name] for name in source.names}
     entries = {
         entry: tensor.name for tensor in source.tensors.values() for entry in _entries(tensor, plan)
     }  # written entry -> name of its tensor
@@ -245,6 +246,11 @@ class _StreamingPlanner(QuantizedSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.stream.take(index.fqn) if index.fqn in self.stream else super().lookup_object(index)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        self.checksums.pickled.clear()  # kept because pickling twice may give other bytes; reading twice does not
+        return data
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's name
         if write_item.type == WriteItemType.BYTE_IO and isinstance(object, io.BytesIO):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.inspect_checkpoint import kind_of
+from dcp_adapters.inspect_checkpoint import in_order, kind_of
 from dcp_adapters.progress import Advance, unseen
 from dcp_adapters.stored import StoredCheckpoint, StoredTensor
 from dcp_adapters.tables import table
@@ -111,12 +111,12 @@ class Diff:
 def diff(a: StoredCheckpoint, b: StoredCheckpoint, *, advance: Advance = unseen) -> Diff:
     """Compare two checkpoints; `advance` is told the bytes of A that are done."""
     found = []
-    names = list(dict.fromkeys((*a.tensors, *b.tensors)))
+    names = in_order({*a.tensors, *b.tensors})
     for name in names:
         left, right = a.tensors.get(name), b.tensors.get(name)
         found.append(_tensors(a, b, left, right))
         advance(left.nbytes if left else 0)
-    blobs = list(dict.fromkeys((*a.blobs, *b.blobs)))
+    blobs = in_order({*a.blobs, *b.blobs})
     found += [_blobs(a, b, name) for name in blobs]
     compared = len(names) + len(set(blobs) - set(names))
     return Diff(str(a.path), str(b.path), compared, [difference for difference in found if difference])

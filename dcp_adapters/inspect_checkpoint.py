@@ -14,7 +14,7 @@ from dcp_adapters.recipe_names import recipe_label
 from dcp_adapters.stored import StoredCheckpoint, StoredTensor
 from dcp_adapters.tables import human_bytes, table
 
-__all__ = ["FORMAT", "Inspection", "Total", "inspect_checkpoint", "kind_of", "matches"]
+__all__ = ["FORMAT", "Inspection", "Total", "in_order", "inspect_checkpoint", "kind_of", "matches"]
 
 FORMAT = "dcp_adapters.inspect/1"
 
@@ -136,7 +136,7 @@ class Inspection:
 
 
 def inspect_checkpoint(checkpoint: StoredCheckpoint, patterns: Sequence[str] = ()) -> Inspection:
-    """Describe a checkpoint, or only the entries whose names match one of the globs."""
+    """Describe a checkpoint, or only the entries whose names match one of the globs, in the order of their names."""
     manifest, files = checkpoint.manifest, checkpoint.files()
     return Inspection(
         path=str(checkpoint.path),
@@ -144,10 +144,15 @@ def inspect_checkpoint(checkpoint: StoredCheckpoint, patterns: Sequence[str] = (
         checksums=checkpoint.has_checksums,
         world_size=_world_size(files),
         files=len(files),
-        tensors=[tensor for name, tensor in checkpoint.tensors.items() if not patterns or matches(name, patterns)],
-        blobs=[
-            (name, checkpoint.blob_size(name)) for name in checkpoint.blobs if not patterns or matches(name, patterns)
-        ],
+        tensors=[checkpoint.tensors[name] for name in in_order(checkpoint.tensors) if _wanted(name, patterns)],
+        blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if _wanted(name, patterns)],
+    )
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sorted as people count: layers.2 before layers.10."""
+    return sorted(
+        names, key=lambda name: [(text, int(digits or -1)) for text, digits in re.findall("([^0-9]*)([0-9]*)", name)]
     )
 
 
@@ -159,6 +164,10 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def kind_of(tensor: StoredTensor) -> str:
     """The recipe of a quantized tensor, the dtype of a dense one, in a word."""
     return str(tensor.dtype).removeprefix("torch.") if tensor.recipe is None else recipe_label(tensor.recipe)
+
+
+def _wanted(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or matches(name, patterns)
 
 
 def _total(kind: str, tensors: Sequence[StoredTensor]) -> Total:

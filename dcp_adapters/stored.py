@@ -97,6 +97,13 @@ class StoredCheckpoint:
             self._checksums = self._read_checksums()
 
     @property
+    def names(self) -> list[str]:
+        """Of all tensors and entries of bytes, in the order in which they were saved."""
+        owners = {entry: tensor.name for tensor in self.tensors.values() for entry in tensor.entries.values()}
+        entries = (name for name in self.metadata.state_dict_metadata if name not in BOOKKEEPING)
+        return list(dict.fromkeys(owners.get(name, name) for name in entries))
+
+    @property
     def has_checksums(self) -> bool:
         """Whether a table of checksums was saved with it."""
         return isinstance(self.metadata.state_dict_metadata.get(CHECKSUMS), TensorStorageMetadata)
@@ -163,6 +170,8 @@ class StoredCheckpoint:
     def _read_metadata(self) -> Metadata:
         try:
             metadata = self._reader.read_metadata()
+        except ValueError as error:  # the reader's own words
+            raise CheckpointUnusable(str(error)) from error
         except Exception as error:
             raise CheckpointUnusable(
                 f"{self.path}: .metadata can not be read: {type(error).__name__}: {error}"

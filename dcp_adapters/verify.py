@@ -1,6 +1,7 @@
 """Whether a checkpoint is whole."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Report:
     checksums: int = 0
 
 
-def verify(checkpoint: str | os.PathLike[str]) -> Report:
+def verify(checkpoint: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> Report:
     """Check that every chunk's file is there and long enough."""
     metadata = SafeFileSystemReader(checkpoint).read_metadata()
     report = Report(tensors=len(metadata.state_dict_metadata))
@@ -40,4 +41,6 @@ def verify(checkpoint: str | os.PathLike[str]) -> Report:
         file = Path(checkpoint) / info.relative_path
         if not file.exists() or file.stat().st_size < info.offset + info.length:
             report.findings.append(Finding("error", info.relative_path, index.fqn, "missing or truncated"))
+    if progress is not None:
+        progress(report.bytes, report.bytes)
     return report

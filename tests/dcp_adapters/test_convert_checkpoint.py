@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
 from dcp_adapters.convert_checkpoint import ConversionRefused, EntryStream, convert_checkpoint, plan_conversion
 from dcp_adapters.stored import CheckpointUnusable, StoredCheckpoint
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
-from tests.dcp_adapters.cases import RECIPES, alone, bits, held, load, placed, save, values
+from tests.dcp_adapters.cases import RECIPES, alone, bits, held, load, models, placed, save, values
 from tests.dcp_adapters.live_storages import LiveStorages
 from tests.ranks import run_ranks
 
@@ -161,6 +162,10 @@ def save_sharded(path: Path, names: tuple[str, ...]) -> None:
         name: placed(quantize(values((97, 64), i), RECIPES[name]), mesh, Shard(0)) for i, name in enumerate(names)
     }
     save({"model": {**weight, "dense": placed(values((50, 8), 5), mesh, Shard(1))}, "step": 3}, path)
+
+
+def save_models(path: Path) -> None:
+    save({"model": models(names=("mxfp8",)), "step": 3}, path)
 
 
 def test_pieces_of_many_ranks_are_converted_as_the_whole(tmp_path: Path) -> None:
@@ -334,12 +339,14 @@ def test_the_destination_appears_only_when_it_is_complete(tmp_path: Path, monkey
     assert synced == [f"{partial}/__0_0.distcp", f"{partial}/.metadata.tmp", partial, "."]
 
 
-def test_data_cut_short_leaves_nothing_behind(tmp_path: Path) -> None:
-    save(state(), tmp_path / "a")
-    file = tmp_path / "a/__0_0.distcp"
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointUnusable, match="can not be read"):
-        convert(tmp_path / "a", tmp_path / "b", torch.bfloat16)
+def test_a_file_that_is_missing_leaves_nothing_behind(tmp_path: Path) -> None:
+    run_ranks(2, save_models, tmp_path / "a")
+    (tmp_path / "a/__1_0.distcp").unlink()
+    stored, started = StoredCheckpoint(tmp_path / "a"), []
+    plan = plan_conversion(stored.tensors, torch.bfloat16)
+    with pytest.raises(CheckpointUnusable, match=r"can not be read: FileNotFoundError: .*__1_0\.distcp"):
+        convert_checkpoint(stored, tmp_path / "b", plan, advance=started.append)
+    assert started  # some had been written
     assert names_in(tmp_path) == ["a"]
 
 
@@ -402,3 +409,15 @@ def test_memory_does_not_grow_with_the_number_of_tensors(to: Any, tmp_path: Path
     one = 32 * 256 * 4  # a tensor in fp32
     assert many < few + one, (few, many)  # the manifest and the like
     assert few < 12 * one  # temporaries of quantizing one tensor
+
+
+def test_bytes_are_not_kept(tmp_path: Path) -> None:
+    one = 1 << 20
+    save(
+        {"q": quantize(values(SHAPE, 0), MXFP8BlockScaling())} | {f"{i}": bytes(one) for i in range(8)}, tmp_path / "a"
+    )
+    tracemalloc.start()
+    convert(tmp_path / "a", tmp_path / "b", NVFP4BlockScaling())
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert one < most < 5 * one

@@ -121,11 +121,11 @@ def test_values_that_are_not_finite_are_counted_apart(tmp_path: Path) -> None:
 def test_equal_values_in_other_bytes_and_errors_without_a_reference(tmp_path: Path) -> None:
     zero, minus, one = torch.zeros(4), -torch.zeros(4), torch.ones(4)
     found = compared(tmp_path, {"sign": zero, "from zero": zero}, {"sign": minus, "from zero": one})
-    sign, from_zero = found.differences
+    from_zero, sign = found.differences
     assert (sign.differing_bytes, sign.error.max_abs, sign.error.relative, sign.error.snr_db) == (4, 0.0, 0.0, None)
     assert (from_zero.error.max_abs, from_zero.error.relative, from_zero.error.snr_db) == (1.0, None, None)
     text = json.dumps(found.to_json(), allow_nan=False)
-    assert json.loads(text)["differences"][1]["relative"] is None
+    assert json.loads(text)["differences"][0]["relative"] is None
     assert "inf" in found.render()
 
 
