@@ -131,7 +131,7 @@ class Inspection:
         world = "unknown" if self.world_size is None else f"at least {self.world_size}"
         return (
             f"{self.path}: {saved}, checksums: {'yes' if self.checksums else 'no'}, "
-            f"written by ranks: {world}, files: {self.files}"
+            f"world size: {world}, files: {self.files}"
         )
 
 

@@ -198,7 +198,7 @@ def test_inspect_prints_a_table_with_and_without_rich(
     lines = [line.split() for line in succeeds(capsys, "inspect", checkpoint).splitlines()]
     assert lines[0][0] == f"{checkpoint}:"
     assert " ".join(lines[0][1:]).startswith("format version 1, checksums: ")
-    assert " ".join(lines[0]).endswith("written by ranks: at least 1, files: 1")
+    assert " ".join(lines[0]).endswith("world size: at least 1, files: 1")
     assert ["model.a.weight", "mxfp8", "[64,", "64]", "payload", "scale", "1", "4.12", "KiB"] in lines
     assert ["model.[bold]norm[/bold]", "bfloat16", "[64]", "1", "128", "B"] in lines
     assert ["mxfp8", "1", "4,096", "4.12", "KiB", "1.031"] in lines
