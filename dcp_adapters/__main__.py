@@ -1,0 +1,8 @@
+"""`python -m dcp_adapters`."""
+
+import sys
+
+from dcp_adapters.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Recipes and dtypes by the names one types: `mxfp8`, `nvfp4-square`, `Float8CurrentScaling`, `bfloat16`.
+
+A recipe has the name of its type, and the common ones a short name too. Any field that describes bytes can be set by
+its name and a value as text (`blocks=square`, `power_of_two=true`); the recipe itself checks the values.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from qtensor.float8 import Float8CurrentScaling
+from qtensor.float8_delayed import Float8DelayedScaling
+from qtensor.formats import APPEARANCE_DTYPES
+from qtensor.mxfp8 import MXFP8BlockScaling
+from qtensor.nvfp4 import NVFP4BlockScaling
+from qtensor.recipes import Recipe
+
+__all__ = ["DTYPES", "SHORT_NAMES", "recipe_label", "target_named"]
+
+SHORT_NAMES: Mapping[str, Recipe] = {
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8-square": MXFP8BlockScaling(blocks="square"),
+    "nvfp4": NVFP4BlockScaling(),
+    "nvfp4-square": NVFP4BlockScaling(blocks="square"),
+    "float8-row": Float8CurrentScaling(),
+    "float8-tensor": Float8CurrentScaling(granularity="tensor"),
+    "float8-delayed": Float8DelayedScaling(),
+}
+DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in APPEARANCE_DTYPES}
+
+
+def target_named(name: str, options: Mapping[str, str] | None = None) -> Recipe | torch.dtype:
+    """The recipe or the dtype of a name.
+
+    Args:
+        name: a short name, the name of a recipe's type, or bfloat16, float16, float32.
+        options: fields of the recipe to set, values as text.
+
+    Raises:
+        ValueError: an unknown name, field or value; options for a dtype.
+    """
+    options = options or {}
+    if name in DTYPES:
+        if options:
+            raise ValueError(f"{name} is a dtype and has no options, found {', '.join(options)}")
+        return DTYPES[name]
+    recipe = SHORT_NAMES.get(name)
+    if recipe is None:
+        types = {type(known).__name__: type(known) for known in SHORT_NAMES.values()}
+        if name not in types:
+            known = ", ".join((*SHORT_NAMES, *types, *DTYPES))
+            raise ValueError(f"unknown recipe {name!r}; this version knows {known}")
+        recipe = types[name]()
+    return dataclasses.replace(recipe, **_fields(recipe, options))
+
+
+def recipe_label(recipe: Recipe) -> str:
+    """The short name of a recipe where it has one, else the recipe in full."""
+    stored = recipe.stored
+    return next((name for name, known in SHORT_NAMES.items() if known == stored), repr(stored))
+
+
+def _fields(recipe: Recipe, options: Mapping[str, str]) -> dict[str, Any]:
+    """Values of the types that the recipe's fields have."""
+    present = {name: value for name, value in recipe.to_json().items() if name != "type"}
+    values: dict[str, Any] = {}
+    for name, text in options.items():
+        if name not in present:
+            raise ValueError(f"{type(recipe).__name__} has no option {name!r}; it has {', '.join(present)}")
+        kind = type(present[name])
+        values[name] = text
+        if kind is bool and text.lower() in ("true", "false"):
+            values[name] = text.lower() == "true"
+        elif kind is int:
+            try:
+                values[name] = int(text)
+            except ValueError:
+                raise ValueError(f"{type(recipe).__name__}: {name}={text!r} is not an integer") from None
+    return values

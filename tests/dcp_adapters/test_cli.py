@@ -1,0 +1,356 @@
+"""The command line: exit status, messages, what is printed for people and for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_adapters.cli import main
+from dcp_adapters.inspect_checkpoint import in_order
+from dcp_adapters.recipe_names import SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.stored import StoredCheckpoint
+from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from tests.dcp_adapters.cases import alone, models, save, values
+from tests.ranks import run_ranks
+
+REPO = Path(__file__).resolve().parents[2]
+ERROR = "python -m dcp_adapters: error: "
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    state = {
+        "model": {
+            "a.weight": quantize(values((64, 64), 0), MXFP8BlockScaling()),
+            "b.weight": quantize(values((32, 64), 1), NVFP4BlockScaling()),
+            "[bold]norm[/bold]": values((64,), 2),
+        },
+        "step": 3,
+    }
+    save(state, tmp_path / "q")
+    return str(tmp_path / "q")
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> str:
+    with alone():
+        dcp.save({"w": values((64, 64), 0), "bias": values((64,), 1)}, checkpoint_id=tmp_path / "dense")
+    return str(tmp_path / "dense")
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a command that ends with status 2 and prints nothing else."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(ERROR)
+    assert err.endswith("\n")
+    return err.removeprefix(ERROR).removesuffix("\n")
+
+
+def succeeds(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert main(arguments) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+# -- bad usage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert"])
+def test_what_is_no_checkpoint_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"diff": [str(tmp_path)], "convert": [str(tmp_path / "b"), "--to", "mxfp8"]}.get(command, [])
+    assert fails(capsys, command, str(tmp_path / "a"), *extra) == f"{tmp_path}/a: no such directory"
+    assert fails(capsys, command, str(tmp_path), *extra) == (
+        f"{tmp_path}: no .metadata, so this is no checkpoint or one whose saving never finished"
+    )
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff", "convert"])
+def test_an_unreadable_description_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".metadata").write_bytes(b"no pickle")
+    extra = {"diff": [str(tmp_path)], "convert": [str(tmp_path / "b"), "--to", "mxfp8"]}.get(command, [])
+    message = fails(capsys, command, str(tmp_path), *extra)
+    assert message.startswith(str(tmp_path))
+    assert ".metadata" in message
+    assert "\n" not in message
+
+
+def test_unreadable_data_is_refused(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(f"{checkpoint}/__0_0.distcp").unlink()
+    message = fails(capsys, "diff", checkpoint, checkpoint)
+    assert message.startswith(f"{checkpoint}: ")
+    assert "can not be read: FileNotFoundError: " in message
+    assert "__0_0.distcp" in message
+
+
+def test_usage_errors_are_two_lines(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys) == "the following arguments are required: COMMAND\n(see python -m dcp_adapters --help)"
+    assert fails(capsys, "convert", checkpoint, "b") == (
+        "the following arguments are required: --to\n(see python -m dcp_adapters convert --help)"
+    )
+    assert "invalid choice: 'export'" in fails(capsys, "export", checkpoint)
+
+
+def test_unknown_recipes_and_options_are_refused(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def convert(*arguments: str) -> str:
+        return fails(capsys, "convert", checkpoint, f"{checkpoint}-b", "--to", *arguments)
+
+    assert convert("int3") == (
+        "unknown recipe 'int3'; this version knows mxfp8, mxfp8-square, nvfp4, nvfp4-square, float8-row, "
+        "float8-tensor, float8-delayed, MXFP8BlockScaling, NVFP4BlockScaling, Float8CurrentScaling, "
+        "Float8DelayedScaling, bfloat16, float16, float32"
+    )
+    assert convert("mxfp8", "--option", "block=square") == (
+        "MXFP8BlockScaling has no option 'block'; it has element, blocks, scale_rounding"
+    )
+    assert convert("mxfp8", "--option", "blocks=round") == (
+        "MXFP8BlockScaling: blocks='round' is not one of 'row', 'square'"
+    )
+    assert convert("float8-row", "--option", "power_of_two=yes") == (
+        "Float8CurrentScaling: power_of_two='yes' is not one of False, True"
+    )
+    assert convert("float8-delayed", "--option", "margin=much") == (
+        "Float8DelayedScaling: margin='much' is not an integer"
+    )
+    assert convert("mxfp8", "--option", "blocks") == ("--option blocks: expected KEY=VALUE, for example blocks=square")
+    assert convert("bfloat16", "--option", "blocks=row") == "bfloat16 is a dtype and has no options, found blocks"
+    assert not Path(f"{checkpoint}-b").exists()
+
+
+def test_what_can_not_be_converted_is_refused(checkpoint: str, dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = fails(capsys, "convert", dense, f"{dense}-b", "--to", "mxfp8", "--include", "*")
+    assert message.endswith("leave them out with --exclude:\n  bias: shape (64,), expected 2 dims or more")
+    assert "nothing is overwritten" in fails(capsys, "convert", checkpoint, dense, "--to", "mxfp8")
+
+
+def test_options_have_the_types_of_the_fields() -> None:
+    options = {"power_of_two": "true", "granularity": "tensor"}
+    assert target_named("float8-row", options) == Float8CurrentScaling(power_of_two=True, granularity="tensor")
+    assert target_named("Float8DelayedScaling", {"margin": "2"}) == Float8DelayedScaling(margin=2)
+    assert target_named("nvfp4-square") == NVFP4BlockScaling(blocks="square")
+    assert target_named("bfloat16") == torch.bfloat16
+    assert [recipe_label(recipe) for recipe in SHORT_NAMES.values()] == list(SHORT_NAMES)
+    assert recipe_label(MXFP8BlockScaling(element="e5m2", activations="dynamic")) == (
+        "MXFP8BlockScaling(element='e5m2', blocks='row', scale_rounding='up')"
+    )
+
+
+def test_names_are_sorted_as_people_count() -> None:
+    names = ["l.2.w", "l.10.w", "l.2.b", "l", "10", "9", "l.x", ""]
+    assert in_order(names) == ["", "9", "10", "l", "l.2.b", "l.2.w", "l.10.w", "l.x"]
+
+
+# -- inspect -----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_as_json_is_stable(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(succeeds(capsys, "inspect", checkpoint, "--json"))
+    blob = found["bytes_entries"].pop()
+    assert (blob["name"], blob["bytes"] > 0, found.pop("bytes_entries")) == ("step", True, [])
+    assert found.pop("checksums") == StoredCheckpoint(checkpoint).has_checksums
+    mxfp8 = {"type": "MXFP8BlockScaling", "element": "e4m3", "blocks": "row", "scale_rounding": "up"}
+    nbytes = {"a": 64 * 64 + 64 * 2, "b": 32 * 32 + 32 * 4 + 4, "norm": 128}
+    assert found == {
+        "format": "dcp_adapters.inspect/1",
+        "checkpoint": checkpoint,
+        "format_version": 1,
+        "world_size_at_least": 1,
+        "files": 1,
+        "tensors": [
+            {"name": "model.[bold]norm[/bold]", "kind": "bfloat16", "recipe": None, "dtype": "bfloat16",
+             "shape": [64], "parts": [], "bytes": nbytes["norm"], "chunks": 1},
+            {"name": "model.a.weight", "kind": "mxfp8", "recipe": mxfp8, "dtype": "bfloat16", "shape": [64, 64],
+             "parts": ["payload", "scale"], "bytes": nbytes["a"], "chunks": 1},
+            {"name": "model.b.weight", "kind": "nvfp4", "recipe": {"type": "NVFP4BlockScaling", "blocks": "row"},
+             "dtype": "bfloat16", "shape": [32, 64], "parts": ["payload", "scale", "global_scale"],
+             "bytes": nbytes["b"], "chunks": 1},
+        ],
+        "totals": [
+            {"kind": "mxfp8", "tensors": 1, "parameters": 4096, "bytes": nbytes["a"], "bytes_per_parameter": 1.03125},
+            {"kind": "nvfp4", "tensors": 1, "parameters": 2048, "bytes": nbytes["b"],
+             "bytes_per_parameter": nbytes["b"] / 2048},
+            {"kind": "bfloat16", "tensors": 1, "parameters": 64, "bytes": 128, "bytes_per_parameter": 2.0},
+        ],
+        "total": {"kind": "total", "tensors": 3, "parameters": 6208, "bytes": sum(nbytes.values()),
+                  "bytes_per_parameter": sum(nbytes.values()) / 6208},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_inspect_prints_a_table_with_and_without_rich(
+    rich: bool, checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    else:
+        pytest.importorskip("rich")
+    lines = [line.split() for line in succeeds(capsys, "inspect", checkpoint).splitlines()]
+    assert lines[0][0] == f"{checkpoint}:"
+    assert " ".join(lines[0][1:]).startswith("format version 1, checksums: ")
+    assert " ".join(lines[0]).endswith("world size: at least 1, files: 1")
+    assert ["model.a.weight", "mxfp8", "[64,", "64]", "payload", "scale", "1", "4.12", "KiB"] in lines
+    assert ["model.[bold]norm[/bold]", "bfloat16", "[64]", "1", "128", "B"] in lines
+    assert ["mxfp8", "1", "4,096", "4.12", "KiB", "1.031"] in lines
+    assert ["total", "3", "6,208", "5.38", "KiB", "0.8872"] in lines
+
+
+def test_inspect_of_some_names(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(succeeds(capsys, "inspect", checkpoint, "--json", "--match", "*.b.*", "--match", "st?p"))
+    assert [tensor["name"] for tensor in found["tensors"]] == ["model.b.weight"]
+    assert [blob["name"] for blob in found["bytes_entries"]] == ["step"]
+    assert found["total"]["parameters"] == 2048
+
+
+def test_inspect_of_a_checkpoint_without_a_manifest(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(succeeds(capsys, "inspect", dense, "--json"))
+    assert (found["format_version"], found["checksums"]) == (None, False)
+    assert [tensor["kind"] for tensor in found["tensors"]] == ["bfloat16", "bfloat16"]
+    assert "no quantized tensors (not saved with QuantizedSavePlanner)" in succeeds(capsys, "inspect", dense)
+
+
+def save_models(path: Path) -> None:
+    save(models(names=("mxfp8",)), path)
+
+
+def test_inspect_says_how_many_ranks_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, save_models, tmp_path / "2")
+    found = json.loads(succeeds(capsys, "inspect", str(tmp_path / "2"), "--json"))
+    assert (found["world_size_at_least"], found["files"]) == (2, 2)
+    assert {tensor["name"]: tensor["chunks"] for tensor in found["tensors"]}["mxfp8.layers.0.weight"] == 2
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_tells_whole_from_damaged(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert succeeds(capsys, "verify", checkpoint).startswith("no errors (")
+    whole = json.loads(succeeds(capsys, "verify", checkpoint, "--json"))
+    assert (whole["format"], whole["findings"]) == ("dcp_adapters.verify/1", [])
+    assert whole["chunks"] > 0
+    os.truncate(f"{checkpoint}/__0_0.distcp", 2000)
+    damaged = json.loads(succeeds(capsys, "verify", checkpoint, "--json", status=1))
+    assert any(f["severity"] == "error" and f["file"] == "__0_0.distcp" for f in damaged["findings"])
+    text = succeeds(capsys, "verify", checkpoint, status=1)
+    assert "__0_0.distcp" in text
+    errors = sum(f["severity"] == "error" for f in damaged["findings"])
+    assert f"{errors} errors, {len(damaged['findings']) - errors} warnings (" in text
+
+
+# -- diff and convert --------------------------------------------------------------------------------------------------
+
+
+def test_diff_status(checkpoint: str, dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert succeeds(capsys, "diff", checkpoint, checkpoint) == "no differences (4 entries compared)\n"
+    text = succeeds(capsys, "diff", checkpoint, dense, status=1)
+    assert ["model.a.weight", "only", "in", "a", "mxfp8", "as", "bfloat16", "[64,", "64]"] in [
+        line.split() for line in text.splitlines()
+    ]
+    assert text.endswith("6 of 6 entries differ\n")
+    found = json.loads(succeeds(capsys, "diff", checkpoint, checkpoint, "--json"))
+    assert found == {
+        "format": "dcp_adapters.diff/1",
+        "a": checkpoint,
+        "b": checkpoint,
+        "compared": 4,
+        "differences": [],
+    }
+
+
+def test_convert_and_diff(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = f"{checkpoint}-b"
+    arguments = ("--to", "mxfp8", "--option", "blocks=square", "--exclude", "*.b.*")
+    assert succeeds(capsys, "convert", checkpoint, out, *arguments) == (
+        f"{out}: 1 tensors converted to mxfp8-square, 3 entries copied\n"
+    )
+    (difference,) = json.loads(succeeds(capsys, "diff", checkpoint, out, "--json", status=1))["differences"]
+    assert (difference["name"], difference["kind"]) == ("model.a.weight", "recipe")
+    assert (difference["a"], difference["b"]) == ("mxfp8 as bfloat16 [64, 64]", "mxfp8-square as bfloat16 [64, 64]")
+    assert difference["snr_db"] > 10
+    assert StoredCheckpoint(out).tensors["model.a.weight"].recipe == MXFP8BlockScaling(blocks="square")
+
+
+def test_an_exclude_that_matches_nothing_is_told(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", checkpoint, f"{checkpoint}-b", "--to", "float16", "--exclude", "x", "y", "*.a.*"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"python -m dcp_adapters: warning: --exclude {pattern} matches no tensor" for pattern in ("x", "y")
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_bar_is_for_terminals(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm")
+
+    def bar(*arguments: str) -> str:
+        terminal = Terminal()
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", terminal)
+            assert main(arguments) == 0
+        return terminal.getvalue()
+
+    assert "converting: 100%" in bar("convert", checkpoint, f"{checkpoint}-b", "--to", "float16")
+    assert "comparing: 100%" in bar("diff", checkpoint, checkpoint)
+    assert "verifying: " in bar("verify", checkpoint)
+    assert bar("diff", checkpoint, checkpoint, "--no-progress") == ""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert bar("diff", checkpoint, checkpoint) == ""
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [(), ("inspect",), ("verify",), ("diff",), ("convert",)])
+def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "examples:\n  python -m dcp_adapters " in text
+    assert "export" not in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_an_interrupt_is_one_line(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StoredCheckpoint, "read", interrupt)
+    assert main(["diff", checkpoint, checkpoint]) == 2
+    assert capsys.readouterr().err == "python -m dcp_adapters: interrupted\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", pipe)
+        assert main(["inspect", checkpoint]) == 2
+        pipe.write("what python flushes at its end goes nowhere\n")
+
+
+def test_the_module_runs_as_a_program(checkpoint: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dcp_adapters", "convert", checkpoint, f"{checkpoint}-b", "--to", "nvfp4"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{checkpoint}-b: 1 tensors converted to nvfp4, 3 entries copied\n"
