@@ -4,7 +4,7 @@
     create_local_plan    every rank         stock write items; beside them, one byte an item for the recipe and the
                                             values of the tensor-wide scales
     create_global_plan   the coordinator    recipes and scales must agree over all ranks; merge the manifest; add it as
-                                            one more entry
+                                            one more entry; retire the checkpoint that is overwritten, if there is one
     finish_plan ...      every rank         stock
 
 All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.expand import expand_flat, quantized_local
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest, TensorEntry
+from dcp_adapters.overwrite import retire
 from fsdp_hooks.digest import digest
 from fsdp_hooks.scale_sync import local_of
 from qtensor.formats import specs_of
@@ -77,6 +78,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Flatten, then expand every quantized leaf."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
         if MANIFEST in self.state_dict:
             raise ValueError(
                 f"the state dict holds an entry {MANIFEST!r}, which is the name of the checkpoint's own manifest; "
@@ -129,6 +131,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         plans, metadata = super().create_global_plan(plans)
         planner_data = {**(metadata.planner_data or {}), MANIFEST: (MANIFEST,), MANIFEST_JSON: manifest.to_json()}
         self.metadata = dataclasses.replace(metadata, planner_data=planner_data)
+        retire(self.checkpoint_id, ranks=len(all_plans))
         return plans, self.metadata
 
     def _replicated(self, items: list[WriteItem]) -> list[tuple[str, tuple[int, ...], int]]:
