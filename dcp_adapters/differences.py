@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry
 
@@ -152,7 +153,7 @@ def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> lis
         owners.get(name, name)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
-        and name != MANIFEST
+        and name not in {MANIFEST, CHECKSUMS}
         and name not in expected
         and owners.get(name, name) not in expected
         and _container(name, tuple(saved_paths.get(name, (name,))), owners) in containers

@@ -22,7 +22,15 @@ from qtensor.formats import PartSpec, block_multiple
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["expand", "expand_flat", "expand_leaf", "plain_leaf", "quantized_local"]
+__all__ = [
+    "expand",
+    "expand_flat",
+    "expand_leaf",
+    "plain_leaf",
+    "quantized_local",
+    "refuse_hidden",
+    "settled_parts",
+]
 
 
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,24 +50,20 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def expand_flat(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """`expand` for a flattened state dict; also returns part name -> the name F of the weight it belongs to.
-
-    Raises:
-        ValueError: as `expand`; or a leaf that DCP would pickle (a tuple, say) holds a quantized tensor.
-    """
-    out: dict[str, Any] = {}
-    owner: dict[str, str] = {}
+def expand_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """`expand` for a flattened state dict. Raises ValueError as `expand` and `refuse_hidden` do."""
     for name, value in flat.items():
-        if _hides_quantized(value):
-            raise ValueError(
-                f"{name}: a {type(value).__name__} holds a quantized tensor, and DCP would pickle it whole; use dicts "
-                "and lists, which it flattens (with flatten_state_dict=True)"
-            )
-        parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(name, value).items()}
-        owner.update(dict.fromkeys(parts, name))
-        _merge(out, parts or {name: plain_leaf(value)})
-    return out, owner
+        refuse_hidden(name, value)
+    return expand(flat)
+
+
+def refuse_hidden(name: str, leaf: Any) -> None:
+    """Raise ValueError where a leaf that DCP would pickle (a tuple, say) holds a quantized tensor."""
+    if _hides_quantized(leaf):
+        raise ValueError(
+            f"{name}: a {type(leaf).__name__} holds a quantized tensor, and DCP would pickle it whole; use dicts and "
+            "lists, which it flattens (with flatten_state_dict=True)"
+        )
 
 
 def expand_leaf(name: str, value: Any) -> dict[str, Tensor]:
@@ -67,7 +71,7 @@ def expand_leaf(name: str, value: Any) -> dict[str, Tensor]:
     local = quantized_local(value)
     if local is None:
         return {}
-    parts = _settled_parts(name, local)
+    parts = settled_parts(name, local)
     if not isinstance(value, DTensor):
         return parts
     return {spec.name: _part_dtensor(name, spec, parts[spec.name], value) for spec in local.specs()}
@@ -135,7 +139,7 @@ def _placement(spec: PartSpec, placement: Placement, ndim: int) -> Placement:
     return Replicate()
 
 
-def _settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
+def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     """The parts; of a gathered weight, whose tensor-wide part is a vector, the one value all shards share."""
     parts, wide = q.parts(), q.tensor_wide()
     if wide is None or q.arrangement.shards is None:

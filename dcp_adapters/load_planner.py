@@ -84,7 +84,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             if (q := quantized_local(value)) is not None and f"{name}.payload" in metadata.state_dict_metadata
         }
         self.vectors = _vectors(self.quantized)
-        self.state_dict, _ = expand_flat(self.state_dict)
+        self.state_dict = expand_flat(self.state_dict)
         entry = metadata.state_dict_metadata.get(MANIFEST)
         self.awaits_manifest = (
             self.manifest is None and bool(self.quantized) and isinstance(entry, TensorStorageMetadata)

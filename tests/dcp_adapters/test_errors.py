@@ -524,11 +524,6 @@ def test_on_mismatch_must_be_one_of_its_values() -> None:
         QuantizedLoadPlanner(on_mismatch="ignore")
 
 
-def test_plan_caching_is_refused() -> None:
-    with pytest.raises(ValueError, match="enable_plan_caching=True is not supported"):
-        QuantizedSavePlanner(enable_plan_caching=True)
-
-
 def weight(name: str = "nvfp4", seed: int = 0) -> Any:
     return quantize(values((48, 64), seed), RECIPES[name])
 
@@ -538,7 +533,11 @@ CLASHES: dict[str, tuple[Callable[[], Any], str]] = {
     "a part's name, nested": (lambda: {"m": {"w": weight()}, "m.w.scale": 1}, "the state dict holds 'm.w.scale' twice"),
     "the manifest's name": (
         lambda: {"w": weight(), "qtensor.manifest": torch.ones(2)},
-        "which is the name of the checkpoint's own manifest",
+        "'qtensor.manifest', which is the name of the checkpoint's own",
+    ),
+    "the checksums' name": (
+        lambda: {"w": weight(), "qtensor.checksums": torch.ones(2)},
+        "'qtensor.checksums', which is the name of the checkpoint's own",
     ),
     "a tuple": (
         lambda: {"pair": (weight(), 1)},

@@ -81,7 +81,7 @@ def layout(path: Path) -> dict[str, Any]:
     entries = {
         name: [str(tensor.dtype), list(tensor.shape), hashlib.sha256(bits(tensor)).hexdigest()]
         for name, tensor in sorted(tensors.items())
-        if name != "qtensor.manifest"
+        if not name.startswith("qtensor.")
     }
     return {"manifest": text, "entries": entries}
 
@@ -97,7 +97,7 @@ def test_a_weight_is_stored_as_its_parts_and_nothing_else(name: str, tmp_path: P
     found = {
         key: (entry.properties.dtype, tuple(entry.size))
         for key, entry in metadata.state_dict_metadata.items()
-        if key not in ("qtensor.manifest", "model.b")
+        if key not in ("qtensor.manifest", "qtensor.checksums", "model.b")
     }
     assert found == {f"model.w.{part}": spec for part, spec in ENTRIES[name].items()}
     stored = read_all(tmp_path)
@@ -134,7 +134,8 @@ def test_planner_data_holds_the_manifest_and_the_path_of_every_entry(tmp_path: P
     data = dict(metadata.planner_data)
     assert data.pop("qtensor.manifest.json") == json.loads(layout(tmp_path)["manifest"])
     assert data.pop("qtensor.manifest") == ("qtensor.manifest",)
-    assert data.keys() == metadata.state_dict_metadata.keys() - {"qtensor.manifest"}
+    assert data.pop("qtensor.checksums") == ("qtensor.checksums",)
+    assert data.keys() == metadata.state_dict_metadata.keys() - {"qtensor.manifest", "qtensor.checksums"}
     assert data["model.nvfp4.weight.global_scale"] == ("model", "nvfp4.weight.global_scale")
     assert data["list.0.payload"] == ("list", 0, "payload")
     assert data["list.1"] == ("list", 1)
@@ -344,8 +345,8 @@ STOCK_READER = """
     assert not loaded, loaded
     print(json.dumps({
         "manifest": bytes(tensors["qtensor.manifest"].tolist()).decode(),
-        "entries": {n: [str(t.dtype), list(t.shape), digest(t)] for n, t in sorted(tensors.items()) if n !=
-        "qtensor.manifest"},
+        "entries": {n: [str(t.dtype), list(t.shape), digest(t)] for n, t in sorted(tensors.items()) if not
+        n.startswith("qtensor.")},
     }))
 """
 
@@ -391,7 +392,7 @@ def test_nothing_of_ours_is_pickled(shared_tmp_path: Path) -> None:
     assert modules | {word for word in words if word.startswith("torch.distributed")}, "the scan saw no module at all"
     for word in [*modules, *words]:
         assert word.split(".")[0] not in ("fsdp_hooks", "dcp_adapters", "layerwise", "tests"), word
-        assert not word.startswith("qtensor.") or word.startswith("qtensor.manifest"), word
+        assert not word.startswith("qtensor.") or word.startswith(("qtensor.manifest", "qtensor.checksums")), word
     for file in (shared_tmp_path / "saved").glob("*.distcp"):
         data = file.read_bytes()
         assert b"dcp_adapters" not in data

@@ -1,0 +1,139 @@
+"""What ranks tell the coordinator beside their write items, and what it makes of that: agreement, and the manifest.
+
+Records hold plain values and nothing of ours reaches the disk through them. Recipes travel as indices, one byte an
+item: a manifest in every local plan would be most of what 4,096 ranks gather.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_adapters.manifest import Manifest, TensorEntry
+from qtensor.formats import PartSpec, specs_of
+from qtensor.recipes import Recipe
+
+__all__ = ["PLAIN", "Now", "Record", "merged_manifest", "with_unlisted"]
+
+PLAIN = 255  # the kind of an item that is not the payload of a quantized tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Now:
+    """What of a record is other at every save, though the plan stays.
+
+    scales: bit patterns of the tensor-wide scales, one for each payload whose format has one, in item order.
+    replicated: (part, offset, digest) of each part that several ranks hold; all holders must have equal bytes.
+    """
+
+    scales: list[int]
+    replicated: list[tuple[str, tuple[int, ...], int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a rank tells the coordinator: planner data of its local plan.
+
+    mappings: flat name -> path in the nested state dict. kinds: for each item an index into `recipes` where it is a
+    payload, else PLAIN.
+    """
+
+    mappings: Any
+    recipes: list[tuple[dict[str, Any], torch.dtype]]
+    kinds: bytes
+    now: Now
+
+
+def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem]) -> list[SavePlan]:
+    """The coordinator's plan gets the replicated scalars that it left to a rank which takes no part in this save.
+
+    That is so where one replica group saves for all, and where each rank saves its own (use_collectives=False).
+    """
+    if not unlisted:
+        return all_plans
+    listed = {item.index.fqn for plan in all_plans for item in plan.items}
+    missing = [item for item in unlisted if item.index.fqn not in listed]
+    plan, record = all_plans[0], all_plans[0].planner_data
+    record = dataclasses.replace(record, kinds=record.kinds + bytes([PLAIN] * len(missing)))
+    return [dataclasses.replace(plan, items=[*plan.items, *missing], planner_data=record), *all_plans[1:]]
+
+
+def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
+    """The manifest of all ranks. Raises ValueError where ranks disagree on a weight's recipe or tensor-wide scale."""
+    entries: dict[str, tuple[Any, torch.Size]] = {}  # payload -> (kind, its global size)
+    scales: dict[str, tuple[int, int]] = {}  # payload -> (bits, the rank they came from)
+    digests: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # (part, offset) -> (digest, the rank)
+    for rank, plan in enumerate(all_plans):
+        record: Record = plan.planner_data
+        kinds = [_Kind.of(recipe, dtype) for recipe, dtype in record.recipes]
+        bits = iter(record.now.scales)
+        for number, item in zip(record.kinds, plan.items, strict=True):
+            if number == PLAIN:
+                continue
+            kind, payload, size = kinds[number], item.index.fqn, item.tensor_data.size  # type: ignore[union-attr]
+            first = entries.setdefault(payload, (kind, size))
+            if first[1] != size or (first[0] is not kind and first[0] != kind):
+                name = payload.removesuffix(".payload")
+                raise ValueError(
+                    f"{name}: rank {rank} holds {kind.entry(size)}, an earlier rank {first[0].entry(first[1])}; all "
+                    "ranks must quantize it alike"
+                )
+            if kind.wide is not None:
+                _check_agreed(payload, kind.wide, next(bits), rank, scales)
+        for part, offset, value in record.now.replicated:
+            first_value, holder = digests.setdefault((part, offset), (value, rank))
+            if first_value != value:
+                raise ValueError(
+                    f"{part}: rank {holder} and rank {rank} hold different scales for the same rows, whose columns "
+                    "they share; write the full weight (param.copy_(distribute_tensor(quantize(full, recipe), ...))) "
+                    "or use a recipe whose scales belong to blocks"
+                )
+    _check_listed(all_plans, {_wide_part(payload, kind.wide) for payload, (kind, _) in entries.items() if kind.wide})
+    return Manifest({payload.removesuffix(".payload"): kind.entry(size) for payload, (kind, size) in entries.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """One recipe and appearance dtype, with what the loop over all items needs of them."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+    payload: PartSpec
+    wide: str | None
+
+    @staticmethod
+    def of(recipe_json: dict[str, Any], dtype: torch.dtype) -> "_Kind":
+        recipe = Recipe.from_json(recipe_json)
+        specs = specs_of(recipe)
+        return _Kind(recipe, dtype, specs[0], next((spec.name for spec in specs if not spec.per_row), None))
+
+    def entry(self, payload: torch.Size) -> TensorEntry:
+        """The manifest's entry of a tensor with a payload of this global size."""
+        return TensorEntry(self.recipe, (*payload[:-1], payload[-1] * self.payload.block), self.dtype)
+
+
+def _wide_part(payload: str, wide: str) -> str:
+    return f"{payload.removesuffix('payload')}{wide}"
+
+
+def _check_listed(all_plans: list[SavePlan], wide_parts: set[str]) -> None:
+    if not wide_parts:
+        return
+    missing = wide_parts - {item.index.fqn for plan in all_plans for item in plan.items}
+    if missing:
+        raise ValueError(
+            f"{min(missing)}: the rank that saves it, the first of the weight's mesh, takes no part; save on all ranks "
+            "of the mesh"
+        )
+
+
+def _check_agreed(payload: str, wide: str, bits: int, rank: int, scales: dict[str, tuple[int, int]]) -> None:
+    first, first_rank = scales.setdefault(payload, (bits, rank))
+    if first != bits:
+        values = torch.tensor([first, bits], dtype=torch.int32).view(torch.float32).tolist()
+        raise ValueError(
+            f"{_wide_part(payload, wide)}: rank {first_rank} holds {values[0]!r}, rank {rank} {values[1]!r}; a "
+            "tensor-wide scale must be the same in all shards. Call fsdp_hooks.sync_scales(model) before saving"
+        )
