@@ -256,13 +256,15 @@ class Soak:
         return {what: dict(sorted(counter.items())) for what, counter in sorted(self.counts.items())}
 
 
-def soak(kills: int, directory: Path, seed: int = 0, *, progress: bool = False) -> dict[str, Any]:
-    """Rounds until `kills` saves were interrupted, or something was lost; the summary."""
+def soak(
+    kills: int, directory: Path, seed: int = 0, *, limit: float = float("inf"), progress: bool = False
+) -> dict[str, Any]:
+    """Rounds until `kills` saves were interrupted, `limit` seconds have passed or something was lost; the summary."""
     rounds = Soak(directory, seed)
     started = time.perf_counter()
     done = 0
     with _bar(kills, progress) as advance:
-        while done < kills and not rounds.failures:
+        while done < kills and not rounds.failures and time.perf_counter() - started < limit:
             if rounds.round():
                 done += 1
                 advance(1)
@@ -314,11 +316,12 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="interrupted saves (default: 200)")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which to stop with fewer")
     parser.add_argument("--seed", type=int, default=0, help="of all random choices (default: 0)")
     parser.add_argument("--directory", type=Path, help="where the checkpoints go (default: a temporary directory)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-", dir=arguments.directory) as directory:
-        result = soak(arguments.kills, Path(directory), arguments.seed, progress=True)
+        result = soak(arguments.kills, Path(directory), arguments.seed, limit=arguments.limit, progress=True)
     print(json.dumps(result, indent=2))
     sys.exit(bool(result["losses"]))
 
