@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 from dcp_adapters import QuantizedSavePlanner, read_manifest
 from dcp_adapters.overwrite import retire
 from fsdp_hooks.scale_sync import local_of
-from qtensor import quantize
-from tests.dcp_adapters.cases import RECIPES, assert_holds, load, placed, save, values
+from tests.dcp_adapters.cases import assert_holds, load, save
+from tests.dcp_adapters.faulty import UNFINISHED, assert_loads, assert_refused, full, overwrite, save_state, state
 from tests.ranks import run_ranks
-
-NAMES = ("mxfp8", "nvfp4", "float8_tensor")
-UNFINISHED = "no .metadata, so this is no checkpoint or one whose saving never finished"
-
-
-def full(seed: int) -> dict[str, Any]:
-    return {name: quantize(values((48, 64), seed + i), RECIPES[name]) for i, name in enumerate(NAMES)}
-
-
-def state(seed: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {name: placed(weight, mesh, Shard(0)) for name, weight in full(seed).items()}
-
-
-def overwrite(state_dict: dict[str, Any], path: Path, **options: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
-        dcp.save(state_dict, **{"checkpoint_id": path, "planner": QuantizedSavePlanner(), **options})
-
-
-def assert_loads(path: Path, seed: int) -> None:
-    target = state(99)
-    load(target, path)
-    assert_holds(target, full(seed))
 
 
 class FailsWhileWriting(dcp.FileSystemWriter):
@@ -56,24 +29,17 @@ class FailsWhileWriting(dcp.FileSystemWriter):
 
 def overwrite_in_vain(path: Path, planner: type[QuantizedSavePlanner], *, caching: bool) -> None:
     for seed in range(1 + caching):  # with caching the second save takes another way through the planner
-        overwrite(state(seed), path, planner=planner(enable_plan_caching=caching))
+        save_state(path, seed, planner=planner(enable_plan_caching=caching))
     with pytest.raises(BaseException, match="the network drive is gone"):
-        overwrite(state(5), path, storage_writer=FailsWhileWriting(path), planner=planner(enable_plan_caching=caching))
+        save_state(path, 5, storage_writer=FailsWhileWriting(path), planner=planner(enable_plan_caching=caching))
     dist.barrier()
-
-
-def refused(path: Path) -> None:
-    with pytest.raises(BaseException, match=rf"No such file or directory: '{path}/\.metadata'"):
-        load(state(99), path)
-    with pytest.raises(FileNotFoundError, match=UNFINISHED):
-        read_manifest(path)
 
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_an_interrupted_overwrite_leaves_an_incomplete_checkpoint(*, caching: bool, shared_tmp_path: Path) -> None:
     path = shared_tmp_path / "checkpoint"
     run_ranks(2, overwrite_in_vain, path, QuantizedSavePlanner, caching=caching)
-    run_ranks(2, refused, path)
+    run_ranks(2, assert_refused, path)
     assert (path / ".metadata.retired").exists()
 
 
@@ -99,7 +65,7 @@ def test_without_retiring_a_mixture_would_load(shared_tmp_path: Path) -> None:
 
 def overwrite_twice(path: Path) -> None:
     for seed in range(3):
-        overwrite(state(seed), path)
+        save_state(path, seed)
         assert_loads(path, seed)
 
 
@@ -114,12 +80,12 @@ def disagreeing(seed: int) -> dict[str, Any]:
 
 
 def fail_to_plan(path: Path) -> None:
-    overwrite(state(0), path)
+    save_state(path)
     with pytest.raises(BaseException, match="must be the same in all shards"):
         overwrite(disagreeing(5), path)
     assert_loads(path, 0)
     with pytest.raises(BaseException, match=r"already exists and self\.overwrite=False"):
-        overwrite(state(5), path, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
+        save_state(path, 5, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
     assert_loads(path, 0)
 
 
@@ -129,11 +95,11 @@ def test_a_save_that_can_not_be_planned_leaves_the_old_checkpoint(shared_tmp_pat
 
 
 def fail_to_retire(path: Path) -> None:
-    overwrite(state(0), path)
+    save_state(path)
     (path / ".metadata.retired" / "in the way").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     with pytest.raises(BaseException, match=r"\.metadata' -> .*\.metadata\.retired'"):
-        overwrite(state(5), path)
+        save_state(path, 5)
     assert_loads(path, 0)
 
 
