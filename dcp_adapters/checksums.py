@@ -12,6 +12,7 @@ xxh3 runs at the speed of memory, several times faster than the CRC32 which zip 
 
 import ctypes
 import io
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["CHECKSUMS", "ROW", "Checksums", "checksum_table", "chunk_key", "digest_of"]
+__all__ = ["CHECKSUMS", "ROW", "Checksums", "Verification", "checksum_table", "chunk_key", "digest_of"]
 
 CHECKSUMS = "qtensor.checksums"
 ROW = 16  # bytes: 8 that say which chunk, 8 of its data
@@ -81,3 +82,52 @@ class Checksums:
                 resolve(item)
             rows.append((chunk_key(item.index), self.digests[item.index]))
         return checksum_table(rows)
+
+
+class Verification:
+    """Compares chunks that a load reads whole with the checkpoint's table, in whatever order the two arrive."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # readers commit from several threads
+        self.outstanding = 0
+        self.rows: dict[bytes, bytes] | None = None
+        self.waiting: list[tuple[str, MetadataIndex, bytes]] = []
+
+    def expect(self, pieces: int) -> None:
+        """The table comes in so many pieces."""
+        self.outstanding = pieces
+
+    def arrived(self, table: Tensor) -> None:
+        """One piece of the table is there; with the last one, what has waited for it is compared."""
+        with self.lock:
+            self.outstanding -= 1
+            if self.outstanding:
+                return
+            data = bytes(table.reshape(-1).tolist())
+            self.rows = {data[at : at + 8]: data[at + 8 : at + ROW] for at in range(0, len(data), ROW)}
+            waiting, self.waiting = self.waiting, []
+        for chunk in waiting:
+            self._compare(*chunk)
+
+    def see(self, name: str, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
+        """Compare a whole chunk of an entry. Raises RuntimeError where it is not what was saved, or has no row."""
+        chunk = (name, index, digest_of(data))
+        with self.lock:
+            if self.rows is None:
+                self.waiting.append(chunk)
+                return
+        self._compare(*chunk)
+
+    def _compare(self, name: str, index: MetadataIndex, digest: bytes) -> None:
+        assert self.rows is not None
+        saved = self.rows.get(chunk_key(index))
+        if saved == digest:
+            return
+        where = f" at {tuple(index.offset)}" if index.offset else ""
+        held = (
+            "has no row in the checksum table" if saved is None else f"has checksum {digest.hex()}, saved {saved.hex()}"
+        )
+        raise RuntimeError(
+            f"{name}: its chunk{where} in the checkpoint {held}; the file is damaged. Some tensors of the target are "
+            "loaded already: load another checkpoint, and run `python -m dcp_adapters verify` on this one"
+        )

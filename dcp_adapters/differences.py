@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -15,19 +16,32 @@ from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry
 
-__all__ = ["Target", "differences", "recipe_differences"]
+__all__ = ["Target", "differences", "recipe_differences", "to_convert"]
+
+
+# Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
+VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+CONVERT = 'load with QuantizedLoadPlanner(on_mismatch="convert")'
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A dense tensor of the target."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Target:
     """What is to be loaded.
 
-    quantized, dense: the quantized tensors, and the shapes of the other ones; others: names of what is no tensor.
+    quantized, dense: the quantized tensors, and the other ones; others: names of what is no tensor.
     paths: where each leaf stands in the nested dict.
     """
 
     quantized: Mapping[str, TensorEntry]
-    dense: Mapping[str, tuple[int, ...]]
+    dense: Mapping[str, Dense]
     others: frozenset[str]
     paths: Mapping[str, tuple[Any, ...]]
 
@@ -40,27 +54,45 @@ class Target:
             if q is not None:
                 quantized[name] = TensorEntry(q.recipe.stored, tuple(value.shape), q.dtype)
             elif isinstance(value, Tensor):
-                dense[name] = tuple(value.shape)
+                dense[name] = Dense(tuple(value.shape), value.dtype)
             else:
                 others.add(name)
         return Target(quantized, dense, frozenset(others), {name: tuple(path) for name, path in paths.items()})
 
 
-def differences(target: Target, metadata: Metadata, manifest: Manifest | None, *, partial: bool) -> list[str]:
+def differences(
+    target: Target, metadata: Metadata, manifest: Manifest | None, *, partial: bool, convert: bool = False
+) -> list[str]:
     """All differences.
 
-    `partial` permits tensors that only one side has; `manifest` is None where the storage dropped it.
+    `partial` permits tensors that only one side has, `convert` those that a conversion bridges; `manifest` is None
+    where the storage dropped it.
     """
     stored = metadata.state_dict_metadata
     problems: list[str] = []
     for name, want in target.quantized.items():
-        problems += _quantized(name, want, stored, manifest, partial=partial)
-    for name, shape in target.dense.items():
-        problems += _dense(name, shape, stored, manifest, partial=partial)
+        problems += _quantized(name, want, stored, manifest, partial=partial, convert=convert)
+    for name, dense in target.dense.items():
+        problems += _dense(name, dense, stored, manifest, partial=partial, convert=convert)
     if not partial:
         problems += [f"{name}: missing in the checkpoint" for name in target.others if name not in stored]
         problems += _extra(target, metadata, manifest)
     return sorted(problems)
+
+
+def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, TensorEntry | None]:
+    """The tensors to convert, by name: how the checkpoint holds them, None for dense. In the order of the target."""
+    found = manifest.tensors if manifest is not None else {}
+    names: dict[str, TensorEntry | None] = {}
+    for name in target.paths:
+        want, held = target.quantized.get(name), found.get(name)
+        if want is not None and held is not None and held.recipe != want.recipe:
+            names[name] = held
+        elif want is not None and held is None and name in metadata.state_dict_metadata:
+            names[name] = None
+        elif name in target.dense and held is not None:
+            names[name] = held
+    return names
 
 
 def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
@@ -69,42 +101,66 @@ def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
         problem
         for name, want in target.quantized.items()
         if (found := manifest.tensors.get(name)) is not None
-        for problem in _against(name, want, found)
+        for problem in _against(name, want, found, convert=False)
     )
 
 
-def _against(name: str, want: TensorEntry, found: TensorEntry) -> list[str]:
+def _against(name: str, want: TensorEntry, found: TensorEntry, *, convert: bool) -> list[str]:
     problems = []
-    if found.recipe != want.recipe:
+    if found.recipe != want.recipe and not convert:
         problems.append(
             f"{name}: the checkpoint holds {found.recipe}, the target is {want.recipe}; build the target with the "
-            "checkpoint's recipe"
+            f"checkpoint's recipe, or {CONVERT}"
         )
-    if found.shape != want.shape:
-        problems.append(f"{name}: the checkpoint holds shape {found.shape}, the target has {want.shape}")
-    return problems
+    return problems + _shapes(name, found.shape, want.shape)
 
 
-def _quantized(
-    name: str, want: TensorEntry, stored: Mapping[str, Any], manifest: Manifest | None, *, partial: bool
+def _quantized(  # noqa: PLR0913 - one comparison
+    name: str,
+    want: TensorEntry,
+    stored: Mapping[str, Any],
+    manifest: Manifest | None,
+    *,
+    partial: bool,
+    convert: bool,
 ) -> list[str]:
-    parts = {f"{name}.{part}": spec for part, spec in want.parts().items()}
     found = manifest.tensors.get(name) if manifest is not None else None
-    if found is not None and (problems := _against(name, want, found)):
-        return problems
-    if name in stored:
-        found_dense = "the checkpoint holds a dense tensor"
-        return [
-            f"{name}: {found_dense}, the target is quantized ({want.recipe}); load into a dense model, then quantize"
-        ]
+    if found is not None and (found.recipe != want.recipe or found.shape != want.shape):
+        return _against(name, want, found, convert=convert) or _missing_parts(name, found, stored)
+    if name in stored and found is None:
+        return _dense_source(name, want, stored[name], convert=convert)
+    parts = {f"{name}.{part}": spec for part, spec in want.parts().items()}
     missing = [part for part in parts if part not in stored]
     if len(missing) == len(parts):
         return [] if partial else [f"{name}: missing in the checkpoint"]
     if missing:
         return [f"{name}: the checkpoint lacks {', '.join(missing)}"]
+    return _other_parts(want, name, stored)
+
+
+def _dense_source(name: str, want: TensorEntry, entry: Any, *, convert: bool) -> list[str]:
+    """Why a dense entry can not become the quantized target."""
+    if not convert:
+        held = "the checkpoint holds a dense tensor"
+        return [f"{name}: {held}, the target is quantized ({want.recipe}); {CONVERT}, or into a dense model"]
+    if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype not in VALUES:
+        dtype = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else "no tensor"
+        return [f"{name}: the checkpoint holds {dtype}, which can not be converted to {want.recipe}"]
+    return _shapes(name, tuple(entry.size), want.shape)
+
+
+def _missing_parts(name: str, found: TensorEntry, stored: Mapping[str, Any]) -> list[str]:
+    """What a conversion would read of a quantized source and the checkpoint does not hold as its manifest says."""
+    missing = [f"{name}.{part}" for part in found.parts() if f"{name}.{part}" not in stored]
+    if missing:
+        return [f"{name}: the checkpoint lacks {', '.join(missing)}"]
+    return _other_parts(found, name, stored)
+
+
+def _other_parts(want: TensorEntry, name: str, stored: Mapping[str, Any]) -> list[str]:
     problems = []
-    for part, (dtype, shape) in parts.items():
-        entry = stored[part]
+    for part, (dtype, shape) in want.parts().items():
+        entry = stored[f"{name}.{part}"]
         if (
             not isinstance(entry, TensorStorageMetadata)
             or entry.properties.dtype != dtype
@@ -115,25 +171,47 @@ def _quantized(
                 if isinstance(entry, TensorStorageMetadata)
                 else "no tensor"
             )
-            problems.append(f"{part}: the checkpoint holds {held}, the target needs {dtype} {shape}")
+            problems.append(f"{name}.{part}: the checkpoint holds {held}, the target needs {dtype} {shape}")
     return problems
 
 
-def _dense(
-    name: str, shape: tuple[int, ...], stored: Mapping[str, Any], manifest: Manifest | None, *, partial: bool
+def _dense(  # noqa: PLR0913 - one comparison
+    name: str, want: Dense, stored: Mapping[str, Any], manifest: Manifest | None, *, partial: bool, convert: bool
 ) -> list[str]:
     entry = stored.get(name)
-    if isinstance(entry, TensorStorageMetadata):
-        if tuple(entry.size) != shape:
-            return [f"{name}: the checkpoint holds shape {tuple(entry.size)}, the target has {shape}"]
-        return []
+    if entry is not None and not isinstance(entry, TensorStorageMetadata):
+        return [f"{name}: the checkpoint holds no tensor, the target is a tensor of shape {want.shape}"]
     if entry is not None:
-        return [f"{name}: the checkpoint holds no tensor, the target is a tensor of shape {shape}"]
+        return _shapes(name, tuple(entry.size), want.shape) + _dtypes(name, entry.properties.dtype, want.dtype)
     found = manifest.tensors.get(name) if manifest is not None else None
     if found is not None:
-        held = f"the checkpoint holds it quantized ({found.recipe})"
-        return [f"{name}: {held}, the target is dense; build the target with that recipe"]
+        return _quantized_source(name, want, found, stored, convert=convert)
     return [] if partial else [f"{name}: missing in the checkpoint"]
+
+
+def _quantized_source(
+    name: str, want: Dense, found: TensorEntry, stored: Mapping[str, Any], *, convert: bool
+) -> list[str]:
+    """Why a quantized tensor of the checkpoint can not become the dense target."""
+    held = f"the checkpoint holds it quantized ({found.recipe})"
+    if not convert:
+        return [f"{name}: {held}, the target is dense; build the target with that recipe, or {CONVERT}"]
+    if want.dtype not in VALUES:
+        return [f"{name}: {held}, which can not be converted to {want.dtype}"]
+    return _shapes(name, found.shape, want.shape) or _missing_parts(name, found, stored)
+
+
+def _dtypes(name: str, held: torch.dtype, wanted: torch.dtype) -> list[str]:
+    """DCP casts whatever it reads; codes that need a scale, and integers, do not become values by a cast."""
+    if held == wanted or (held in VALUES and wanted in VALUES):
+        return []
+    if not held.is_floating_point and not wanted.is_floating_point and not held.is_complex:
+        return []
+    return [f"{name}: the checkpoint holds {held}, the target is {wanted}; a cast would not keep what the values mean"]
+
+
+def _shapes(name: str, held: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:
+    return [] if held == wanted else [f"{name}: the checkpoint holds shape {held}, the target has {wanted}"]
 
 
 def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> list[str]:

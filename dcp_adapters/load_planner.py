@@ -1,51 +1,64 @@
-"""QuantizedLoadPlanner: payloads and scales from a DCP checkpoint straight into the live shards.
+"""QuantizedLoadPlanner: payloads and scales from a DCP checkpoint straight into the live shards, or converted.
 
 On any world size, mesh or shard dim, in the steps of every load planner:
 
     set_up_planner       every rank   compare target and checkpoint; all differences in one error, before anything is
                                       touched; then expand: the parts alias the live shards, so that stock resharding
-                                      writes the weights in place
-    create_local_plan    every rank   stock read items
+                                      writes the weights in place; conversions are set apart
+    create_local_plan    every rank   stock read items, and those of the conversions
     finish_plan          every rank   in front of them, one byte from the end of every file: a missing or truncated file
                                       stops the load before the first byte is written
-    load / commit        every rank   stock
+    load / commit        every rank   stock; with the last item of a conversion it is written (conversions.py)
 
 Where the storage drops planner data the manifest is read first, as a tensor, and compared when it arrives.
 """
 
 import dataclasses
+import datetime as dt
 import io
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_adapters.differences import Target, differences, recipe_differences
+from dcp_adapters.checksums import CHECKSUMS, Verification
+from dcp_adapters.conversions import Conversions
+from dcp_adapters.convert import Conversion
+from dcp_adapters.differences import Target, differences, recipe_differences, to_convert
 from dcp_adapters.expand import expand_flat, quantized_local
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
-from fsdp_hooks.torch_private import flatten_state_dict
+from dcp_adapters.own_entries import check_own_entry
+from dcp_adapters.read_items import in_order, is_probe, original_index, probe_items
+from fsdp_hooks.torch_private import flatten_state_dict, set_element
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedLoadPlanner"]
 
-PROBE = "qtensor.probe"
-# With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; beyond, only
-# the files it reads (opening every file from every one of thousands of ranks would cost more than it protects).
-PROBE_ALL_BELOW = 100_000
+OWN = frozenset({MANIFEST, CHECKSUMS})
 
 
 class QuantizedLoadPlanner(DefaultLoadPlanner):
-    """Loads checkpoints written with QuantizedSavePlanner, bit for bit, into quantized targets of the same recipes.
+    """Loads checkpoints into quantized and dense targets, bit for bit where the recipes agree.
 
     Use it with `dcp.load` on state dicts of plain or sharded models, nested or flat; the tensors in them are written in
-    place.
+    place. Byte entries are unpickled by torch.load(weights_only=True).
 
     Args:
-        on_mismatch: "raise", a target whose recipe is not the checkpoint's is an error.
+        on_mismatch: "raise", a target whose recipe is not the checkpoint's is an error. "convert", it is converted:
+            dense to quantized, quantized to dense, one recipe to another; each rank writes what its piece of the
+            converted full tensor is, bit for bit. Scales that shards share are agreed on by one all-reduce for each
+            group of ranks that shares some.
+        verify_checksums: compare every chunk that is read whole, and not cast, with the checkpoint's checksums. A chunk
+            that a rank reads in part is not checked; `python -m dcp_adapters verify` checks all.
+        conversion_timeout: how long a rank waits for the others' amaxes. One that fails to read says so at once if the
+            planner or SafeFileSystemReader sees it; otherwise the others learn of it after this time.
         **kwargs: those of DefaultLoadPlanner. allow_partial_load=True permits tensors that only the target or only the
             checkpoint has.
 
@@ -53,24 +66,35 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         ValueError: an unknown on_mismatch. While loading, on all ranks and before anything is written: one error that
             lists every missing, extra, misshapen or differently quantized tensor. A tensor of the checkpoint is extra
             if the target has its container (the dict that held it) but not the tensor; so loading only {"model": ...}
-            of a checkpoint with an optimizer in it is fine.
+            of a checkpoint with an optimizer in it is fine. A byte entry that needs more than weights_only=True allows.
         EOFError, FileNotFoundError: a file of the checkpoint is truncated or missing.
+        RuntimeError: a chunk's bytes are not those that were saved; another rank failed while scales were agreed on.
     """
 
-    def __init__(self, *, on_mismatch: str = "raise", **kwargs: Any) -> None:
-        if on_mismatch != "raise":
-            raise ValueError(f'QuantizedLoadPlanner: on_mismatch={on_mismatch!r} is not one of "raise"')
+    def __init__(
+        self,
+        *,
+        on_mismatch: str = "raise",
+        verify_checksums: bool = False,
+        conversion_timeout: dt.timedelta = dt.timedelta(minutes=9),  # below NCCL's 10 minutes and gloo's 30
+        **kwargs: Any,
+    ) -> None:
+        if on_mismatch not in {"raise", "convert"}:
+            raise ValueError(f'QuantizedLoadPlanner: on_mismatch={on_mismatch!r} is not one of "raise", "convert"')
         super().__init__(**kwargs)
+        self.on_mismatch, self.verify_checksums = on_mismatch, verify_checksums
+        self.conversion_timeout = conversion_timeout
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
-        """Compare, then flatten and expand."""
+        """Compare, then flatten and expand what is loaded as it is; set apart what is converted."""
         assert metadata is not None
         flat, paths = state_dict, dict[str, Any]({name: (name,) for name in state_dict})
         if self.flatten_state_dict:
             flat, paths = flatten_state_dict(state_dict)
         self.manifest = manifest_of(metadata)
         target = Target.of(flat, paths)
-        problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load)
+        convert = self.on_mismatch == "convert"
+        problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load, convert=convert)
         if problems:
             raise ValueError(
                 "the checkpoint does not fit the target; nothing has been loaded:\n"
@@ -78,6 +102,10 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             )
         self.target = target
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = dict(self.state_dict)  # without flattening it is the caller's own
+        names = to_convert(target, metadata, self.manifest) if convert else {}
+        pieces = [Conversion.of(name, self.state_dict.pop(name), source) for name, source in names.items()]
+        self.conversions = Conversions(filter(None, pieces), metadata, self.conversion_timeout)
         self.quantized = {
             name: q
             for name, value in self.state_dict.items()
@@ -85,27 +113,112 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         }
         self.vectors = _vectors(self.quantized)
         self.state_dict = expand_flat(self.state_dict)
-        entry = metadata.state_dict_metadata.get(MANIFEST)
-        self.awaits_manifest = (
-            self.manifest is None and bool(self.quantized) and isinstance(entry, TensorStorageMetadata)
-        )
+        self.awaits_manifest = self.manifest is None and bool(self.quantized)
         if self.awaits_manifest:
-            buffer = torch.empty(entry.size, dtype=torch.uint8)  # type: ignore[union-attr]
-            self.state_dict = {MANIFEST: buffer, **self.state_dict}
+            self.awaits_manifest = self._reads_first(MANIFEST, metadata)
+        checks = self.verify_checksums and self._reads_first(CHECKSUMS, metadata)
+        self.verification = Verification() if checks else None
+
+    def create_local_plan(self) -> LoadPlan:
+        """Stock read items, and those of the conversions."""
+        assert self.metadata is not None
+        # Not stock's method: it tries the names of checkpoints before torch 2.4 on every entry that the target lacks,
+        # and those of conversions are such.
+        plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+        return dataclasses.replace(plan, items=[*plan.items, *self.conversions.read_items()])
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Put the probes in front."""
-        plan = super().finish_plan(new_plan)
+        """Probes, the checkpoint's own entries, what is loaded as it is, what is converted; in this order."""
         assert self.metadata is not None
-        probes = _probes(self.metadata, plan)
+        own = [item for item in new_plan.items if item.dest_index.fqn in OWN]
+        converted = self.conversions.grouped(new_plan.items)
+        apart = {id(item) for group in [own, *converted] for item in group}
+        rest = [item for item in new_plan.items if id(item) not in apart]
+        probes = probe_items(self.metadata, new_plan)
         self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
+        if self.verification is not None:
+            self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
+        items = [*probes, *in_order([own], self.metadata), *rest, *in_order(converted, self.metadata)]
         self._passed(0)
-        return dataclasses.replace(plan, items=[*probes, *plan.items])
+        self.conversions.begin()
+        return dataclasses.replace(new_plan, items=items)
+
+    def read_failed(self, error: BaseException) -> None:
+        """Called by readers (SafeFileSystemReader) that fail: ranks that would wait for this one are told."""
+        self.conversions.failed()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Check a probe, or load a bytes entry as stock does."""
-        if read_item.storage_index.fqn != PROBE:
-            return super().load_bytes(read_item, value)
+        """Check a probe, or load a bytes entry; nothing in it is executed."""
+        with self._telling():
+            if is_probe(read_item):
+                self._check_probe(read_item, value)
+                self._passed(1)
+                return
+            name = read_item.dest_index.fqn
+            if self.verification is not None:
+                self.verification.see(name, read_item.storage_index, value)
+            loaded = _unpickled(name, value)
+            if self.flatten_state_dict:
+                set_element(self.original_state_dict, self.mappings[name], loaded)
+            else:
+                self.original_state_dict[name] = loaded
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Where to read to: a conversion's buffer, or what stock finds."""
+        buffer = self.conversions.buffer(index.fqn)
+        return super().lookup_tensor(index) if buffer is None else buffer
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Compare what was read to compare; convert; spread a tensor-wide scale over a vector."""
+        with self._telling():
+            super().commit_tensor(read_item, tensor)
+            name = read_item.dest_index.fqn
+            if self.verification is not None:
+                self._verify(read_item, tensor)
+            if self.awaits_manifest and name == MANIFEST:
+                problems = recipe_differences(self.target, Manifest.from_tensor(self.state_dict[MANIFEST]))
+                if problems:
+                    raise ValueError(
+                        "the checkpoint does not fit the target:\n" + "\n".join(f"  {problem}" for problem in problems)
+                    )
+                self._passed(1)
+            elif name in self.vectors:
+                self.vectors[name].copy_(tensor.clone())
+            self.conversions.arrived(name)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """An error on this rank reaches those that wait for it."""
+        try:
+            yield
+        except BaseException:
+            self.conversions.failed()
+            raise
+
+    def _reads_first(self, name: str, metadata: Metadata) -> bool:
+        """Read an entry of the checkpoint's own beside what was asked for, if there is one."""
+        entry = metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            return False
+        check_own_entry(name, entry, metadata)
+        self.state_dict = {name: torch.empty(entry.size, dtype=entry.properties.dtype), **self.state_dict}
+        return True
+
+    def _verify(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Digest a chunk that was read whole; the table tells, now or when it is there."""
+        assert self.metadata is not None
+        assert self.verification is not None
+        name, index = read_item.dest_index.fqn, original_index(read_item.storage_index)
+        if name == CHECKSUMS:
+            self.verification.arrived(self.state_dict[CHECKSUMS])
+            return
+        entry = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        if tensor.shape == sizes and tensor.dtype == entry.properties.dtype:
+            self.verification.see(name, index, tensor.detach().cpu())
+
+    def _check_probe(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if len(value.read(1)) != 1:
             assert self.metadata is not None
             info = self.metadata.storage_data[read_item.storage_index]
@@ -113,21 +226,6 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 f"{info.relative_path} of the checkpoint is truncated: it should hold at least {info.offset + 1} "
                 "bytes. Nothing has been loaded; use another checkpoint"
             )
-        return self._passed(1)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Compare the manifest as soon as it is there (it is read first); spread a tensor-wide scale over a vector."""
-        super().commit_tensor(read_item, tensor)
-        name = read_item.dest_index.fqn
-        if self.awaits_manifest and name == MANIFEST:
-            problems = recipe_differences(self.target, Manifest.from_tensor(self.state_dict[MANIFEST]))
-            if problems:
-                raise ValueError(
-                    "the checkpoint does not fit the target:\n" + "\n".join(f"  {problem}" for problem in problems)
-                )
-            self._passed(1)
-        elif name in self.vectors:
-            self.vectors[name].copy_(tensor.clone())
 
     def _passed(self, checks: int) -> None:
         """Behind the last check preserved initial values are forgotten: the load makes them stale."""
@@ -135,6 +233,18 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         if not self.checks:
             for q in self.quantized.values():
                 q.init_value = None
+
+
+def _unpickled(name: str, value: io.BytesIO) -> Any:
+    try:
+        return torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "class" in line), error)
+        raise ValueError(
+            f"{name}: this entry of the checkpoint holds pickled objects that torch.load(weights_only=True) does not "
+            f"allow ({reason}). If you trust the checkpoint, load it inside torch.serialization.safe_globals([...]) "
+            "with the classes it needs"
+        ) from error
 
 
 def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
@@ -150,54 +260,3 @@ def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
         if wide and q.arrangement.shards is not None:
             vectors[f"{name}.{wide}"] = q.parts()[wide]
     return vectors
-
-
-class _ProbePath(str):
-    """A path that is its own key in a dict.
-
-    Readers group items by file, and a probe must not wait behind another file's data.
-    """
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-def _probes(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
-    """One-byte reads at the end of every file.
-
-    None for readers that do not keep (relative_path, offset, length) for each chunk.
-
-    DCP offers planners no hook on the reader, but a read item it would accept from anyone is enough.
-    """
-    stored = metadata.storage_data
-    if not isinstance(stored, dict) or not all(
-        hasattr(info, "relative_path") and hasattr(info, "length") for info in stored.values()
-    ):
-        return []
-    everything = len(stored) <= PROBE_ALL_BELOW
-    ends: dict[str, Any] = {}
-    indices = stored if everything else {item.storage_index for item in plan.items}
-    for index in indices:
-        if index.fqn == PROBE:
-            continue  # metadata that a reader kept has the probes of an earlier load
-        info = stored[index]
-        last = ends.get(info.relative_path)
-        if info.length and (last is None or info.offset + info.length > last.offset + last.length):
-            ends[info.relative_path] = info
-    probes = []
-    for number, (path, info) in enumerate(sorted(ends.items())):
-        index = MetadataIndex(PROBE, index=number, offset=torch.Size([number]))
-        changes: dict[str, Any] = {
-            "relative_path": _ProbePath(path),
-            "offset": info.offset + info.length - 1,
-            "length": 1,
-        }
-        if hasattr(info, "transform_descriptors"):
-            changes["transform_descriptors"] = None
-        stored[index] = dataclasses.replace(info, **changes)
-        zero, one = torch.Size([0]), torch.Size([1])
-        probes.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(PROBE), zero, index, zero, one))
-    return probes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -24,6 +25,7 @@ __all__ = [
     "flatten_state_dict",
     "is_tracing",
     "make_wrapper",
+    "set_element",
     "tree_map",
     "without_torch_function",
 ]
@@ -31,7 +33,9 @@ __all__ = [
 # The save and load planners must flatten exactly as stock DCP does (a public DefaultSavePlanner only flattens as a side
 # effect of set_up_planner), and must know which rows of a part a rank holds before any tensor is touched.
 assert callable(flatten_state_dict)
+# It also puts byte entries back into the nested dict, which we unpickle more strictly than stock does.
 assert callable(compute_local_shape_and_global_offset)
+assert callable(set_element)
 
 # Arguments of an op nest lists and dicts; torch has no public name for walking them.
 assert callable(tree_map)

@@ -28,6 +28,7 @@ __all__ = [
     "part_problems",
     "register",
     "registered",
+    "row_multiple",
     "shares_scale_along",
     "specs_of",
     "tensor_wide",
@@ -137,6 +138,11 @@ def block_multiple(recipe: Recipe) -> int:
     return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block))
 
 
+def row_multiple(recipe: Recipe) -> int:
+    """How many rows one scale spans: those of a square block, else 1."""
+    return block_multiple(recipe) if getattr(recipe, "blocks", "row") == "square" else 1
+
+
 def tensor_wide(recipe: Recipe) -> str | None:
     """The name of the part that is the tensor-wide scale, None for formats without one."""
     return next((spec.name for spec in specs_of(recipe) if not spec.per_row), None)
@@ -164,7 +170,7 @@ def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, f
             "needs; leave this weight out (quantize_(exclude=...), or build it outside of quantized_model_init), or "
             "choose a Float8 recipe"
         )
-    if full and getattr(recipe, "blocks", "row") == "square" and (len(shape) < 2 or shape[-2] % multiple):
+    if full and row_multiple(recipe) > 1 and (len(shape) < 2 or shape[-2] % multiple):
         raise ValueError(
             f"{what}: shape {tuple(shape)} needs its last two dims to be multiples of {multiple} for the square "
             f'blocks of {recipe}; use blocks="row"'

@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parent.parent
 ALLOWED: dict[str, set[str]] = {
     "fsdp_hooks": set(),
     "qtensor": {"fsdp_hooks"},
-    "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors"},
+    "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "xxhash"},
 }
 
 PUBLIC: dict[str, list[str]] = {

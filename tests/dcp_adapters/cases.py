@@ -48,6 +48,23 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.bfloat1
     return (x * torch.exp(torch.randn((*shape[:-1], 1), generator=generator)) * (1 + seed)).to(dtype)
 
 
+def arbitrary(shape: tuple[int, ...], recipe: Any, seed: int) -> Any:
+    """A quantized tensor of bytes that no quantizer makes: whoever decodes and encodes them on the way changes them.
+
+    What rows share (tensor-wide parts, the scales of square blocks) they share here, too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    q = quantize(values(shape, seed), recipe)
+    for part, tensor in q.parts().items():
+        raw = tensor.view(-1).view(torch.uint8)
+        noise = torch.randint(256, raw.shape, generator=generator, dtype=torch.uint8)
+        if part == "scale" and tensor.ndim and getattr(recipe, "blocks", "row") == "square":
+            block = q.shape[-1] // tensor.shape[-1]
+            noise = noise.view(shape[-2], -1)[::block].repeat_interleave(block, 0).view(-1)
+        raw.copy_(noise)
+    return q
+
+
 class Layer(nn.Module):
     """A quantized weight with a dense bias."""
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.differences import Target, differences, recipe_differences
+from dcp_adapters.differences import Dense, Target, differences, recipe_differences, to_convert
 from dcp_adapters.manifest import Manifest, TensorEntry
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
@@ -21,6 +21,8 @@ MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling()
 MX_TEXT = "MXFP8BlockScaling(element='e4m3', blocks='row', scale_rounding='up')"
 NV_TEXT = "NVFP4BlockScaling(blocks='row')"
 BUILD = "build the target with"
+OWN = "build the target with the checkpoint's recipe"
+CONVERT = 'load with QuantizedLoadPlanner(on_mismatch="convert")'
 DENSE = "the checkpoint holds a dense tensor"
 
 
@@ -36,7 +38,8 @@ def stored(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> tupl
         if value is None:
             records[name] = BytesStorageMetadata()
             continue
-        parts = value.parts() if isinstance(value, TensorEntry) else {"": (torch.float32, value)}
+        dense = value if isinstance(value, Dense) else Dense(value, torch.float32)
+        parts = value.parts() if isinstance(value, TensorEntry) else {"": (dense.dtype, dense.shape)}
         for part, (dtype, shape) in parts.items():
             key = f"{name}.{part}" if part else name
             records[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
@@ -46,7 +49,8 @@ def stored(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> tupl
 
 def target(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> Target:
     quantized = {name: value for name, value in tensors.items() if isinstance(value, TensorEntry)}
-    dense = {name: value for name, value in tensors.items() if isinstance(value, tuple)}
+    dense = {name: Dense(value, torch.bfloat16) for name, value in tensors.items() if isinstance(value, tuple)}
+    dense |= {name: value for name, value in tensors.items() if isinstance(value, Dense)}
     others = frozenset(name for name, value in tensors.items() if value is None)
     return Target(quantized, dense, others, {name: (name,) for name in tensors} | (paths or {}))
 
@@ -55,7 +59,9 @@ def compare(have: dict[str, Any], want: dict[str, Any], **options: Any) -> list[
     metadata, manifest = stored(have)
     if options.pop("dropped", False):
         metadata.planner_data, manifest = None, None
-    return differences(target(want), metadata, manifest, partial=options.pop("partial", False))
+    return differences(
+        target(want), metadata, manifest, partial=options.pop("partial", False), convert=options.pop("convert", False)
+    )
 
 
 EVERYTHING = {"w": entry(), "v": entry(NV), "b": (5,), "step": None}
@@ -65,13 +71,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "recipe": (
         {"w": entry()},
         {"w": entry(NV)},
-        [f"w: the checkpoint holds {MX_TEXT}, the target is {NV_TEXT}; build the target with the checkpoint's recipe"],
+        [f"w: the checkpoint holds {MX_TEXT}, the target is {NV_TEXT}; {OWN}, or {CONVERT}"],
     ),
     "recipe and shape": (
         {"w": entry()},
         {"w": entry(NV, (4, 64))},
         [
-            f"w: the checkpoint holds {MX_TEXT}, the target is {NV_TEXT}; {BUILD} the checkpoint's recipe",
+            f"w: the checkpoint holds {MX_TEXT}, the target is {NV_TEXT}; {OWN}, or {CONVERT}",
             "w: the checkpoint holds shape (48, 64), the target has (4, 64)",
         ],
     ),
@@ -79,13 +85,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"w": (48, 64)},
         {"w": entry()},
         [
-            f"w: {DENSE}, the target is quantized ({MX_TEXT}); load into a dense model, then quantize",
+            f"w: {DENSE}, the target is quantized ({MX_TEXT}); {CONVERT}, or into a dense model",
         ],
     ),
     "quantized for dense": (
         {"w": entry()},
         {"w": (48, 64)},
-        [f"w: the checkpoint holds it quantized ({MX_TEXT}), the target is dense; build the target with that recipe"],
+        [
+            f"w: the checkpoint holds it quantized ({MX_TEXT}), the target is dense; {BUILD} that recipe, or {CONVERT}",
+        ],
     ),
     "missing": (
         {"b": (5,)},
@@ -182,7 +190,7 @@ def test_recipe_differences_are_of_tensors_both_sides_have_quantized() -> None:
     floor_text = MX_TEXT.replace("'up'", "'floor'")
     assert recipe_differences(target({"w": floor, "v": entry(NV, (4, 64))}), manifest) == [
         "v: the checkpoint holds shape (48, 64), the target has (4, 64)",
-        f"w: the checkpoint holds {MX_TEXT}, the target is {floor_text}; {BUILD} the checkpoint's recipe",
+        f"w: the checkpoint holds {MX_TEXT}, the target is {floor_text}; {OWN}, or {CONVERT}",
     ]
 
 
@@ -190,6 +198,76 @@ def test_target_of_a_flattened_state_dict() -> None:
     flat = {"m.w": quantize(torch.ones(48, 64), NV), "m.b": torch.ones(5), "step": 3}
     found = Target.of(flat, {"m.w": ["m", "w"], "m.b": ("m", "b"), "step": ("step",)})
     assert found.quantized == {"m.w": TensorEntry(NV, (48, 64), torch.float32)}
-    assert found.dense == {"m.b": (5,)}
+    assert found.dense == {"m.b": Dense((5,), torch.float32)}
     assert found.others == {"step"}
     assert found.paths == {"m.w": ("m", "w"), "m.b": ("m", "b"), "step": ("step",)}
+
+
+# -- what a conversion bridges -----------------------------------------------------------------------------------------
+
+BRIDGED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "dense to quantized": ({"w": (48, 64)}, {"w": entry()}, {"w": None}),
+    "quantized to dense": ({"w": entry()}, {"w": (48, 64)}, {"w": entry()}),
+    "recipe to recipe": ({"w": entry()}, {"w": entry(NV)}, {"w": entry()}),
+    "the same": ({"w": entry(), "b": (5,), "n": None}, {"w": entry(), "b": (5,), "n": None}, {}),
+}
+
+
+@pytest.mark.parametrize("case", BRIDGED)
+def test_what_a_conversion_bridges_is_no_difference(case: str) -> None:
+    have, want, converted = BRIDGED[case]
+    assert compare(have, want, convert=True) == []
+    assert to_convert(target(want), *stored(have)) == converted
+
+
+INTEGERS = Dense((48, 64), torch.int32)
+CODES = Dense((48, 64), torch.float8_e4m3fn)
+NOT_BRIDGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another shape, dense": ({"w": (48, 32)}, {"w": entry()}, "the checkpoint holds shape (48, 32), the target has"),
+    "another shape": ({"w": entry(NV, (4, 64))}, {"w": entry()}, "the checkpoint holds shape (4, 64), the target has"),
+    "into another shape": ({"w": entry()}, {"w": (4, 64)}, "the checkpoint holds shape (48, 64), the target has"),
+    "into integers": ({"w": entry()}, {"w": INTEGERS}, "which can not be converted to torch.int32"),
+    "bytes": ({"w": None}, {"w": entry()}, "the checkpoint holds no tensor, which can not be converted to"),
+    "codes without a scale": (
+        {"w": CODES},
+        {"w": entry()},
+        "the checkpoint holds torch.float8_e4m3fn, which can not be converted to",
+    ),
+    "codes cast to values": (
+        {"w": CODES},
+        {"w": (48, 64)},
+        "the checkpoint holds torch.float8_e4m3fn, the target is torch.bfloat16; a cast would not keep what the values",
+    ),
+    "integers cast to values": ({"w": INTEGERS}, {"w": (48, 64)}, "the checkpoint holds torch.int32, the target is"),
+    "nothing": ({"b": (5,)}, {"b": (5,), "w": entry()}, "missing in the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_BRIDGED)
+def test_what_no_conversion_bridges_stays_a_difference(case: str) -> None:
+    have, want, text = NOT_BRIDGED[case]
+    (problem,) = compare(have, want, convert=True)
+    assert problem.startswith("w: ")
+    assert text in problem
+
+
+def test_a_conversion_needs_all_parts_of_its_source() -> None:
+    metadata, manifest = stored({"w": entry()})
+    del metadata.state_dict_metadata["w.scale"]
+    for want in ({"w": (48, 64)}, {"w": entry(NV)}):
+        found = differences(target(want), metadata, manifest, partial=True, convert=True)
+        assert found == ["w: the checkpoint lacks w.scale"]
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.int32, torch.int64),
+        (torch.uint8, torch.uint8),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ],
+)
+def test_casts_that_keep_the_values_are_dcps_own(held: torch.dtype, wanted: torch.dtype) -> None:
+    assert compare({"w": Dense((4,), held)}, {"w": Dense((4,), wanted)}) == []

@@ -520,7 +520,7 @@ def test_saving_and_loading_without_a_process_group_warns_as_dcp_does(tmp_path: 
 
 
 def test_on_mismatch_must_be_one_of_its_values() -> None:
-    with pytest.raises(ValueError, match=r"QuantizedLoadPlanner: on_mismatch='ignore' is not one of \"raise\""):
+    with pytest.raises(ValueError, match=r"on_mismatch='ignore' is not one of \"raise\", \"convert\""):
         QuantizedLoadPlanner(on_mismatch="ignore")
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import SavePlan
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from dcp_adapters import QuantizedSavePlanner, plan_cache
@@ -37,7 +36,7 @@ class Watched(QuantizedSavePlanner):
         super().__init__(enable_plan_caching=True)
         self.planned = 0
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> dcp.SavePlan:
         self.sent = super().create_local_plan()
         return self.sent
 
@@ -153,13 +152,11 @@ def failures_in_between(base: Path) -> None:
     forget()
     state = weights("mxfp8")
     watched_save(state, base / "0")
-    with patch.object(plan_cache, "restored", side_effect=OSError("the coordinator fails")):
-        try:
-            watched_save(state, base / "1")
-        except dcp.api.CheckpointException as error:
-            assert "the coordinator fails" in str(error)
-        else:
-            raise AssertionError("it did not fail")
+    with (
+        patch.object(plan_cache, "restored", side_effect=OSError("the coordinator fails")),
+        pytest.raises(dcp.api.CheckpointException, match="the coordinator fails"),
+    ):
+        watched_save(state, base / "1")
     if dist.get_rank() == 0:
         plan_cache._globals.clear()  # and has forgotten what it kept
     planner = watched_save(weights("mxfp8", 3), base / "2")

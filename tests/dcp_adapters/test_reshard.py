@@ -1,12 +1,21 @@
-"""Save on m ranks, load on n: every payload, scale and tensor-wide scale comes back bit for bit.
+"""Save on one mesh, load on another: every payload, scale and tensor-wide scale comes back bit for bit.
 
-A checkpoint holds one model for each recipe; a world size saves it once by each way of saving, and every world size
-loads all of them.
+    LAYOUTS   how a state dict may lie on 1 to 4 ranks
+    saved     a checkpoint of each of them
+    matrix    every layout of training (FSDP, HSDP, FSDP over tensor parallelism) loads what each of them saved into
+              shards full of other bytes; one of them, and one process, loads what plain DTensors saved, too
+
+The bytes are none a quantizer makes, so that a load that decodes, encodes or leaves anything as it was is seen. Larger
+meshes are in test_plans.py, which needs no ranks.
 """
 
 from __future__ import annotations
 
+import math
+import pickle
 import warnings
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +23,30 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dcp_adapters import QuantizedSavePlanner, expand
-from qtensor import quantize
+from qtensor import Float8DelayedScaling, quantize
 from tests import ranks
 from tests.dcp_adapters.cases import (
     RECIPES,
+    ROW,
     alone,
+    arbitrary,
     assert_holds,
+    held,
     leaves,
     load,
     local_of,
     models,
     placed,
     reference,
+    rows_for,
     save,
     sharded,
     values,
@@ -38,20 +54,133 @@ from tests.dcp_adapters.cases import (
 from tests.dcp_adapters.cases import model as model_of
 from tests.ranks import run_ranks, run_ranks_catching
 
-WORLDS = (1, 2, 3, 4)
-WAYS = ("sync", "thread", "blocking", "staged")
+EVERY = RECIPES | {"float8_delayed": Float8DelayedScaling(amax_history_len=4)}
+COLUMNS = 128  # four column cuts of a block of 32
 
 
-def state(seed: int, mesh: Any = None) -> dict[str, Any]:
-    return {"models": models(seed, mesh), "extra": {"epoch": seed, "name": f"run {seed}", "lrs": [0.5, seed]}}
+@cache
+def whole(seed: int) -> dict[str, Tensor]:
+    """Weights of all recipes, with rows that are even, uneven and fewer than 4 ranks; experts and dense tensors."""
+    weights = {
+        f"{name}_{rows}": arbitrary((rows, COLUMNS), recipe, 10 * i + seed)
+        for i, (name, recipe) in enumerate(EVERY.items())
+        for rows in rows_for(name)
+    }
+    weights |= {f"{name}_experts": arbitrary((5, 7, COLUMNS), recipe, 100 + seed) for name, recipe in ROW.items()}
+    dense = {f"dense_{rows}": values((rows, COLUMNS), 200 + seed) for rows in (33, 3)}
+    return weights | dense
 
 
 def full(seed: int) -> dict[str, Any]:
-    return {"models": reference(seed), "extra": {"epoch": seed, "name": f"run {seed}", "lrs": [0.5, seed]}}
+    """A state dict of one process."""
+    return {"model": whole(seed), "extra": {"epoch": seed, "name": f"run {seed}", "lrs": [0.5, seed]}}
+
+
+def by_fsdp(tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Shards by fully_shard; on two mesh dims, HSDP."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return module(tensors, mesh).state_dict()
+
+
+def by_fsdp_over_tp(tensors: Mapping[str, Tensor], shape: tuple[int, ...], cut: Placement) -> dict[str, Any]:
+    """Tensor parallelism cuts first, then fully_shard the rows of each piece."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    pieces = {name: placed(tensor, mesh["tp"], cut) for name, tensor in tensors.items()}
+    return module(pieces, mesh["dp"]).state_dict()
+
+
+def module(tensors: Mapping[str, Tensor], mesh: Any) -> nn.Module:
+    net = nn.Module()
+    for name, tensor in tensors.items():
+        net.register_parameter(name, nn.Parameter(tensor))
+    return fully_shard(net, mesh=mesh)
+
+
+def by_placements(tensors: Mapping[str, Tensor], shape: tuple[int, ...], *placements: Placement) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape)
+    return {name: placed(tensor, mesh, *placements) for name, tensor in tensors.items()}
+
+
+# name -> (shape of the mesh, how the tensors get there, placements)
+MATRIX: dict[str, tuple[Any, ...]] = {
+    "fsdp 1": ((1,), by_fsdp),
+    "fsdp 2": ((2,), by_fsdp),
+    "fsdp 3": ((3,), by_fsdp),
+    "fsdp 4": ((4,), by_fsdp),
+    "hsdp 2x2": ((2, 2), by_fsdp),
+    "fsdp x tp rows": ((2, 2), by_fsdp_over_tp, Shard(0)),
+    "fsdp x tp columns": ((2, 2), by_fsdp_over_tp, Shard(1)),
+}
+LAYOUTS = MATRIX | {
+    "hsdp 2x1": ((2, 1), by_fsdp),
+    "rows cut twice": ((2, 2), by_placements, Shard(0), Shard(0)),
+    "columns": ((4,), by_placements, Shard(1)),
+    "replicated": ((4,), by_placements, Replicate()),
+}
+WORLDS = {world: [name for name, (shape, *_) in LAYOUTS.items() if math.prod(shape) == world] for world in range(1, 5)}
+WAYS = ("sync", "thread", "blocking", "staged")
+
+
+def state(layout: str, seed: int) -> dict[str, Any]:
+    shape, build, *placements = LAYOUTS[layout]
+    return full(seed) | {"model": build(whole(seed), shape, *placements)}
+
+
+def save_layouts(base: Path, world: int) -> None:
+    for layout in WORLDS[world]:
+        save(state(layout, 0), base / layout)
+
+
+def load_layouts(base: Path, world: int) -> None:
+    for layout in WORLDS[world]:
+        sources: Iterable[str] = MATRIX if layout in MATRIX else ("fsdp 3", layout)
+        load_all(state(layout, 1), base, LAYOUTS if layout == "fsdp x tp rows" else sources)
+
+
+def load_all(target: dict[str, Any], base: Path, sources: Iterable[str]) -> None:
+    for source in sources:
+        for _, tensor in leaves(expand(target["model"])):
+            local_of(tensor).view(-1).view(torch.uint8).fill_(0x5A)
+        load(target, base / source)
+        assert_holds(target, full(0))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for each layout."""
+    base: Path = ranks.agreed(tmp_path_factory.mktemp("reshard"))
+    for world in WORLDS:
+        run_ranks(world, save_layouts, base, world)
+    return base
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_layout_loads_what_every_layout_saved(world: int, saved: Path) -> None:
+    run_ranks(world, load_layouts, saved, world)
+
+
+@pytest.mark.slow
+def test_one_process_without_a_group_loads_what_every_layout_saved(saved: Path) -> None:
+    load_all({**full(1), "model": {name: tensor.clone() for name, tensor in whole(1).items()}}, saved, LAYOUTS)
+
+
+def test_every_layout_stores_each_byte_once(saved: Path) -> None:
+    parts = dict(leaves(expand(whole(0))))
+    for layout in LAYOUTS:
+        stored = dcp.FileSystemReader(saved / layout).read_metadata().state_dict_metadata
+        for name, part in parts.items():
+            entry = stored[f"model.{name}"]
+            assert isinstance(entry, TensorStorageMetadata)
+            assert entry.properties.dtype == part.dtype
+            assert sum(chunk.sizes.numel() for chunk in entry.chunks) == part.numel(), (layout, name)
+
+
+# -- ways of saving ----------------------------------------------------------------------------------------------------
 
 
 def save_every_way(base: Path) -> None:
-    saved = state(0)
+    saved = state(f"fsdp {dist.get_world_size()}", 0)
     upload = dist.new_group(backend="gloo")
     save(saved, base / "sync")
     asynchronous = {
@@ -65,127 +194,35 @@ def save_every_way(base: Path) -> None:
         future.result()
 
 
-def load_every_way(base: Path) -> None:
-    expected = full(0)
-    target = state(1)
-    for world in WORLDS:
-        for way in WAYS:
-            for tensor in state_tensors(target):
-                tensor.view(-1).view(torch.uint8).fill_(0x5A)
-            load(target, base / str(world) / way)
-            assert_holds(target, expected)
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_way_of_saving_writes_the_same_checkpoint(world: int, shared_tmp_path: Path) -> None:
+    run_ranks(world, save_every_way, shared_tmp_path)
+    files = [sorted(path.name for path in (shared_tmp_path / way).iterdir()) for way in WAYS]
+    assert all(found == files[0] for found in files)
+    for name in files[0]:
+        if name != ".metadata":
+            assert len({(shared_tmp_path / way / name).read_bytes() for way in WAYS}) == 1, name
+    first, *others = [dcp.FileSystemReader(shared_tmp_path / way).read_metadata() for way in WAYS]
+    for found in others:
+        for field in ("state_dict_metadata", "storage_data", "planner_data"):
+            assert getattr(found, field) == getattr(first, field), field
 
 
-def state_tensors(target: Any) -> list[torch.Tensor]:
-    return [local_of(value) for _, value in leaves(expand(target["models"])) if isinstance(value, torch.Tensor)]
+@pytest.mark.parametrize("name", EVERY)
+def test_what_was_unpickled_or_staged_can_be_staged_and_saved_again(name: str, tmp_path: Path) -> None:
+    live = {"w": arbitrary((96, COLUMNS), EVERY[name], 0)}
+    before, staged = held(live), live
+    for _ in range(2):
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged = pickle.loads(pickle.dumps(stager.stage(pickle.loads(pickle.dumps(staged)))))
+        assert held(staged) == before
+    save(staged, tmp_path)
+    target = {"w": arbitrary((96, COLUMNS), EVERY[name], 1)}
+    load(target, tmp_path)
+    assert held(target) == before
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory <world size>/<way of saving>."""
-    base: Path = ranks.agreed(tmp_path_factory.mktemp("reshard"))
-    for world in WORLDS:
-        run_ranks(world, save_every_way, base / str(world))
-    return base
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_world_size_loads_what_every_world_size_saved(world: int, saved: Path) -> None:
-    run_ranks(world, load_every_way, saved)
-
-
-@pytest.mark.slow
-def test_one_process_without_a_group_loads_what_every_world_size_saved(saved: Path) -> None:
-    for world in WORLDS:
-        target = {"models": reference(1), "extra": {"epoch": 0, "name": "", "lrs": []}}
-        load(target, saved / str(world) / "thread")
-        assert_holds(target, full(0))
-
-
-def test_every_way_of_saving_writes_the_same_bytes(saved: Path) -> None:
-    for world in WORLDS:
-        files = [sorted(path.name for path in (saved / str(world) / way).iterdir()) for way in WAYS]
-        assert all(found == files[0] for found in files)
-        for name in files[0]:
-            if name != ".metadata":
-                contents = {(saved / str(world) / way / name).read_bytes() for way in WAYS}
-                assert len(contents) == 1, (world, name)
-
-
-# -- other meshes ------------------------------------------------------------------------------------------------------
-
-
-def hsdp(path: Path, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    saved = state(0, mesh)
-    save(saved, path)
-    target = state(1, mesh)
-    load(target, path)
-    assert_holds(target, full(0))
-    target = state(1)  # FSDP over all ranks
-    load(target, path)
-    assert_holds(target, full(0))
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_hsdp_saves_and_loads(world: int, shared_tmp_path: Path) -> None:
-    run_ranks(world, hsdp, shared_tmp_path / "saved", world)
-
-
-def test_one_process_loads_what_hsdp_saved_and_the_reverse(shared_tmp_path: Path) -> None:
-    run_ranks(4, hsdp, shared_tmp_path / "hsdp", 4)
-    target = full(1)
-    load(target, shared_tmp_path / "hsdp")
-    assert_holds(target, full(0))
-    save(full(2), shared_tmp_path / "single")
-    run_ranks(4, load_hsdp, shared_tmp_path / "single")
-
-
-def load_hsdp(path: Path) -> None:
-    target = state(1, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    load(target, path)
-    assert_holds(target, full(2))
-
-
-PLACEMENTS = {
-    "fsdp": ((4,), (Shard(0),)),
-    "tp columns": ((4,), (Shard(1),)),
-    "replicated": ((4,), (Replicate(),)),
-    "hsdp": ((2, 2), (Replicate(), Shard(0))),
-    "fsdp x tp rows": ((2, 2), (Shard(0), Shard(0))),
-    "fsdp x tp columns": ((2, 2), (Shard(0), Shard(1))),
-}
-COLUMNS = 256  # four column cuts of two blocks of 32
-
-
-def weights(seed: int) -> dict[str, torch.Tensor]:
-    rows = {name: 96 if "square" in name else 33 for name in RECIPES}
-    return {name: quantize(values((rows[name], COLUMNS), seed), recipe) for name, recipe in RECIPES.items()}
-
-
-def placed_weights(layout: str, seed: int) -> dict[str, torch.Tensor]:
-    shape, placements = PLACEMENTS[layout]
-    mesh = init_device_mesh("cpu", shape)
-    return {name: placed(weight, mesh, *placements) for name, weight in weights(seed).items()}
-
-
-def between_placements(base: Path) -> None:
-    for layout in PLACEMENTS:
-        save(placed_weights(layout, 0), base / layout)
-    for layout in PLACEMENTS:
-        for source in PLACEMENTS:
-            target = placed_weights(layout, 1)
-            load(target, base / source)
-            assert_holds(target, weights(0))
-
-
-def test_any_placement_loads_what_any_placement_saved(shared_tmp_path: Path) -> None:
-    run_ranks(4, between_placements, shared_tmp_path)
-    for layout in PLACEMENTS:
-        target = weights(1)
-        load(target, shared_tmp_path / layout)
-        assert_holds(target, weights(0))
+# -- cuts and groups that are out of the ordinary ----------------------------------------------------------------------
 
 
 def cut_inside_a_block(path: Path, name: str, columns: int) -> None:
@@ -204,13 +241,12 @@ def test_column_cuts_off_block_boundaries_are_refused(
 
 
 def one_replica_group(path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    saved = state(0, mesh)
+    saved = state("hsdp 2x2", 0)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if dist.get_rank() >= 2:
         dcp.save(saved, checkpoint_id=path, planner=QuantizedSavePlanner(), process_group=groups[1])
     dist.barrier()
-    target = state(1, mesh)
+    target = state("hsdp 2x2", 1)
     load(target, path)
     assert_holds(target, full(0))
 
@@ -223,9 +259,9 @@ def each_rank_its_own(path: Path) -> None:
     with alone(), warnings.catch_warnings():
         # Nothing orders the ranks: the slower one finds the directory of the faster one, which is no overwrite.
         warnings.filterwarnings("ignore", "Detected an existing checkpoint")
-        dcp.save(state(0), checkpoint_id=path, planner=QuantizedSavePlanner(), use_collectives=False)
+        dcp.save(state("fsdp 2", 0), checkpoint_id=path, planner=QuantizedSavePlanner(), use_collectives=False)
     assert not (path / ".metadata").exists()
-    target = state(1)
+    target = state("fsdp 2", 1)
     load(target, path)
     assert_holds(target, full(0))
 
@@ -236,21 +272,21 @@ def test_ranks_that_save_without_collectives_load_what_they_saved(shared_tmp_pat
 
 def through_safetensors(path: Path, world: int) -> None:
     """The storage drops planner data and non-tensors."""
+    layout = f"fsdp {dist.get_world_size()}"
     if world == dist.get_world_size():
         writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
-        dcp.save({"models": models(0)}, storage_writer=writer, planner=QuantizedSavePlanner())
-    target = {"models": models(1)}
+        dcp.save(state(layout, 0)["model"], storage_writer=writer, planner=QuantizedSavePlanner())
+    target = state(layout, 1)["model"]
     load(target, path, reader=dcp.HuggingFaceStorageReader(path))
-    assert_holds(target, {"models": reference(0)})
+    assert_holds(target, whole(0))
 
 
 def test_safetensors_storage_keeps_the_same_bytes(shared_tmp_path: Path) -> None:
-    for saved_on in (1, 2):
+    for saved_on, loaded_on in ((1, (2,)), (2, (1, 3))):
         path = shared_tmp_path / str(saved_on)
         path.mkdir(exist_ok=True)
-        run_ranks(saved_on, through_safetensors, path, saved_on)
-        for loaded_on in (1, 2, 3):
-            run_ranks(loaded_on, through_safetensors, path, 0)
+        for world in (saved_on, *loaded_on):
+            run_ranks(world, through_safetensors, path, saved_on)
 
 
 # -- what a state dict may look like -----------------------------------------------------------------------------------
