@@ -245,7 +245,7 @@ def _loaded(path: Path) -> tuple[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     target = state(0, mesh)
     try:
-        dcp.load(target, checkpoint_id=path, planner=QuantizedLoadPlanner())
+        dcp.load(target, checkpoint_id=path, planner=QuantizedLoadPlanner(verify_checksums=True))
     except BaseException as error:  # noqa: BLE001 - DCP's CheckpointException is no Exception
         try:
             read_manifest(path)

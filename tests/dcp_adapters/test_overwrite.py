@@ -73,6 +73,19 @@ def test_an_overwritten_directory_holds_the_last_save(shared_tmp_path: Path) -> 
     run_ranks(2, overwrite_twice, shared_tmp_path)
 
 
+def overwrite_rank_by_rank(path: Path) -> None:
+    save_state(path, 0)
+    save_state(path, 5, use_collectives=False)
+    assert_loads(path, 5)
+
+
+def test_ranks_that_save_each_for_itself_retire_what_all_had_saved(shared_tmp_path: Path) -> None:
+    """Otherwise dcp.load would go by the old metadata, which it prefers."""
+    run_ranks(2, overwrite_rank_by_rank, shared_tmp_path)
+    left = {file.name for file in shared_tmp_path.iterdir() if "metadata" in file.name}
+    assert left == {"__0.metadata", "__1.metadata", ".metadata.retired"}
+
+
 def disagreeing(seed: int) -> dict[str, Any]:
     shards = state(seed)
     local_of(shards["nvfp4"]).global_scale.mul_(1 + dist.get_rank())
