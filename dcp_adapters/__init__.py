@@ -7,5 +7,6 @@ from dcp_adapters.expand import expand
 from dcp_adapters.load_planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest, read_manifest
 from dcp_adapters.save_planner import QuantizedSavePlanner
+from dcp_adapters.staging import QuantizedStager
 
-__all__ = ["Manifest", "QuantizedLoadPlanner", "QuantizedSavePlanner", "expand", "read_manifest"]
+__all__ = ["Manifest", "QuantizedLoadPlanner", "QuantizedSavePlanner", "QuantizedStager", "expand", "read_manifest"]

@@ -141,6 +141,11 @@ def _placement(spec: PartSpec, placement: Placement, ndim: int) -> Placement:
 
 def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     """The parts; of a gathered weight, whose tensor-wide part is a vector, the one value all shards share."""
+    if q.arrangement.flat is not None or q.arrangement.transposed:
+        raise ValueError(
+            f"{name}: a transposed or reshaped view of a quantized weight, whose parts are those of shape "
+            f"{q.arrangement.flat}; put the weight itself into the state dict"
+        )
     parts, wide = q.parts(), q.tensor_wide()
     if wide is None or q.arrangement.shards is None:
         return parts

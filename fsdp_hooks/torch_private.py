@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 __all__ = [
     "compute_local_shape_and_global_offset",
     "dtensor_around",
+    "dtensor_like",
     "flatten_state_dict",
     "is_tracing",
     "make_wrapper",
@@ -78,3 +79,12 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor around `local`, on whatever device that lives, with the mesh, placements, shape and dtype of `like`.
+
+    `dtensor_around` for when a DTensor of that layout is at hand: its spec is shared, which saves describing the global
+    tensor anew and keeps an order of shards that placements alone do not tell.
+    """
+    return DTensor(local, like._spec, requires_grad=False)

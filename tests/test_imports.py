@@ -40,7 +40,14 @@ PUBLIC: dict[str, list[str]] = {
         "quantized_model_init",
         "stochastic_rounding",
     ],
-    "dcp_adapters": ["Manifest", "QuantizedLoadPlanner", "QuantizedSavePlanner", "expand", "read_manifest"],
+    "dcp_adapters": [
+        "Manifest",
+        "QuantizedLoadPlanner",
+        "QuantizedSavePlanner",
+        "QuantizedStager",
+        "expand",
+        "read_manifest",
+    ],
 }
 
 every_package = pytest.mark.parametrize("package", ALLOWED)

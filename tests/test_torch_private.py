@@ -187,6 +187,10 @@ def build_dtensors() -> list[Any]:
     made = torch_private.dtensor_around(local, mesh, (Shard(0),), (3, 4))
     shape, offset = torch_private.compute_local_shape_and_global_offset((3, 4), mesh, (Shard(0),))
     elsewhere = torch_private.dtensor_around(torch.empty(3, 4, device="meta"), mesh, (Replicate(),), (3, 4))
+    like = torch_private.dtensor_like(torch.empty(local.shape, device="meta"), made)
+    same = (like.device_mesh, like.placements, like.shape, like.stride(), like.dtype, like.requires_grad)
+    assert same == (made.device_mesh, made.placements, made.shape, made.stride(), made.dtype, False)
+    assert like.to_local().device.type == "meta"
     return [
         made.to_local().data_ptr() == local.data_ptr(),
         made.full_tensor().tolist(),
@@ -195,7 +199,7 @@ def build_dtensors() -> list[Any]:
     ]
 
 
-def test_dtensor_around_wraps_the_local_tensor_itself() -> None:
+def test_dtensor_around_and_dtensor_like_wrap_the_local_tensor_itself() -> None:
     expected = [[0.0] * 4, [0.0] * 4, [1.0] * 4]
     first, second = run_ranks(2, build_dtensors)
     assert first == [True, expected, ((2, 4), (0, 0)), "meta"]

@@ -197,3 +197,16 @@ def staged_parts_stay_on_the_cpu() -> None:
 
 def test_expanding_changes_no_byte() -> None:
     run_ranks(2, staged_parts_stay_on_the_cpu)
+
+
+@pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w.view(-1), lambda w: w.view(4, -1, 64)])
+def test_a_view_of_another_shape_is_not_saved_as_the_weight(view: Any, tmp_path: Path) -> None:
+    weight = quantize(values((64, 128), 0), RECIPES["mxfp8"])
+    text = "w: a transposed or reshaped view of a quantized weight, whose parts are those of shape"
+    with pytest.raises(ValueError, match=text):
+        expand({"w": view(weight)})
+    with pytest.raises(BaseException, match=text):
+        save({"w": view(weight)}, tmp_path)
+    save({"w": weight}, tmp_path)
+    with pytest.raises(BaseException, match="w: the checkpoint holds shape"):
+        load({"w": view(weight)}, tmp_path)
