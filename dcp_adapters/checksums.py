@@ -2,14 +2,10 @@
 
     qtensor.checksums: uint8 [chunks, 16]    a row: xxh3_64("name@offset") | xxh3_64(the chunk's bytes)
 
-One row for every stored chunk of a tensor and for every byte entry; a rank's rows are one chunk of the table. Digests
-are canonical (big-endian). "name@offset" is `model.w.payload@128,0`: the entry, and where its chunk begins in the
-global tensor; nothing follows the @ of a 0-dim tensor or of a byte entry. The bytes of a tensor chunk are those of the
-contiguous tensor, of a byte entry those in the file.
-
-A chunk of the table has a row, too, with the digest of the save's id, which stands in `.metadata` beside it
-(storage_meta.save_id): rows agree with the file they lie in, whichever save wrote it; the id tells files of two saves
-in one directory apart.
+One row for every stored chunk of a tensor and for every byte entry, except for the table itself; a rank's rows are one
+chunk of the table. Digests are canonical (big-endian). "name@offset" is `model.w.payload@128,0`: the entry, and where
+its chunk begins in the global tensor; nothing follows the @ of a 0-dim tensor or of a byte entry. The bytes of a tensor
+chunk are those of the contiguous tensor, of a byte entry those in the file.
 
 xxh3 runs at the speed of memory, several times faster than the CRC32 which zip files carry beside it.
 """
@@ -22,19 +18,10 @@ from collections.abc import Callable, Iterable
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = [
-    "CHECKSUMS",
-    "ROW",
-    "Checksums",
-    "Verification",
-    "checksum_table",
-    "chunk_key",
-    "digest_of",
-    "digest_of_save",
-]
+__all__ = ["CHECKSUMS", "ROW", "Checksums", "Verification", "checksum_table", "chunk_key", "digest_of"]
 
 CHECKSUMS = "qtensor.checksums"
 ROW = 16  # bytes: 8 that say which chunk, 8 of its data
@@ -56,11 +43,6 @@ def digest_of(data: Tensor | io.BytesIO) -> bytes:
         return xxhash.xxh3_64_digest(b"")
     # a view of the memory that neither copies nor needs numpy
     return xxhash.xxh3_64_digest((ctypes.c_char * nbytes).from_address(plain.data_ptr()))
-
-
-def digest_of_save(save_id: str) -> bytes:
-    """8 bytes: the digest of the id that a storage writer gives a save."""
-    return xxhash.xxh3_64_digest(save_id.encode())
 
 
 def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
@@ -90,13 +72,13 @@ class Checksums:
         self.digests[index] = digest_of(data)
         return data
 
-    def table(self, items: Iterable[WriteItem], resolve: Callable[[WriteItem], object], save_id: str) -> Tensor:
+    def table(self, items: Iterable[WriteItem], resolve: Callable[[WriteItem], object]) -> Tensor:
         """The rows of a rank's items, in their order; `resolve` is called for those not seen yet."""
         rows = []
         for item in items:
             if item.index.fqn == CHECKSUMS:
-                self.digests[item.index] = digest_of_save(save_id)
-            elif item.index not in self.digests:
+                continue
+            if item.index not in self.digests:
                 resolve(item)
             rows.append((chunk_key(item.index), self.digests[item.index]))
         return checksum_table(rows)
@@ -105,8 +87,7 @@ class Checksums:
 class Verification:
     """Compares chunks that a load reads whole with the checkpoint's table, in whatever order the two arrive."""
 
-    def __init__(self, metadata: Metadata) -> None:
-        self.metadata = metadata
+    def __init__(self) -> None:
         self.lock = threading.Lock()  # readers commit from several threads
         self.outstanding = 0
         self.rows: dict[bytes, bytes] | None = None
@@ -125,7 +106,6 @@ class Verification:
             data = bytes(table.reshape(-1).tolist())
             self.rows = {data[at : at + 8]: data[at + 8 : at + ROW] for at in range(0, len(data), ROW)}
             waiting, self.waiting = self.waiting, []
-        self._check_save()
         for chunk in waiting:
             self._compare(*chunk)
 
@@ -137,23 +117,6 @@ class Verification:
                 self.waiting.append(chunk)
                 return
         self._compare(*chunk)
-
-    def _check_save(self) -> None:
-        """All pieces of the table, and with them the files, must be of the save that wrote the metadata."""
-        assert self.rows is not None
-        save_id = getattr(self.metadata.storage_meta, "save_id", None)
-        entry = self.metadata.state_dict_metadata[CHECKSUMS]
-        if save_id is None or not isinstance(entry, TensorStorageMetadata):
-            return  # the storage does not keep it
-        for chunk in entry.chunks:
-            index = MetadataIndex(CHECKSUMS, chunk.offsets)
-            if self.rows.get(chunk_key(index)) != digest_of_save(save_id):
-                info = self.metadata.storage_data[index]
-                raise RuntimeError(
-                    f"{getattr(info, 'relative_path', info)} of the checkpoint is of another save than its .metadata: "
-                    "two saves have written into one directory. Some tensors of the target may be loaded already: load "
-                    "another checkpoint"
-                )
 
     def _compare(self, name: str, index: MetadataIndex, digest: bytes) -> None:
         assert self.rows is not None

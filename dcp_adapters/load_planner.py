@@ -117,7 +117,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         if self.awaits_manifest:
             self.awaits_manifest = self._reads_first(MANIFEST, metadata)
         checks = self.verify_checksums and self._reads_first(CHECKSUMS, metadata)
-        self.verification = Verification(metadata) if checks else None
+        self.verification = Verification() if checks else None
 
     def create_local_plan(self) -> LoadPlan:
         """Stock read items, and those of the conversions."""

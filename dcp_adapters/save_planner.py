@@ -62,7 +62,6 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         """Flatten; keep the local parts of quantized leaves, and what stock DCP saves, apart."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
-        self.save_id = getattr(storage_meta, "save_id", None) or ""  # until the coordinator's comes with the plan
         flat, owner = self.state_dict, dict[str, str]()
         self.state_dict, self.parts, self.part_items = {}, dict[str, Tensor](), list[WriteItem]()
         self.payloads: dict[str, QuantizedTensor] = {}
@@ -131,24 +130,23 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             self.parts[MANIFEST] = known.manifest_data
             self.metadata = _fresh(known.metadata)
             retire(self.checkpoint_id, ranks=len(all_plans))
-            return [SavePlan([], planner_data=(self.save_id, None), usable=False) for _ in all_plans], self.metadata
+            return [SavePlan([], usable=False) for _ in all_plans], self.metadata
         plans, metadata, data = self._planned(all_plans, manifest)
         if self._enable_plan_caching:
             token = plan_cache.remember_global(plan_cache.Global(all_plans, plans, metadata, manifest, data))
-        plans = [dataclasses.replace(plan, planner_data=(self.save_id, (token, i))) for i, plan in enumerate(plans)]
+            plans = [dataclasses.replace(plan, planner_data=(token, place)) for place, plan in enumerate(plans)]
         self.global_plan, self.metadata = plans, _fresh(metadata)
         retire(self.checkpoint_id, ranks=len(all_plans))
         return plans, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The plan to write: the coordinator's, or the one kept from an earlier save."""
-        self.save_id, kept = new_plan.planner_data
         if not new_plan.usable:
             assert self.cached is not None
             plan_cache.remember_local(self.cached)
             new_plan = dataclasses.replace(self.cached.final, storage_data=new_plan.storage_data)
         elif self._enable_plan_caching:
-            token, place = kept
+            token, place = new_plan.planner_data
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
         self.plan = new_plan
         return new_plan
@@ -161,7 +159,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """What the writer stores for an item; digested, if checksums are on."""
         if write_item.index.fqn == CHECKSUMS:
-            return self.checksums.table(self.plan.items, self.resolve_data, self.save_id)
+            return self.checksums.table(self.plan.items, self.resolve_data)
         data: Tensor | io.BytesIO = self.checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
         return self.checksums.seen(write_item.index, data) if self.with_checksums else data
 
@@ -243,18 +241,18 @@ def _fresh(metadata: Metadata) -> Metadata:
 
 
 def _with_checksums(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorageMetadata]:
-    """Each plan with an item for its rows of the table, one for that item too, and the table's metadata."""
-    total, first = sum(len(plan.items) + 1 for plan in plans if plan.items), 0
+    """Each plan with an item for its rows of the table, and the table's metadata."""
+    total, first = sum(len(plan.items) for plan in plans), 0
     out: list[SavePlan] = []
     chunks: list[ChunkStorageMetadata] = []
     entry = None
     for plan in plans:
-        rows = torch.empty(len(plan.items) + 1, ROW, dtype=torch.uint8, device="meta")
+        rows = torch.empty(len(plan.items), ROW, dtype=torch.uint8, device="meta")
         if not plan.items:
             out.append(plan)
             continue
         item = plain_item(CHECKSUMS, rows, rows=(first, total))
-        first += len(rows)
+        first += len(plan.items)
         assert item.tensor_data is not None
         item = dataclasses.replace(item, index=dataclasses.replace(item.index, index=len(chunks)))
         chunks.append(item.tensor_data.chunk)  # type: ignore[union-attr]

@@ -35,8 +35,6 @@ def expected_rows(path: Path) -> dict[bytes, bytes]:
     rows = {}
     for index, info in metadata.storage_data.items():
         if index.fqn == CHECKSUMS:
-            key = f"{CHECKSUMS}@{index.offset[0]},0"
-            rows[xxhash.xxh3_64_digest(key.encode())] = xxhash.xxh3_64_digest(metadata.storage_meta.save_id.encode())
             continue
         with (path / info.relative_path).open("rb") as file:
             file.seek(info.offset)
