@@ -4,7 +4,7 @@
     create_local_plan    every rank         stock write items for the rest; beside all items, one byte an item for the
                                             recipe and the values of the tensor-wide scales
     create_global_plan   the coordinator    recipes and scales must agree over all ranks; the manifest and the checksum
-                                            table become two more entries
+                                            table become two more entries; what is overwritten is removed
     finish_plan          every rank         stock; or the plan of an earlier save, see plan_cache.py
     resolve_data         every rank         stock, digested on the way out; the checksum table when it is asked for
 
@@ -28,6 +28,7 @@ from dcp_adapters.checksums import CHECKSUMS, ROW, Checksums
 from dcp_adapters.coordinator import PLAIN, Now, Record, merged_manifest, with_unlisted
 from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
+from dcp_adapters.overwrite import clear, own_names
 from dcp_adapters.write_items import plain_item, quantized_items
 from fsdp_hooks.digest import digest
 from qtensor.tensor import QuantizedTensor
@@ -60,6 +61,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Flatten; keep the local parts of quantized leaves, and what stock DCP saves, apart."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
         flat, owner = self.state_dict, dict[str, str]()
         self.state_dict, self.parts, self.part_items = {}, dict[str, Tensor](), list[WriteItem]()
         self.payloads: dict[str, QuantizedTensor] = {}
@@ -120,6 +122,9 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator only: check that ranks agree, plan as stock DCP does, add the manifest and the checksums."""
+        alone = (
+            all_plans[0].storage_data is not None
+        )  # so writers mark the plans of ranks that save without collectives
         all_plans, token = plan_cache.restored(all_plans)
         all_plans = with_unlisted(all_plans, self.unlisted)
         manifest = merged_manifest(all_plans)
@@ -127,12 +132,14 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         if known is not None:
             self.parts[MANIFEST] = known.manifest_data
             self.metadata = _fresh(known.metadata)
+            clear(self.checkpoint_id, alone=alone)
             return [SavePlan([], usable=False) for _ in all_plans], self.metadata
         plans, metadata, data = self._planned(all_plans, manifest)
         if self._enable_plan_caching:
             token = plan_cache.remember_global(plan_cache.Global(all_plans, plans, metadata, manifest, data))
             plans = [dataclasses.replace(plan, planner_data=(token, place)) for place, plan in enumerate(plans)]
         self.global_plan, self.metadata = plans, _fresh(metadata)
+        clear(self.checkpoint_id, alone=alone)
         return plans, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -144,6 +151,9 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         elif self._enable_plan_caching:
             token, place = new_plan.planner_data
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
+        if new_plan.items:
+            names = own_names(self.checkpoint_id, new_plan.storage_data)
+            new_plan = dataclasses.replace(new_plan, storage_data=names)
         self.plan = new_plan
         return new_plan
 

@@ -1,0 +1,101 @@
+"""What a save does where another one has written, or is writing: their files never end up under one `.metadata`.
+
+File writers open `__<rank>_<n>.distcp` for writing, whoever owns it. Two saves into one directory, or one that dies over
+an older checkpoint, then leave metadata of one over files of both; sizes and offsets agree as long as the shapes do, so
+it would load. Two steps prevent that, on local paths:
+
+    clear      the coordinator, after all checks and before any rank writes: the `.metadata` of the checkpoint that is
+               overwritten goes, then its data files. A save that dies from here on leaves an incomplete checkpoint.
+    own_names  every rank, before it writes: its first file is created exclusively. Where that name is taken, by a save
+               that died or by one at the same time, its files get names of their own.
+
+So two saves at the same time leave the one that finishes last, whole, or, if it cleared the other's files away, files
+that are missing by name. Nothing brings an overwritten checkpoint back: who needs it saves into a directory a step.
+"""
+
+import dataclasses
+import errno
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+__all__ = ["clear", "own_names"]
+
+DATA = re.compile(r"__\d+_\w+\.distcp")
+RANK_METADATA = re.compile(r"__\d+\.metadata")
+# Some network file systems can not sync a directory; there a removal is as durable as they make it.
+CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+
+
+def clear(checkpoint_id: str | os.PathLike[str] | None, *, alone: bool) -> None:
+    """Remove the checkpoint that is about to be overwritten, its metadata first; durable when it returns.
+
+    Without `.metadata` there is no checkpoint and nothing is removed: data files may belong to a save under way.
+
+    Args:
+        checkpoint_id: a local directory, which need not exist. None and URLs ("s3://...") are left alone: how to reach
+            the store behind a URL is known only to the storage writer.
+        alone: the rank saves for itself (use_collectives=False). Then only the `.metadata` goes, which `dcp.load` would
+            prefer; other files may be what another rank has just written. Otherwise metadata that ranks have saved
+            each for itself (`__0.metadata`) goes as well, since `dcp.load` falls back on it.
+
+    Raises:
+        OSError: the directory can not be written; the old checkpoint is as it was.
+    """
+    directory = _local(checkpoint_id)
+    if directory is None or not directory.is_dir():
+        return
+    metadata = [directory / ".metadata"]
+    if not alone:
+        metadata += sorted(path for path in directory.iterdir() if RANK_METADATA.fullmatch(path.name))
+    found = [path for path in metadata if _removed(path)]
+    if not found:
+        return
+    _sync(directory)
+    if not alone:
+        for path in directory.iterdir():
+            if DATA.fullmatch(path.name):
+                _removed(path)
+
+
+def own_names(checkpoint_id: str | os.PathLike[str] | None, storage_data: Any) -> Any:
+    """The writer's storage data, with a prefix of its own where the first file of the prefix is taken.
+
+    Writers that name no prefix, and stores behind URLs, are left as they are.
+    """
+    directory, prefix = _local(checkpoint_id), getattr(storage_data, "prefix", None)
+    if directory is None or not isinstance(prefix, str) or not directory.is_dir():
+        return storage_data
+    try:
+        os.close(os.open(directory / f"{prefix}0.distcp", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return dataclasses.replace(storage_data, prefix=f"{prefix}{uuid.uuid4().hex[:8]}_")
+    return storage_data
+
+
+def _local(checkpoint_id: str | os.PathLike[str] | None) -> Path | None:
+    return None if checkpoint_id is None or "://" in os.fspath(checkpoint_id) else Path(checkpoint_id)
+
+
+def _removed(path: Path) -> bool:
+    """Whether there was such a file; a rank that saves for itself may have been faster."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _sync(directory: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CAN_NOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)

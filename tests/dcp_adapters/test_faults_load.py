@@ -1,0 +1,105 @@
+"""Whatever is wrong with a checkpoint or with reading it: every rank hears of it, and the one before it loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests import _rank_worker, ranks
+from tests.dcp_adapters.cases import load
+from tests.dcp_adapters.faulty import WORLD, assert_loads, fail_on, save_state, state
+from tests.ranks import RankFailure, run_ranks
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that is whole: seed 0, two ranks."""
+    path: Path = ranks.agreed(tmp_path_factory.mktemp("faults")) / "good"
+    run_ranks(WORLD, save_state, path)
+    return path
+
+
+class Reader(dcp.FileSystemReader):
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        fail_on(1)
+        return super().read_data(plan, planner)
+
+
+def fail_to_read(good: Path) -> None:
+    with pytest.raises(BaseException, match="the disk is on fire"):
+        load(state(99), good, reader=Reader(good))
+    assert_loads(good, 0)
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(good: Path) -> None:
+    run_ranks(WORLD, fail_to_read, good)
+
+
+def unreadable(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # EIO wherever nothing is mapped
+
+
+def break_zip(file: Path) -> None:
+    """One bit among the end records of the zip archive that holds rank 1's piece of exp_avg."""
+    stored = dcp.FileSystemReader(file.parent).read_metadata().storage_data
+    info = next(info for index, info in stored.items() if index.fqn == "exp_avg" and index.offset[0])
+    data = bytearray(file.read_bytes())
+    data[info.offset + info.length - 30] ^= 0x10
+    file.write_bytes(data)
+
+
+HARMS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "read error": (unreadable, r"Input/output error"),
+    "a bit of a zip file's structure": (break_zip, "PytorchStreamReader failed"),
+    "truncated": (lambda file: os.truncate(file, 1000), r"__1_0\.distcp of the checkpoint is truncated"),
+    "missing": (Path.unlink, r"No such file or directory: '.*__1_0\.distcp'"),
+}
+
+
+def load_harmed(path: Path, good: Path, error: str) -> None:
+    with pytest.raises(BaseException, match=error):
+        load(state(99), path)
+    assert_loads(good, 0)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_harmed_file_fails_the_load_on_all_ranks(harm: str, good: Path, shared_tmp_path: Path) -> None:
+    if harm == "read error" and not sys.platform.startswith("linux"):
+        pytest.skip("needs /proc/self/mem")
+    do_harm, error = HARMS[harm]
+    path = shared_tmp_path / "checkpoint"
+    if not path.exists():
+        shutil.copytree(good, path)
+        do_harm(path / "__1_0.distcp")
+    run_ranks(WORLD, load_harmed, path, good, error)
+
+
+class DyingReader(dcp.FileSystemReader):
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read_data(plan, planner)
+
+
+def load_beside_a_dying_rank(good: Path) -> None:
+    with pytest.raises(BaseException, match=r"[Cc]onnection (closed|reset)"):
+        load(state(99), good, reader=DyingReader(good))
+
+
+@pytest.mark.skipif(_rank_worker.under_torchrun(), reason="kills a rank, and torchrun's are its own")
+def test_a_rank_that_is_killed_while_loading_fails_the_load_on_the_others(good: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(WORLD, load_beside_a_dying_rank, good, timeout=60)
+    assert str(failure.value).startswith("1 of 2 ranks failed in load_beside_a_dying_rank")
+    assert "rank 1 of 2: died, killed by SIGKILL" in str(failure.value)
+    run_ranks(WORLD, assert_loads, good, 0)
