@@ -132,27 +132,28 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         if known is not None:
             self.parts[MANIFEST] = known.manifest_data
             self.metadata = _fresh(known.metadata)
-            clear(self.checkpoint_id, alone=alone)
-            return [SavePlan([], usable=False) for _ in all_plans], self.metadata
+            cleared = clear(self.checkpoint_id, alone=alone)
+            return [SavePlan([], planner_data=(cleared, None), usable=False) for _ in all_plans], self.metadata
         plans, metadata, data = self._planned(all_plans, manifest)
         if self._enable_plan_caching:
             token = plan_cache.remember_global(plan_cache.Global(all_plans, plans, metadata, manifest, data))
-            plans = [dataclasses.replace(plan, planner_data=(token, place)) for place, plan in enumerate(plans)]
+        cleared = clear(self.checkpoint_id, alone=alone)
+        plans = [dataclasses.replace(plan, planner_data=(cleared, (token, place))) for place, plan in enumerate(plans)]
         self.global_plan, self.metadata = plans, _fresh(metadata)
-        clear(self.checkpoint_id, alone=alone)
         return plans, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The plan to write: the coordinator's, or the one kept from an earlier save."""
+        cleared, kept = new_plan.planner_data
         if not new_plan.usable:
             assert self.cached is not None
             plan_cache.remember_local(self.cached)
             new_plan = dataclasses.replace(self.cached.final, storage_data=new_plan.storage_data)
         elif self._enable_plan_caching:
-            token, place = new_plan.planner_data
+            token, place = kept
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
         if new_plan.items:
-            names = own_names(self.checkpoint_id, new_plan.storage_data)
+            names = own_names(self.checkpoint_id, new_plan.storage_data, cleared=cleared)
             new_plan = dataclasses.replace(new_plan, storage_data=names)
         self.plan = new_plan
         return new_plan

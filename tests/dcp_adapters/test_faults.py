@@ -161,12 +161,24 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(*, asynchronous: bool, good:
 # -- no room -----------------------------------------------------------------------------------------------------------
 
 
+class Full(dcp.FileSystemWriter):
+    """When writing begins one of the files is such that every write to it is ENOSPC."""
+
+    def __init__(self, path: Path, full_file: str) -> None:
+        super().__init__(path)
+        self.full_file = Path(path, full_file)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if self.full_file.name.startswith(plan.storage_data.prefix) or (
+            self.full_file.suffix != ".distcp" and dist.get_rank() == 0
+        ):
+            self.full_file.unlink(missing_ok=True)
+            self.full_file.symlink_to("/dev/full")
+        return super().write_data(plan, planner)
+
+
 def save_without_room(path: Path, good: Path, full_file: str) -> None:
-    path.mkdir(exist_ok=True)
-    if dist.get_rank() == 1:
-        (path / full_file).symlink_to("/dev/full")  # every write to it is ENOSPC
-    dist.barrier()
-    save_into(path, {"checkpoint_id": path}, "No space left on device" + TORN)
+    save_into(path, {"storage_writer": Full(path, full_file)}, "No space left on device" + TORN)
     assert_loads(good, 0)
 
 

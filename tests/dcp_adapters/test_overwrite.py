@@ -17,8 +17,8 @@ from dcp_adapters import QuantizedSavePlanner
 from dcp_adapters import overwrite as overwrite_module
 from dcp_adapters.overwrite import clear, own_names
 from fsdp_hooks.scale_sync import local_of
-from tests.dcp_adapters.cases import assert_holds, load, save
-from tests.dcp_adapters.faulty import UNFINISHED, assert_loads, assert_refused, full, overwrite, save_state, state
+from tests.dcp_adapters.cases import assert_holds, load
+from tests.dcp_adapters.faulty import assert_loads, assert_refused, full, overwrite, save_state, state
 from tests.ranks import run_ranks
 
 
@@ -187,7 +187,7 @@ def test_a_save_whose_files_were_cleared_away_is_refused(shared_tmp_path: Path) 
 def test_where_there_is_no_checkpoint_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "__0_0.distcp").write_text("of a save that never finished, or has not yet")
     for place in (tmp_path, str(tmp_path / "new"), tmp_path / "__0_0.distcp", None):
-        clear(place, alone=False)
+        assert not clear(place, alone=False)
     assert (tmp_path / "__0_0.distcp").exists()
     monkeypatch.chdir(tmp_path)
     Path("s3:/bucket").mkdir(parents=True)
@@ -201,9 +201,9 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     others = ("notes.txt", "model.safetensors", "__x_0.distcp", "config.json")
     for name in (*names, *others):
         (tmp_path / name).write_text(name)
-    clear(tmp_path, alone=True)
+    assert clear(tmp_path, alone=True)
     assert {path.name for path in tmp_path.iterdir()} == {*names[1:], *others}
-    clear(tmp_path, alone=False)
+    assert clear(tmp_path, alone=False)
     assert {path.name for path in tmp_path.iterdir()} == {*others, "__x.metadata"}
 
 
@@ -241,13 +241,15 @@ class Prefix:
 
 
 def test_a_name_that_is_taken_is_not_taken_again(tmp_path: Path) -> None:
-    first = own_names(tmp_path, Prefix("__3_"))
+    first = own_names(tmp_path, Prefix("__3_"), cleared=False)
     assert first == Prefix("__3_")
     assert (tmp_path / "__3_0.distcp").read_bytes() == b""
-    second, third = own_names(tmp_path, Prefix("__3_")), own_names(str(tmp_path), Prefix("__3_"))
+    second = own_names(tmp_path, Prefix("__3_"), cleared=False)
+    third = own_names(str(tmp_path), Prefix("__3_"), cleared=True)
     assert len({first.prefix, second.prefix, third.prefix}) == 3
     assert all(re.fullmatch(r"__3_[0-9a-f]{8}_", one.prefix) for one in (second, third))
-    assert own_names(tmp_path, Prefix("__4_")) == Prefix("__4_")
+    assert own_names(tmp_path, Prefix("__4_"), cleared=False) == Prefix("__4_")
+    assert own_names(tmp_path, Prefix("__5_"), cleared=True) != Prefix("__5_")
     for place in (None, "s3://bucket", tmp_path / "not there"):
-        assert own_names(place, Prefix("__3_")) == Prefix("__3_")
-    assert own_names(tmp_path, {"shard_index": 1}) == {"shard_index": 1}  # a writer that names no prefix
+        assert own_names(place, Prefix("__3_"), cleared=True) == Prefix("__3_")
+    assert own_names(tmp_path, {"shard_index": 1}, cleared=True) == {"shard_index": 1}  # a writer that names no prefix
