@@ -6,7 +6,7 @@ Raw payloads and scales as plain tensors, resharded by stock DCP.
 from dcp_adapters.expand import expand
 from dcp_adapters.load_planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest, read_manifest
-from dcp_adapters.safe_reader import SafeFileSystemReader
+from dcp_adapters.safe.reader import SafeFileSystemReader
 from dcp_adapters.save_planner import QuantizedSavePlanner
 from dcp_adapters.staging import QuantizedStager
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint import Metadata, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dcp_adapters.metadata_checks import short
-from dcp_adapters.safe_reader import SafeFileSystemReader
+from dcp_adapters.safe.metadata_checks import short
+from dcp_adapters.safe.reader import SafeFileSystemReader
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, specs_of
 from qtensor.recipes import Recipe
 

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import torch
 
-from dcp_adapters.metadata_names import DTYPES, Function
-from dcp_adapters.plain_pickle import read_plain
+from dcp_adapters.safe.metadata_names import DTYPES, Function
+from dcp_adapters.safe.plain_pickle import read_plain
 
 __all__ = ["FileSlice", "Header", "read_header"]
 

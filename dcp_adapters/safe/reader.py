@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from dcp_adapters.metadata_checks import (
+from dcp_adapters.safe.metadata_checks import (
     METADATA,
     Fault,
     file_faults,
@@ -31,8 +31,8 @@ from dcp_adapters.metadata_checks import (
     record_faults,
     shapes_of,
 )
-from dcp_adapters.plain_pickle import read_plain
-from dcp_adapters.tensor_archive import FileSlice, read_header
+from dcp_adapters.safe.plain_pickle import read_plain
+from dcp_adapters.safe.tensor_archive import FileSlice, read_header
 
 __all__ = ["SafeFileSystemReader", "read_metadata_file"]
 

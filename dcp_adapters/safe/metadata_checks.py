@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.metadata_names import FIELDS, LARGEST
+from dcp_adapters.safe.metadata_names import FIELDS, LARGEST
 from fsdp_hooks.torch_private import StorageInfo
 
 __all__ = [

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from dcp_adapters.metadata_names import FIELDS, NAMES, PATHS, Function
+from dcp_adapters.safe.metadata_names import FIELDS, NAMES, PATHS, Function
 
 __all__ = ["read_plain"]
 

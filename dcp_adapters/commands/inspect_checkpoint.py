@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from dcp_adapters.recipe_names import recipe_label
-from dcp_adapters.stored import StoredCheckpoint, StoredTensor
-from dcp_adapters.tables import human_bytes, table
+from dcp_adapters.commands.recipe_names import recipe_label
+from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
+from dcp_adapters.commands.tables import human_bytes, table
 
 __all__ = ["FORMAT", "Inspection", "Total", "in_order", "inspect_checkpoint", "kind_of", "matches"]
 

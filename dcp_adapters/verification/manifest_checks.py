@@ -3,7 +3,7 @@
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_adapters.manifest import Manifest
-from dcp_adapters.metadata_checks import METADATA, Fault
+from dcp_adapters.safe.metadata_checks import METADATA, Fault
 
 __all__ = ["manifest_faults"]
 

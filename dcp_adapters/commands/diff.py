@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.inspect_checkpoint import in_order, kind_of
-from dcp_adapters.progress import Advance, unseen
-from dcp_adapters.stored import StoredCheckpoint, StoredTensor
-from dcp_adapters.tables import table
+from dcp_adapters.commands.inspect_checkpoint import in_order, kind_of
+from dcp_adapters.commands.progress import Advance, unseen
+from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
+from dcp_adapters.commands.tables import table
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["FORMAT", "Diff", "Difference", "Error", "diff"]
 
-FORMAT = "dcp_adapters.diff/1"
+FORMAT = "dcp_adapters.commands.diff/1"
 SLICE = 1 << 20  # elements that are widened to float64 at once
 
 

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.inspect_checkpoint import kind_of, matches
-from dcp_adapters.progress import Advance, unseen
+from dcp_adapters.commands.inspect_checkpoint import kind_of, matches
+from dcp_adapters.commands.progress import Advance, unseen
+from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
 from dcp_adapters.save_planner import QuantizedSavePlanner
-from dcp_adapters.stored import StoredCheckpoint, StoredTensor
 from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize

@@ -15,20 +15,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from dcp_adapters.convert_checkpoint import convert_checkpoint, plan_conversion
-from dcp_adapters.diff import diff
-from dcp_adapters.inspect_checkpoint import inspect_checkpoint
-from dcp_adapters.progress import Advance, progress
-from dcp_adapters.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
-from dcp_adapters.stored import StoredCheckpoint, checkpoint_directory
-from dcp_adapters.tables import human_bytes, table
-from dcp_adapters.verify import verify
+from dcp_adapters.commands.convert_checkpoint import convert_checkpoint, plan_conversion
+from dcp_adapters.commands.diff import diff
+from dcp_adapters.commands.inspect_checkpoint import inspect_checkpoint
+from dcp_adapters.commands.progress import Advance, progress
+from dcp_adapters.commands.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.commands.stored import StoredCheckpoint, checkpoint_directory
+from dcp_adapters.commands.tables import human_bytes, table
+from dcp_adapters.verification.verify import verify
 
 __all__ = ["main"]
 
 PROGRAM = "python -m dcp_adapters"
 FINE, FOUND, FAILED = 0, 1, 2
-VERIFY_FORMAT = "dcp_adapters.verify/1"
+VERIFY_FORMAT = "dcp_adapters.verification.verify/1"
 
 MAIN_HELP = """\
 Look at, check, compare and convert PyTorch distributed checkpoints with quantized tensors in them.

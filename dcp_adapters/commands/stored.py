@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
 from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry, manifest_of
-from dcp_adapters.safe_reader import SafeFileSystemReader
+from dcp_adapters.safe.reader import SafeFileSystemReader
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 

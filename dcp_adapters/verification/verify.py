@@ -22,13 +22,22 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.manifest_checks import manifest_faults
-from dcp_adapters.metadata_checks import METADATA, Fault, chunks_of, cut_off, holding_faults, look_at, named, shapes_of
-from dcp_adapters.part_values import value_fault
-from dcp_adapters.report import Finding, Report
-from dcp_adapters.safe_reader import read_metadata_file
-from dcp_adapters.tensor_archive import FileSlice, read_header
-from dcp_adapters.tiling import tiling_fault
+from dcp_adapters.safe.metadata_checks import (
+    METADATA,
+    Fault,
+    chunks_of,
+    cut_off,
+    holding_faults,
+    look_at,
+    named,
+    shapes_of,
+)
+from dcp_adapters.safe.reader import read_metadata_file
+from dcp_adapters.safe.tensor_archive import FileSlice, read_header
+from dcp_adapters.verification.manifest_checks import manifest_faults
+from dcp_adapters.verification.part_values import value_fault
+from dcp_adapters.verification.report import Finding, Report
+from dcp_adapters.verification.tiling import tiling_fault
 from qtensor.formats import PartSpec, specs_of
 
 __all__ = ["Finding", "Report", "verify"]
