@@ -226,19 +226,25 @@ class _Committed(Metadata):
 
     A writer hands the metadata its results and pickles it as the very last step of a save. Stock FileSystemWriter
     loses the exception of a writing thread (thread_count >= 2) and with it the chunks of that thread: pickling is where
-    that can still fail the save. What reaches the disk is a plain Metadata.
+    that can still fail the save. What reaches the disk is a plain Metadata, in which each name is written once: keys
+    that came from as many ranks are as many strings, and every rank that loads would read and keep them all.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
+        state = dict(vars(self))
         if isinstance(self.storage_data, dict):
-            self._check_complete(self.storage_data)
-        return Metadata, (self.state_dict_metadata,), dict(vars(self))
+            state["storage_data"] = self._by_shared_keys(self.storage_data)
+        return Metadata, (self.state_dict_metadata,), state
 
-    def _check_complete(self, stored: dict[Any, Any]) -> None:
+    def _by_shared_keys(self, stored: dict[Any, Any]) -> dict[Any, Any]:
+        """`stored`, its keys equal but made of the names and offsets of `state_dict_metadata`; raises what is lost."""
+        placed = {}
         for name, entry in self.state_dict_metadata.items():
             chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
-            for chunk in chunks:
-                index = MetadataIndex(name, None if chunk is None else chunk.offsets)
+            for number, chunk in enumerate(chunks):
+                index = MetadataIndex(name, index=None if chunk is None else number)
+                if chunk is not None:
+                    object.__setattr__(index, "offset", chunk.offsets)  # the constructor would copy it
                 if index not in stored:
                     where = "" if chunk is None else f" at {tuple(chunk.offsets)}"
                     raise RuntimeError(
@@ -246,6 +252,8 @@ class _Committed(Metadata):
                         "writing thread may have failed (disk full?). The checkpoint is incomplete and gets no "
                         ".metadata"
                     )
+                placed[index] = stored[index]
+        return {**stored, **placed} if len(placed) < len(stored) else placed
 
 
 def _fresh(metadata: Metadata) -> Metadata:
