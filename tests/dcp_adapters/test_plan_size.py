@@ -93,6 +93,14 @@ def test_a_name_is_written_once_however_many_ranks_wrote(shared_tmp_path: Path) 
     assert counts[0] == counts[1]
 
 
+def test_tensors_alike_share_their_record_in_the_manifest(tmp_path: Path) -> None:
+    weights = {name: quantize(values((64, 64), 0), RECIPES["mxfp8"]) for name in ("a", "b")}
+    save({**weights, "c": quantize(values((32, 64), 0), RECIPES["mxfp8"])}, tmp_path)
+    tensors = dcp.FileSystemReader(tmp_path).read_metadata().planner_data["qtensor.manifest.json"]["tensors"]
+    assert tensors["a"] is tensors["b"]
+    assert tensors["a"] != tensors["c"]
+
+
 class WritesMore(dcp.FileSystemWriter):
     """Its results name something that is no entry of the state dict."""
 
