@@ -39,7 +39,8 @@ from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 FORMATS = {"float8_row": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 LOCAL_WORLD = 1024
-LOCAL_REPEATS = 7
+REPEATS = 5  # of what one rank does, for models below LARGE entries; larger ones do it once
+LARGE = 10_000
 # model -> (formats, worlds); at the world of METADATA_WORLD .metadata is written and read, too
 COORDINATOR = {
     "llama_405b": (("float8_row", "mxfp8", "nvfp4"), (8, 64, 256)),
@@ -65,6 +66,10 @@ class Contender:
     def name(self) -> str:
         return self.format or "dense"
 
+    @property
+    def repeats(self) -> int:
+        return REPEATS if len(MODELS[self.model]) < LARGE else 1
+
     def state_dict(self, mesh: Any) -> dict[str, Any]:
         return state_dict_of(MODELS[self.model], mesh, FORMATS[self.format] if self.format else None)
 
@@ -80,11 +85,12 @@ def run() -> dict[str, Any]:
     results: dict[str, Any] = {}
     with _collector(on=False):
         for model, (formats, worlds) in COORDINATOR.items():
+            print(f"  {model} ...", flush=True)
             contenders = [Contender(model, name) for name in (None, *formats)]
             results[model] = {
                 "entries": len(MODELS[model]),
                 "quantized": sum(quantized for _, quantized in MODELS[model].values()),
-                "local": _local(contenders, repeats=LOCAL_REPEATS if len(MODELS[model]) < 10_000 else 1),
+                "local": _local(contenders),
                 **_scaling(contenders, worlds),
             }
         results["validation_of_one_tensor"] = _sweep()
@@ -96,13 +102,13 @@ def run() -> dict[str, Any]:
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def _local(contenders: list[Contender], repeats: int) -> dict[str, Any]:
+def _local(contenders: list[Contender]) -> dict[str, Any]:
     """Milliseconds and pickled bytes of one rank's plan; ratios to the first contender."""
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     sizes, items = {}, {}
     with as_rank(1, LOCAL_WORLD) as mesh:
         state_dicts = {contender.name: contender.state_dict(mesh) for contender in contenders}
-        for _ in range(repeats + 1):  # in turn; the first is a warm-up
+        for _ in range(1 + contenders[0].repeats):  # in turn; the first is a warm-up
             for contender in contenders:
                 plan, seconds = _timed(lambda c=contender: _plan(c.save_planner(), state_dicts[c.name]))
                 times[contender.name].append(seconds)
@@ -210,12 +216,12 @@ def _describe(contender: Contender, world: int, plans: list[SavePlan], metadata:
         reader = dcp.FileSystemReader(path)
         found, out["unpickle_gc_off_s"] = _timed(reader.read_metadata)
         with _collector(on=True):
-            again, out["unpickle_gc_on_s"] = _timed(reader.read_metadata)
-        del again
+            out["unpickle_gc_on_s"] = _timed(reader.read_metadata)[1]
         with as_rank(1, world) as mesh:
             state_dict = contender.state_dict(mesh)
             out["load_plan_s"] = statistics.median(
-                _timed(lambda: _load_plan(contender.load_planner(), state_dict, found))[1] for _ in range(3)
+                _timed(lambda: _load_plan(contender.load_planner(), state_dict, found))[1]
+                for _ in range(contender.repeats)
             )
         del found
         tracemalloc.start()
@@ -292,7 +298,7 @@ def _over(row: dict[str, float], dense: dict[str, float], key: str) -> float:
 
 
 def _power(values: dict[int, float]) -> dict[str, float]:
-    """The exponent between the two largest worlds, and the value it gives at AT ranks."""
+    """The exponent between the two largest worlds, and what it gives at AT ranks."""
     (below, low), (above, high) = sorted(values.items())[-2:]
     exponent = math.log(high / low) / math.log(above / below)
     return {"exponent": round(exponent, 2), f"at_{AT}": round(high * (AT / above) ** exponent, 4)}
