@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.machine import machine_and_versions
 
-QUESTIONS = ("numerics", "plans")
+QUESTIONS = ("numerics", "plan_scaling")
 
 
 def main() -> None:
@@ -22,7 +22,8 @@ def main() -> None:
     for name in names:
         print(f"{name} ...", flush=True)
         results[name] = importlib.import_module(f"benchmarks.{name}").run()
-    out = Path(__file__).parent / "results" / f"{dt.date.today().isoformat()}-{platform.machine()}-cpu.json"
+    label = "-".join([dt.date.today().isoformat(), platform.machine(), "cpu", *sys.argv[1:]])
+    out = Path(__file__).parent / "results" / f"{label}.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))

@@ -36,8 +36,8 @@ class Now:
 class Record:
     """What a rank tells the coordinator: planner data of its local plan.
 
-    mappings: flat name -> path in the nested state dict. kinds: for each item an index into `recipes` where it is a
-    payload, else PLAIN.
+    mappings: flat name -> path in the nested state dict, of the entries this rank lists. kinds: for each item an index
+    into `recipes` where it is a payload, else PLAIN.
     """
 
     mappings: Any
@@ -46,7 +46,7 @@ class Record:
     now: Now
 
 
-def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem]) -> list[SavePlan]:
+def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings: Any) -> list[SavePlan]:
     """The coordinator's plan gets the replicated scalars that it left to a rank which takes no part in this save.
 
     That is so where one replica group saves for all, and where each rank saves its own (use_collectives=False).
@@ -56,7 +56,10 @@ def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem]) -> list[
     listed = {item.index.fqn for plan in all_plans for item in plan.items}
     missing = [item for item in unlisted if item.index.fqn not in listed]
     plan, record = all_plans[0], all_plans[0].planner_data
-    record = dataclasses.replace(record, kinds=record.kinds + bytes([PLAIN] * len(missing)))
+    paths = {name: mappings[name] for item in missing if (name := item.index.fqn) in mappings}
+    record = dataclasses.replace(
+        record, mappings={**record.mappings, **paths}, kinds=record.kinds + bytes([PLAIN] * len(missing))
+    )
     return [dataclasses.replace(plan, items=[*plan.items, *missing], planner_data=record), *all_plans[1:]]
 
 

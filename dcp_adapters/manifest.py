@@ -61,15 +61,23 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the module docstring; deterministic, whatever the order the tensors came in."""
         recipes: list[Recipe] = []
+        records: dict[TensorEntry, dict[str, Any]] = {}  # tensors alike share a record, so that pickle writes it once
         tensors = {}
         for name, entry in sorted(self.tensors.items()):
-            if entry.recipe not in recipes:
-                recipes.append(entry.recipe)
-            parts = {
-                part: {"dtype": _name(dtype), "shape": list(shape)} for part, (dtype, shape) in entry.parts().items()
-            }
-            index = recipes.index(entry.recipe)
-            tensors[name] = {"recipe": index, "shape": list(entry.shape), "dtype": _name(entry.dtype), "parts": parts}
+            record = records.get(entry)
+            if record is None:
+                if entry.recipe not in recipes:
+                    recipes.append(entry.recipe)
+                record = records[entry] = {
+                    "recipe": recipes.index(entry.recipe),
+                    "shape": list(entry.shape),
+                    "dtype": _name(entry.dtype),
+                    "parts": {
+                        part: {"dtype": _name(dtype), "shape": list(shape)}
+                        for part, (dtype, shape) in entry.parts().items()
+                    },
+                }
+            tensors[name] = record
         return {
             "format_version": self.format_version,
             "recipes": [recipe.to_json() for recipe in recipes],

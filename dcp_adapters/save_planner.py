@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters import plan_cache
 from dcp_adapters.checksums import CHECKSUMS, ROW, Checksums
 from dcp_adapters.coordinator import PLAIN, Now, Record, merged_manifest, with_unlisted
-from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden
+from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.overwrite import clear, own_names
-from dcp_adapters.write_items import plain_item, quantized_items
+from dcp_adapters.write_items import Layouts, PartLayout, lists_scalars, plain_item
 from fsdp_hooks.digest import digest
+from fsdp_hooks.torch_private import without_torch_function
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedSavePlanner"]
@@ -62,30 +63,24 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         """Flatten; keep the local parts of quantized leaves, and what stock DCP saves, apart."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
-        flat, owner = self.state_dict, dict[str, str]()
+        flat, layouts = self.state_dict, Layouts()
         self.state_dict, self.parts, self.part_items = {}, dict[str, Tensor](), list[WriteItem]()
         self.payloads: dict[str, QuantizedTensor] = {}
-        self.on_first_rank_only: dict[str, Any] = {}  # scalars that all ranks of a mesh hold: name -> DTensor
-        for name, value in flat.items():
-            refuse_hidden(name, value)
-            q = quantized_local(value)
-            if q is None:
-                self.state_dict[name] = leaf = plain_leaf(value)
-                if isinstance(leaf, DTensor) and not leaf.ndim:
-                    self.on_first_rank_only[name] = leaf
-                continue
-            owner |= {f"{name}.{spec.name}": name for spec in q.specs()}
-            for item, part in quantized_items(name, value, q):
-                self.parts[item.index.fqn] = part
-                self.part_items.append(item)
-                if isinstance(value, DTensor) and not part.ndim:
-                    self.on_first_rank_only[item.index.fqn] = value
-            if f"{name}.payload" in self.parts:
-                self.payloads[f"{name}.payload"] = q
-        self._refuse_taken_names(owner)
-        self.watched = _watched(flat, self.payloads)
+        self.wide: dict[str, Tensor] = {}  # the tensor-wide scale of each payload that has one
+        self.watched: set[str] = set()  # parts that several ranks hold: [N, 1] scales cut along columns, histories
+        self.withheld: set[str] = set()  # scalars that another rank lists, the first of their mesh
+        entries: dict[str, dict[str, str]] = {}  # quantized leaf -> part -> its entry
+        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+            for name, value in flat.items():
+                q = quantized_local(value)
+                if q is None:
+                    self._keep_plain(name, value)
+                    continue
+                entries[name] = {spec.name: f"{name}.{spec.name}" for spec in q.specs()}
+                self._keep_parts(entries[name], q, layouts.of(name, value, q), name)
+        self._refuse_taken_names(entries)
         if self.flatten_state_dict:
-            self.mappings = _part_paths(self.mappings, owner)
+            self.mappings = _part_paths(self.mappings, entries)
         self.checksums = Checksums()
 
     def create_local_plan(self) -> SavePlan:
@@ -96,23 +91,23 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         finally:
             self._enable_plan_caching = caching
         items = [*stock.items, *self.part_items]
-        self.unlisted = [item for item in items if not self._lists(item)]
+        self.unlisted = [item for item in items if item.index.fqn in self.withheld] if self.withheld else []
         if self.unlisted:
-            items = [item for item in items if self._lists(item)]
-        recipes: list[tuple[Any, torch.dtype]] = []
-        kinds = bytearray(PLAIN for _ in items)
-        listed: list[QuantizedTensor] = []
-        for number, item in enumerate(items):
-            q = self.payloads.get(item.index.fqn)
-            if q is None:
-                continue
-            kind = (q.recipe.stored, q.dtype)
-            if kind not in recipes:
-                recipes.append(kind)
-            kinds[number] = recipes.index(kind)
-            listed.append(q)
-        now = Now(_scale_bits(listed), self._replicated(items))
-        record = Record(self.mappings, [(recipe.to_json(), dtype) for recipe, dtype in recipes], bytes(kinds), now)
+            items = [item for item in items if item.index.fqn not in self.withheld]
+        numbers: dict[tuple[Any, torch.dtype], int] = {}
+        kinds = bytearray([PLAIN]) * len(items)
+        scales: list[Tensor] = []
+        with without_torch_function():
+            for place, item in enumerate(items):
+                q = self.payloads.get(item.index.fqn)
+                if q is None:
+                    continue
+                kinds[place] = numbers.setdefault((q.recipe.stored, q.dtype), len(numbers))
+                if item.index.fqn in self.wide:
+                    scales.append(self.wide[item.index.fqn])
+        now = Now(_bits(scales), self._replicated(items))
+        paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
+        record = Record(paths, [(recipe.to_json(), dtype) for recipe, dtype in numbers], bytes(kinds), now)
         self.plan = dataclasses.replace(stock, items=items, planner_data=record)
         self.cached = plan_cache.lookup_local(self.plan) if self._enable_plan_caching else None
         if self.cached is None:
@@ -122,11 +117,10 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator only: check that ranks agree, plan as stock DCP does, add the manifest and the checksums."""
-        alone = (
-            all_plans[0].storage_data is not None
-        )  # so writers mark the plans of ranks that save without collectives
+        # so writers mark the plans of ranks that save without collectives
+        alone = all_plans[0].storage_data is not None
         all_plans, token = plan_cache.restored(all_plans)
-        all_plans = with_unlisted(all_plans, self.unlisted)
+        all_plans = with_unlisted(all_plans, self.unlisted, self.mappings)
         manifest = merged_manifest(all_plans)
         known = plan_cache.lookup_global(token) if token else None
         if known is not None:
@@ -188,10 +182,32 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         plans = [dataclasses.replace(plan, planner_data=None) for plan in plans]
         return plans, dataclasses.replace(metadata, planner_data=planner_data), data
 
-    def _lists(self, item: WriteItem) -> bool:
-        """Whether this rank lists the item: a scalar that every rank of a mesh holds is listed by the mesh's first."""
-        value = self.on_first_rank_only.get(item.index.fqn)
-        return value is None or not any(value.device_mesh.get_coordinate() or ())
+    def _keep_plain(self, name: str, value: Any) -> None:
+        """A leaf that stock DCP saves."""
+        if not isinstance(value, Tensor):
+            refuse_hidden(name, value)
+        self.state_dict[name] = leaf = plain_leaf(value)
+        if isinstance(leaf, DTensor) and not leaf.ndim and not lists_scalars(leaf):
+            self.withheld.add(name)
+
+    def _keep_parts(
+        self, entries: dict[str, str], q: QuantizedTensor, layouts: tuple[PartLayout, ...], name: str
+    ) -> None:
+        """The parts of a quantized leaf and their items; nothing where this rank is outside of its mesh."""
+        if not layouts:
+            return
+        parts, wide = settled_parts(name, q), q.tensor_wide()
+        for layout in layouts:
+            entry = entries[layout.part]
+            self.parts[entry] = parts[layout.part]
+            self.part_items.append(layout.item(entry))
+            if layout.several:
+                self.watched.add(entry)
+            if layout.withheld:
+                self.withheld.add(entry)
+        self.payloads[entries["payload"]] = q
+        if wide is not None:
+            self.wide[entries["payload"]] = parts[wide]
 
     def _replicated(self, items: list[WriteItem]) -> list[tuple[str, tuple[int, ...], int]]:
         """Digests of what several ranks hold."""
@@ -201,13 +217,13 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             if item.index.fqn in self.watched
         ]
 
-    def _refuse_taken_names(self, owner: dict[str, str]) -> None:
+    def _refuse_taken_names(self, entries: dict[str, dict[str, str]]) -> None:
         for name in (MANIFEST, CHECKSUMS):
             if name in self.state_dict:
                 raise ValueError(
                     f"the state dict holds an entry {name!r}, which is the name of the checkpoint's own; rename it"
                 )
-        taken = owner.keys() & self.state_dict.keys()
+        taken = [entry for parts in entries.values() for entry in parts.values() if entry in self.state_dict]
         if taken:
             raise ValueError(
                 f"the state dict holds {min(taken)!r} twice: as an entry and as a part of a quantized weight; rename "
@@ -220,19 +236,25 @@ class _Committed(Metadata):
 
     A writer hands the metadata its results and pickles it as the very last step of a save. Stock FileSystemWriter
     loses the exception of a writing thread (thread_count >= 2) and with it the chunks of that thread: pickling is where
-    that can still fail the save. What reaches the disk is a plain Metadata.
+    that can still fail the save. What reaches the disk is a plain Metadata, in which each name is written once: keys
+    that came from as many ranks are as many strings, and every rank that loads would read and keep them all.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
+        state = dict(vars(self))
         if isinstance(self.storage_data, dict):
-            self._check_complete(self.storage_data)
-        return Metadata, (self.state_dict_metadata,), dict(vars(self))
+            state["storage_data"] = self._by_shared_keys(self.storage_data)
+        return Metadata, (self.state_dict_metadata,), state
 
-    def _check_complete(self, stored: dict[Any, Any]) -> None:
+    def _by_shared_keys(self, stored: dict[Any, Any]) -> dict[Any, Any]:
+        """`stored`, its keys equal but made of the names and offsets of `state_dict_metadata`; raises what is lost."""
+        placed = {}
         for name, entry in self.state_dict_metadata.items():
             chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
-            for chunk in chunks:
-                index = MetadataIndex(name, None if chunk is None else chunk.offsets)
+            for number, chunk in enumerate(chunks):
+                index = MetadataIndex(name, index=None if chunk is None else number)
+                if chunk is not None:
+                    object.__setattr__(index, "offset", chunk.offsets)  # the constructor would copy it
                 if index not in stored:
                     where = "" if chunk is None else f" at {tuple(chunk.offsets)}"
                     raise RuntimeError(
@@ -240,6 +262,8 @@ class _Committed(Metadata):
                         "writing thread may have failed (disk full?). The checkpoint is incomplete and gets no "
                         ".metadata"
                     )
+                placed[index] = stored[index]
+        return {**stored, **placed} if len(placed) < len(stored) else placed
 
 
 def _fresh(metadata: Metadata) -> Metadata:
@@ -269,32 +293,16 @@ def _with_checksums(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorag
     return out, entry
 
 
-def _watched(flat: Any, payloads: dict[str, QuantizedTensor]) -> set[str]:
-    """Parts that several ranks hold: `[N, 1]` scales of weights cut along columns, and amax histories."""
-    return {
-        f"{name}.{spec.name}"
-        for payload, q in payloads.items()
-        for name in [payload.removesuffix(".payload")]
-        for spec in q.specs()
-        if (spec.per_row and not spec.block and _cuts_columns(flat[name])) or spec.length is not None
-    }
-
-
-def _cuts_columns(value: Any) -> bool:
-    return isinstance(value, DTensor) and any(p.is_shard(value.ndim - 1) for p in value.placements)
-
-
-def _part_paths(mappings: Any, owner: dict[str, str]) -> Any:
+def _part_paths(mappings: Any, entries: dict[str, dict[str, str]]) -> Any:
     """Flat name -> path in the nested dict, with the paths of parts in place of the paths of their weights."""
-    weights = set(owner.values())
-    paths = {name: path for name, path in mappings.items() if name not in weights}
-    for part, weight in owner.items():
-        path, suffix = mappings[weight], part[len(weight) :]
-        paths[part] = (*path, suffix[1:]) if isinstance(path[-1], int) else (*path[:-1], f"{path[-1]}{suffix}")
+    paths = {name: path for name, path in mappings.items() if name not in entries}
+    for weight, parts in entries.items():
+        *container, last = mappings[weight]
+        for part, entry in parts.items():
+            paths[entry] = (*container, last, part) if isinstance(last, int) else (*container, f"{last}.{part}")
     return paths
 
 
-def _scale_bits(tensors: list[QuantizedTensor]) -> list[int]:
-    """Bit patterns of the tensor-wide scales, read back from the device at once."""
-    values = [getattr(q, wide).reshape(-1)[:1] for q in tensors if (wide := q.tensor_wide())]
-    return torch.cat(values).view(torch.int32).tolist() if values else []
+def _bits(scales: list[Tensor]) -> list[int]:
+    """Bit patterns of tensor-wide scales (fp32 []), read back from the device at once."""
+    return torch.stack(scales).view(torch.int32).tolist() if scales else []
