@@ -101,7 +101,6 @@ def probe_items(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
 
 
 def _has_files(stored: Any) -> bool:
-    """Whether the storage data says where in which file each chunk lies."""
-    return isinstance(stored, dict) and all(
-        hasattr(info, "relative_path") and hasattr(info, "length") for info in stored.values()
-    )
+    """Whether the storage data says where in which file each chunk lies; a reader's records are all of one kind."""
+    record = next(iter(stored.values()), None) if isinstance(stored, dict) else None
+    return hasattr(record, "relative_path") and hasattr(record, "length")
