@@ -47,6 +47,7 @@ class Arrangement:
     allocated: set on the padded tensor itself, as FSDP allocates it: its first rows are to become the shard.
     severed: set on a slice of some columns, which is a copy: what is written into it would not reach the tensor.
     partial: set on a view of some of the rows of a larger tensor, with which it shares its tensor-wide parts.
+    splits_blocks: set on such a view, if it begins or ends within a block of rows that share scales.
     flat: the shape the parts describe, set on a view of another shape.
     transposed: set on a view whose last two dims are exchanged, beside `flat`.
     """
@@ -56,6 +57,7 @@ class Arrangement:
     allocated: bool = False
     severed: bool = False
     partial: bool = False
+    splits_blocks: bool = False
     flat: tuple[int, ...] | None = None
     transposed: bool = False
 

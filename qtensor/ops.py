@@ -63,7 +63,7 @@ def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_parts(
         q,
         lambda part: part.clone(memory_format=torch.contiguous_format),
-        q.arrangement.but(padded_rows=None, allocated=False, partial=False, severed=False),
+        q.arrangement.but(padded_rows=None, allocated=False, partial=False, splits_blocks=False, severed=False),
     )
 
 
@@ -77,7 +77,12 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"call .dequantize({dtype})"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
-    out = map_parts(q, lambda part: part.to(**moved, copy=True), q.arrangement.but(partial=False, severed=False), dtype)
+    out = map_parts(
+        q,
+        lambda part: part.to(**moved, copy=True),
+        q.arrangement.but(partial=False, splits_blocks=False, severed=False),
+        dtype,
+    )
     if out.init_value is not None:
         out.init_value = out.init_value.to(dtype)
     return out

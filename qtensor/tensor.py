@@ -196,6 +196,11 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
                 f"writing into a transposed view of {describe(self.arrangement.flat or (), self.recipe)}; write the "
                 "weight itself"
             )
+        if self.arrangement.splits_blocks:
+            raise RuntimeError(
+                f"writing values into rows that split square blocks of {describe(self.shape, self.recipe)}: "
+                "the other rows of those blocks share their scales; write whole blocks, or the whole tensor"
+            )
         with torch.no_grad():
             fmt, x = format_of(self.recipe), dense.to(torch.float32).reshape(self.arrangement.flat or self.shape)
             amax = fmt.shared_amax(x, self.recipe) if amax is None else amax.view_as(self.shared_scale())

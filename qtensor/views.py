@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement, ShardRows
-from qtensor.formats import PartSpec, block_multiple, describe
+from qtensor.formats import PartSpec, block_multiple, describe, row_multiple
 from qtensor.ops import implements, map_parts, refuse_resharding_to_a_smaller_mesh
 from qtensor.tensor import QuantizedTensor
 
@@ -180,10 +180,14 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     keeps_padding = dim == 0 and start == 0
     becomes_shard = keeps_padding and q.arrangement.allocated
     init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
+    partial = not (whole or along_k or becomes_shard)
+    rows = row_multiple(q.recipe) if dim == q.ndim - 2 else 1
     arrangement = Arrangement(
         shards=shards,
         padded_rows=q.arrangement.padded_rows if keeps_padding else None,
-        partial=q.arrangement.partial or not (whole or along_k or becomes_shard),
+        partial=q.arrangement.partial or partial,
+        splits_blocks=q.arrangement.splits_blocks
+        or (partial and bool(start % rows or (end % rows and end != q.shape[dim]))),
         severed=q.arrangement.severed,
     )
     return q.with_parts(parts, arrangement=arrangement, init_value=init)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
@@ -218,3 +219,16 @@ def test_a_dense_checkpoint_quantizes_piece_by_piece_or_is_refused(name: str, sa
     ]:
         for error in run_ranks_catching(world, load_dense, name, saved / checkpoint):
             assert (error == "") if outcome == "right" else (outcome in error), (checkpoint, world, error)
+
+
+def test_pieces_that_split_square_blocks_are_refused() -> None:
+    """Stock DCP copies a dense checkpoint piece by piece; scales of square blocks need whole blocks."""
+    full = values((96, 64), 0)
+    target = quantize(torch.zeros(96, 64, dtype=torch.bfloat16), RECIPES["mxfp8_square"])
+    before = held({"w": target})
+    with pytest.raises(RuntimeError, match="writing values into rows that split square blocks of a quantized weight"):
+        target[:48].copy_(full[:48])  # the second block begins at row 32
+    assert held({"w": target}) == before
+    for start in (0, 32, 64):
+        target[start : start + 32].copy_(full[start : start + 32])
+    assert held({"w": target}) == held({"w": quantize(full, RECIPES["mxfp8_square"])})
