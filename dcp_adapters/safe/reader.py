@@ -1,14 +1,15 @@
 """SafeFileSystemReader: DCP checkpoints from strangers.
 
 Stock FileSystemReader unpickles `.metadata`, so whoever wrote the file runs code in the process that reads it. This one
-differs in three places and reads the same checkpoints otherwise:
+differs in two places and reads the same checkpoints otherwise:
 
     read_metadata   interprets the few records DCP writes (plain_pickle.py), then checks that they make sense
                     (metadata_checks.py) before anything uses them
     read_data       reads what the archives of all chunks say they hold (tensor_archive.py) before the first tensor is
                     written: plain tensors, of the dtype and size in the metadata, not compressed; tells the planner
                     when reading fails
-    tensors         are read with torch.load(weights_only=True), as stock does
+
+Tensors are read with torch.load(weights_only=True), as stock does.
 """
 
 import os
