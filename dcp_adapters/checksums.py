@@ -13,7 +13,7 @@ xxh3 runs at the speed of memory, several times faster than the CRC32 which zip 
 import ctypes
 import io
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import xxhash
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["CHECKSUMS", "ROW", "Checksums", "Verification", "checksum_table", "chunk_key", "digest_of"]
+__all__ = ["CHECKSUMS", "ROW", "Checksums", "Verification", "checksum_table", "chunk_key", "digest_of", "rows_of"]
 
 CHECKSUMS = "qtensor.checksums"
 ROW = 16  # bytes: 8 that say which chunk, 8 of its data
@@ -38,17 +38,20 @@ def digest_of(data: Tensor | io.BytesIO) -> bytes:
     if isinstance(data, io.BytesIO):
         return xxhash.xxh3_64_digest(data.getbuffer())
     plain = data.detach().contiguous()
-    nbytes = plain.numel() * plain.itemsize
-    if not nbytes:
-        return xxhash.xxh3_64_digest(b"")
-    # a view of the memory that neither copies nor needs numpy
-    return xxhash.xxh3_64_digest((ctypes.c_char * nbytes).from_address(plain.data_ptr()))
+    return xxhash.xxh3_64_digest(_memory(plain) if plain.numel() else b"")
 
 
 def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
     """uint8 [chunks, 16] of (chunk_key, digest_of) pairs."""
     data = bytearray(b"".join(key + digest for key, digest in rows))
     return torch.frombuffer(data, dtype=torch.uint8).view(-1, ROW) if data else torch.empty(0, ROW, dtype=torch.uint8)
+
+
+def rows_of(table: Tensor) -> Iterator[tuple[bytes, bytes]]:
+    """The (chunk_key, digest) pairs of a table, uint8 [chunks, 16]."""
+    data = _memory(table).raw if table.numel() else b""
+    for at in range(0, len(data), ROW):
+        yield data[at : at + 8], data[at + 8 : at + ROW]
 
 
 class Checksums:
@@ -103,8 +106,7 @@ class Verification:
             self.outstanding -= 1
             if self.outstanding:
                 return
-            data = bytes(table.reshape(-1).tolist())
-            self.rows = {data[at : at + 8]: data[at + 8 : at + ROW] for at in range(0, len(data), ROW)}
+            self.rows = dict(rows_of(table))
             waiting, self.waiting = self.waiting, []
         for chunk in waiting:
             self._compare(*chunk)
@@ -131,3 +133,8 @@ class Verification:
             f"{name}: its chunk{where} in the checkpoint {held}; the file is damaged. Some tensors of the target are "
             "loaded already: load another checkpoint, and run `python -m dcp_adapters verify` on this one"
         )
+
+
+def _memory(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
+    """The bytes of a contiguous CPU tensor, as a view that neither copies nor needs numpy."""
+    return (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())

@@ -21,7 +21,12 @@ __all__ = ["Target", "differences", "recipe_differences", "to_convert"]
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
 VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+TOO_LATE = (
+    "its storage keeps the recipe only in an entry that is read too late for a conversion, so load it with the recipe "
+    "it was saved with"
+)
 CONVERT = 'load with QuantizedLoadPlanner(on_mismatch="convert")'
+BUILD_OR_CONVERT = f"build the target with the checkpoint's recipe, or {CONVERT}"
 
 
 @dataclass(frozen=True)
@@ -96,22 +101,21 @@ def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) ->
 
 
 def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
-    """Differences in recipe and shape of tensors that both sides have quantized."""
+    """Differences in recipe and shape of tensors that both sides have quantized, where the manifest comes late."""
     return sorted(
         problem
         for name, want in target.quantized.items()
         if (found := manifest.tensors.get(name)) is not None
-        for problem in _against(name, want, found, convert=False)
+        for problem in _against(name, want, found, convert=False, way_out=TOO_LATE)
     )
 
 
-def _against(name: str, want: TensorEntry, found: TensorEntry, *, convert: bool) -> list[str]:
+def _against(
+    name: str, want: TensorEntry, found: TensorEntry, *, convert: bool, way_out: str = BUILD_OR_CONVERT
+) -> list[str]:
     problems = []
     if found.recipe != want.recipe and not convert:
-        problems.append(
-            f"{name}: the checkpoint holds {found.recipe}, the target is {want.recipe}; build the target with the "
-            f"checkpoint's recipe, or {CONVERT}"
-        )
+        problems.append(f"{name}: the checkpoint holds {found.recipe}, the target is {want.recipe}; {way_out}")
     return problems + _shapes(name, found.shape, want.shape)
 
 
@@ -186,6 +190,8 @@ def _dense(  # noqa: PLR0913 - one comparison
     found = manifest.tensors.get(name) if manifest is not None else None
     if found is not None:
         return _quantized_source(name, want, found, stored, convert=convert)
+    if manifest is None and MANIFEST in stored and f"{name}.payload" in stored:
+        return [f"{name}: the checkpoint holds it quantized, the target is dense; {TOO_LATE}"]
     return [] if partial else [f"{name}: missing in the checkpoint"]
 
 

@@ -34,7 +34,7 @@ from dcp_adapters.convert import Conversion
 from dcp_adapters.differences import Target, differences, recipe_differences, to_convert
 from dcp_adapters.expand import expand_flat, quantized_local
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.own_entries import check_own_entry
+from dcp_adapters.own_entries import own_buffer
 from dcp_adapters.read_items import in_order, is_probe, original_index, probe_items
 from fsdp_hooks.torch_private import flatten_state_dict, set_element
 from qtensor.tensor import QuantizedTensor
@@ -115,8 +115,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.state_dict = expand_flat(self.state_dict)
         self.awaits_manifest = self.manifest is None and bool(self.quantized)
         if self.awaits_manifest:
-            self.awaits_manifest = self._reads_first(MANIFEST, metadata)
-        checks = self.verify_checksums and self._reads_first(CHECKSUMS, metadata)
+            self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
+        checks = self.verify_checksums and self._reads_first(CHECKSUMS, metadata, dims=2)
         self.verification = Verification() if checks else None
 
     def create_local_plan(self) -> LoadPlan:
@@ -138,7 +138,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
-        items = [*probes, *in_order([own], self.metadata), *rest, *in_order(converted, self.metadata)]
+        ordered = in_order([own, *converted], self.metadata)  # one call: aliases are numbered within it
+        items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
         self._passed(0)
         self.conversions.begin()
         return dataclasses.replace(new_plan, items=items)
@@ -195,13 +196,12 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             self.conversions.failed()
             raise
 
-    def _reads_first(self, name: str, metadata: Metadata) -> bool:
+    def _reads_first(self, name: str, metadata: Metadata, dims: int) -> bool:
         """Read an entry of the checkpoint's own beside what was asked for, if there is one."""
-        entry = metadata.state_dict_metadata.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+        buffer = own_buffer(name, metadata, dims)
+        if buffer is None:
             return False
-        check_own_entry(name, entry, metadata)
-        self.state_dict = {name: torch.empty(entry.size, dtype=entry.properties.dtype), **self.state_dict}
+        self.state_dict = {name: buffer, **self.state_dict}
         return True
 
     def _verify(self, read_item: ReadItem, tensor: Tensor) -> None:

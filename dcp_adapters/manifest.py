@@ -11,7 +11,6 @@ neither the model nor a process group.
 """
 
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -23,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dcp_adapters.own_entries import own_buffer
 from dcp_adapters.safe.metadata_checks import short
 from dcp_adapters.safe.reader import SafeFileSystemReader
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, specs_of
@@ -149,10 +148,9 @@ def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifes
     manifest = manifest_of(metadata)
     if manifest is not None:
         return manifest
-    entry = metadata.state_dict_metadata.get(MANIFEST)
-    if not isinstance(entry, TensorStorageMetadata):
+    buffer = own_buffer(MANIFEST, metadata, dims=1, where=str(where))
+    if buffer is None:
         raise ValueError(f"{where}: no entry {MANIFEST}: it was not saved with QuantizedSavePlanner")
-    buffer = _buffer(entry, metadata, str(where))
     try:
         with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -172,24 +170,6 @@ def manifest_of(metadata: Metadata) -> Manifest | None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _buffer(entry: TensorStorageMetadata, metadata: Metadata, where: str) -> Tensor:
-    """Room for the manifest's bytes: no more than the storage says that it keeps of them."""
-    stored = [info for index, info in (metadata.storage_data or {}).items() if index.fqn == MANIFEST]
-    most = sum(getattr(info, "length", math.inf) for info in stored)
-    if entry.properties.dtype != torch.uint8 or len(entry.size) != 1 or not 0 <= entry.size[0] <= most:
-        raise ValueError(
-            f"{where}: the entry {MANIFEST} claims to be {entry.properties.dtype} {tuple(entry.size)} and {most} bytes "
-            "of it are stored, expected one dim of torch.uint8; the checkpoint is damaged, use another one"
-        )
-    try:
-        return torch.empty(entry.size, dtype=torch.uint8)
-    except RuntimeError as error:  # stored by its own account only: a reader that does not look at its files
-        raise ValueError(
-            f"{where}: the entry {MANIFEST} claims to be {tuple(entry.size)}, more than there is room for; the "
-            "checkpoint is damaged, use another one"
-        ) from error
 
 
 def _entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> TensorEntry:

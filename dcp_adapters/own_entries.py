@@ -1,22 +1,38 @@
-"""The checkpoint's own entries, manifest and checksum table: checked before memory is made for them."""
+"""The checkpoint's own entries, manifest and checksum table: room for their bytes, no more than is stored of them."""
 
 import math
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-__all__ = ["check_own_entry"]
+__all__ = ["own_buffer"]
+
+DIMS = {1: "one dim", 2: "two dims"}
 
 
-def check_own_entry(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> None:
-    """Raise ValueError where an entry is no uint8 tensor, or claims to be larger than what is stored for it."""
-    claimed = math.prod(entry.size)
-    stored = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
-    lengths = [getattr(info, "length", None) for index, info in stored.items() if index.fqn == name]
-    known = sum(length for length in lengths if length is not None)
-    if entry.properties.dtype != torch.uint8 or (lengths and None not in lengths and claimed > known):
+def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the checkpoint") -> Tensor | None:
+    """An uninitialised uint8 tensor to read an entry into; None where the checkpoint has no such entry.
+
+    Raises:
+        ValueError: the entry is no uint8 tensor with so many dims, or claims to be larger than what is stored of it.
+    """
+    entry = metadata.state_dict_metadata.get(name)
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    stored = [info for index, info in (metadata.storage_data or {}).items() if index.fqn == name]
+    most = sum(getattr(info, "length", math.inf) for info in stored)
+    fits = len(entry.size) == dims and min(entry.size, default=0) >= 0 and math.prod(entry.size) <= most
+    if entry.properties.dtype != torch.uint8 or not fits:
         raise ValueError(
-            f"the checkpoint's {name} claims to be {entry.properties.dtype} {tuple(entry.size)}, and {known} bytes are "
-            "stored for it; expected a uint8 tensor that fits them. The checkpoint is damaged"
+            f"{where}: the entry {name} claims to be {entry.properties.dtype} {tuple(entry.size)} and {most} bytes of "
+            f"it are stored, expected {DIMS[dims]} of torch.uint8; the checkpoint is damaged, use another one"
         )
+    try:
+        return torch.empty(entry.size, dtype=torch.uint8)
+    except RuntimeError as error:  # stored by its own account only: a reader that does not look at its files
+        raise ValueError(
+            f"{where}: the entry {name} claims to be {tuple(entry.size)}, more than there is room for; the checkpoint "
+            "is damaged, use another one"
+        ) from error

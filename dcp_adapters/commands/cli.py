@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 PROGRAM = "python -m dcp_adapters"
 FINE, FOUND, FAILED = 0, 1, 2
-VERIFY_FORMAT = "dcp_adapters.verification.verify/1"
+VERIFY_FORMAT = "dcp_adapters.verify/1"
 
 MAIN_HELP = """\
 Look at, check, compare and convert PyTorch distributed checkpoints with quantized tensors in them.

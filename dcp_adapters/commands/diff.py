@@ -26,7 +26,7 @@ from qtensor.tensor import QuantizedTensor
 
 __all__ = ["FORMAT", "Diff", "Difference", "Error", "diff"]
 
-FORMAT = "dcp_adapters.commands.diff/1"
+FORMAT = "dcp_adapters.diff/1"
 SLICE = 1 << 20  # elements that are widened to float64 at once
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
+from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry, manifest_of
 from dcp_adapters.safe.reader import SafeFileSystemReader
 from qtensor.recipes import Recipe
@@ -196,11 +196,11 @@ class StoredCheckpoint:
     def _read_checksums(self) -> dict[bytes, bytes]:
         """Digest of a chunk's name and offset -> digest of its bytes."""
         rows = self.read_entry(CHECKSUMS)
-        if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != 16:
+        if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != ROW:
             raise CheckpointUnusable(
-                f"{self.path}: {CHECKSUMS} is {rows.dtype} {tuple(rows.shape)}, expected torch.uint8 (chunks, 16)"
+                f"{self.path}: {CHECKSUMS} is {rows.dtype} {tuple(rows.shape)}, expected torch.uint8 (chunks, {ROW})"
             )
-        return {row[:8]: row[8:] for row in map(bytes, rows.tolist())}
+        return dict(rows_of(rows))
 
     def _stored_tensors(self) -> dict[str, StoredTensor]:
         quantized = self.manifest.tensors if self.manifest is not None else {}

@@ -18,7 +18,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
         from rich.text import Text
     except ImportError:
         return _plain(columns, rows, right)
-    grid = Table(box=None, pad_edge=False, header_style="bold")
+    grid = Table(box=None, pad_edge=False)
     for column in columns:
         grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:

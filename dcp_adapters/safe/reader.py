@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
+from dcp_adapters.read_items import original_index
 from dcp_adapters.safe.metadata_checks import (
     METADATA,
     Fault,
@@ -104,7 +105,8 @@ class SafeFileSystemReader(FileSystemReader):
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             if item.type is not LoadItemType.BYTE_IO and not info.transform_descriptors:
-                wanted.setdefault(info.relative_path, {})[info.offset, info.length] = item.storage_index
+                slices = wanted.setdefault(str(info.relative_path), {})
+                slices[info.offset, info.length] = original_index(item.storage_index)
         shapes: dict[MetadataIndex, tuple[int, ...]] = {}
         for name in {index.fqn for slices in wanted.values() for index in slices.values()}:
             shapes |= shapes_of(name, self.records[name])  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of
+from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.safe.metadata_checks import (
     METADATA,
@@ -256,12 +256,8 @@ class _Verification:
             message = f"it is {table.dtype} {tuple(table.shape)}, expected torch.uint8 with {ROW} columns"
             self.found([Fault(METADATA, CHECKSUMS, message)])
             return
-        data, self.rows = bytes(table.flatten().tolist()), {}
-        repeated = 0
-        for start in range(0, len(data), ROW):
-            key, digest = data[start : start + 8], data[start + 8 : start + ROW]
-            repeated += key in self.rows
-            self.rows[key] = digest
+        self.rows = dict(rows_of(table))
+        repeated = len(table) - len(self.rows)
         if repeated:
             self.found([Fault("", CHECKSUMS, f"{repeated} rows repeat the chunk of an earlier row, expected one each")])
 

@@ -236,7 +236,7 @@ def test_inspect_says_how_many_ranks_wrote(tmp_path: Path, capsys: pytest.Captur
 def test_verify_tells_whole_from_damaged(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert succeeds(capsys, "verify", checkpoint).startswith("no errors (")
     whole = json.loads(succeeds(capsys, "verify", checkpoint, "--json"))
-    assert (whole["format"], whole["findings"]) == ("dcp_adapters.verification.verify/1", [])
+    assert (whole["format"], whole["findings"]) == ("dcp_adapters.verify/1", [])
     assert whole["chunks"] > 0
     os.truncate(f"{checkpoint}/__0_0.distcp", 2000)
     damaged = json.loads(succeeds(capsys, "verify", checkpoint, "--json", status=1))
@@ -259,7 +259,7 @@ def test_diff_status(checkpoint: str, dense: str, capsys: pytest.CaptureFixture[
     assert text.endswith("6 of 6 entries differ\n")
     found = json.loads(succeeds(capsys, "diff", checkpoint, checkpoint, "--json"))
     assert found == {
-        "format": "dcp_adapters.commands.diff/1",
+        "format": "dcp_adapters.diff/1",
         "a": checkpoint,
         "b": checkpoint,
         "compared": 4,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.differences import Dense, Target, differences, recipe_differences, to_convert
+from dcp_adapters.differences import TOO_LATE, Dense, Target, differences, recipe_differences, to_convert
 from dcp_adapters.manifest import Manifest, TensorEntry
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
@@ -190,7 +190,7 @@ def test_recipe_differences_are_of_tensors_both_sides_have_quantized() -> None:
     floor_text = MX_TEXT.replace("'up'", "'floor'")
     assert recipe_differences(target({"w": floor, "v": entry(NV, (4, 64))}), manifest) == [
         "v: the checkpoint holds shape (48, 64), the target has (4, 64)",
-        f"w: the checkpoint holds {MX_TEXT}, the target is {floor_text}; {OWN}, or {CONVERT}",
+        f"w: the checkpoint holds {MX_TEXT}, the target is {floor_text}; {TOO_LATE}",
     ]
 
 
@@ -271,3 +271,12 @@ def test_a_conversion_needs_all_parts_of_its_source() -> None:
 )
 def test_casts_that_keep_the_values_are_dcps_own(held: torch.dtype, wanted: torch.dtype) -> None:
     assert compare({"w": Dense((4,), held)}, {"w": Dense((4,), wanted)}) == []
+
+
+def test_a_storage_that_drops_planner_data_tells_the_recipe_too_late_for_a_conversion() -> None:
+    metadata, manifest = stored({"w": entry(), "qtensor.manifest": (9,)})
+    metadata.planner_data = None
+    found = differences(target({"w": (48, 64)}), metadata, None, partial=False, convert=True)
+    assert f"w: the checkpoint holds it quantized, the target is dense; {TOO_LATE}" in found
+    assert "load it with the recipe it was saved with" in TOO_LATE
+    assert recipe_differences(target({"w": entry(MXFP8BlockScaling(blocks="square"))}), manifest)[0].endswith(TOO_LATE)

@@ -25,7 +25,7 @@ from dcp_adapters import QuantizedSavePlanner, SafeFileSystemReader, read_manife
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON
 from fsdp_hooks.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
-from tests.dcp_adapters.cases import RECIPES, alone, bits, held, load, model, reference
+from tests.dcp_adapters.cases import RECIPES, alone, bits, held, leaves, load, model, reference
 from tests.dcp_adapters.tampering import FILES, Checkpoint
 
 FIRST, SECOND = FILES
@@ -122,7 +122,8 @@ def test_tensors_are_loaded_as_stock_loads_them(tmp_path: Path, name: str) -> No
         load(other, tmp_path, reader=SafeFileSystemReader(tmp_path))
         assert held(other) == held(state)
         return
-    state = {key: value for key, value in STATES[name]().items() if isinstance(value, torch.Tensor)}
+    state = {key: value for key, value in leaves(STATES[name]()) if isinstance(value, torch.Tensor)}
+    assert state
     save(state, tmp_path)
     loaded = {key: torch.empty_like(value) for key, value in state.items()}
     for value in loaded.values():
