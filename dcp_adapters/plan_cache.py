@@ -80,7 +80,9 @@ def remember_local(entry: Local) -> None:
 
 
 def lookup_global(token: str) -> Global | None:
-    """What the coordinator kept under a token."""
+    """What the coordinator kept under a token, from now on among the newest: so ranks keep theirs, too."""
+    if token in _globals:
+        _globals.move_to_end(token)
     return _globals.get(token)
 
 
@@ -109,7 +111,7 @@ def _restored(rank: int, plan: SavePlan, ranks: int) -> SavePlan:
     delta = plan.planner_data
     if not isinstance(delta, Unchanged):
         return plan
-    kept = _globals.get(delta.token)
+    kept = lookup_global(delta.token)
     if kept is None or len(kept.sent) != ranks or delta.place != rank:
         raise ValueError(
             f"plan caching: rank {rank} of {ranks} relies on a plan of an earlier save that this coordinator does not "

@@ -220,3 +220,11 @@ def through_safetensors(base: Path) -> None:
 
 def test_any_writer_writes_cached_plans(shared_tmp_path: Path) -> None:
     run_ranks(2, through_safetensors, shared_tmp_path)
+
+
+def test_a_plan_in_use_outlives_many_others(tmp_path: Path) -> None:
+    forget()
+    for number in range(plan_cache.KEPT + 2):
+        planner = watched_save({"w": torch.full((3,), float(number))}, tmp_path / f"same-{number}")
+        assert planner.planned == (number == 0)
+        watched_save({f"other-{number}": torch.ones(3)}, tmp_path / f"other-{number}")
