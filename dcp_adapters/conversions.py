@@ -6,25 +6,27 @@
                                 have arrived; then amaxes are agreed on and the kept ones are written
 
 A rank whose reads fail can not bring its amaxes, and the others would wait for it. So the reduction has a slot which
-says that: `failed` takes part in the agreement with nothing but the slot set, and all ranks raise. The planner calls
-it for every error it sees; errors that only the reader sees reach it through SafeFileSystemReader, and with another
-reader the others give up after `timeout`. For this the groups are new ones: no group of the training is left in the
-middle of a collective. They stay open: torch names a group after the number of groups, and a name that comes again
-finds the store's old addresses. A job converts once or twice.
+says that: `failed` takes part in the agreement with nothing but the slot set, and all ranks that share a scale with
+this one raise. The planner calls it for every error it sees; errors that only the reader sees reach it through
+SafeFileSystemReader, and with another reader the others give up after `timeout`. No group of the training is left in
+the middle of a collective for that: the reduction has a gloo group of its own, which meets in the store of the
+weights' group under a name that belongs to this load. (dist.new_group names a group after how many there are, which is
+not the same on all ranks of a job with experts or pipelines.)
 """
 
 import datetime as dt
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from dcp_adapters.convert import Conversion
-from fsdp_hooks.scale_sync import max_over_groups
 
 __all__ = ["Conversions"]
 
@@ -38,7 +40,7 @@ class Conversions:
         self.agreed = [one for one in self.all if one.groups]  # the same on all ranks of a group
         self.by_entry: dict[str, Conversion] = {}
         self.lock = threading.Lock()  # readers commit from several threads
-        self.groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        self.groups: dict[dist.ProcessGroup, ProcessGroupGloo] = {}  # of the weights -> of this load
         self.settled = not self.agreed  # whether this rank has taken part in the agreement
 
     def read_items(self) -> list[ReadItem]:
@@ -59,17 +61,12 @@ class Conversions:
                 groups[one.name].append(item)
         return [groups[one.name] for one in sorted(self.all, key=lambda one: bool(one.groups))]
 
-    def begin(self) -> None:
-        """Open the groups; write what needs no reading, such as empty shards."""
-        for one in self.agreed:
-            for group in one.groups:
-                if group not in self.groups:
-                    self.groups[group] = dist.new_group(
-                        dist.get_process_group_ranks(group),
-                        timeout=self.timeout,
-                        backend="gloo",
-                        use_local_synchronization=True,
-                    )
+    def begin(self, load_id: str) -> None:
+        """Open the groups, under a name that all ranks of this load know; write what needs no reading."""
+        for group in dict.fromkeys(group for one in self.agreed for group in one.groups):
+            store = dist.PrefixStore(f"qtensor.conversion.{load_id}", group.get_group_store())
+            place = dist.get_rank(group), dist.get_world_size(group)
+            self.groups[group] = ProcessGroupGloo(store, *place, timeout=self.timeout)
         for one in self.all:
             if not one.outstanding and not one.groups:
                 one.finish()
@@ -123,17 +120,32 @@ class Conversions:
             one.finish(amax)
 
     def _reduced(self, amaxes: list[Tensor], *, failed: bool) -> tuple[list[Tensor], bool]:
-        """Maxima over the groups of each conversion, and whether any rank has failed."""
-        claims = [amax.cpu() for amax in amaxes]
+        """Maxima over the groups of each conversion, and whether a rank of these groups has failed."""
         flag = torch.tensor([float(failed)])
-        members = [[self.groups[group] for group in one.groups] for one in self.agreed]
+        maxima = [amax.cpu() for amax in amaxes]
         try:
-            reduced, _ = max_over_groups([*claims, flag], [*members, list(self.groups.values())])
+            for group, own in self.groups.items():
+                members = [number for number, one in enumerate(self.agreed) if group in one.groups]
+                fused = torch.cat([*(maxima[number] for number in members), flag])
+                all_reduce_max(own, fused)
+                *pieces, flag = fused.split([maxima[number].numel() for number in members] + [1])
+                maxima = [*maxima]
+                for number, piece in zip(members, pieces, strict=True):
+                    maxima[number] = piece
         except RuntimeError as error:
             raise RuntimeError(
                 f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first: the other "
                 f"ranks' amaxes did not come within {self.timeout}; one of them may have failed to read its part, see "
                 "its error. These tensors were left as they were"
             ) from error
-        maxima = [value.to(amax.device) for value, amax in zip(reduced, amaxes, strict=False)]
-        return maxima, bool(reduced[-1])
+        finally:
+            self.groups.clear()  # closes them
+        return [value.to(amax.device) for value, amax in zip(maxima, amaxes, strict=True)], bool(flag)
+
+
+def all_reduce_max(group: ProcessGroupGloo, tensor: Tensor) -> None:
+    """Elementwise maximum over a group that is not registered with torch.distributed, in place."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    unregistered: Any = group  # its methods have no types
+    unregistered.allreduce([tensor], options).wait()

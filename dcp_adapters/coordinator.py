@@ -37,13 +37,14 @@ class Record:
     """What a rank tells the coordinator: planner data of its local plan.
 
     mappings: flat name -> path in the nested state dict, of the entries this rank lists. kinds: for each item an index
-    into `recipes` where it is a payload, else PLAIN.
+    into `recipes` where it is a payload, else PLAIN. checksums: whether it will digest what it writes.
     """
 
     mappings: Any
     recipes: list[tuple[dict[str, Any], torch.dtype]]
     kinds: bytes
     now: Now
+    checksums: bool
 
 
 def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings: Any) -> list[SavePlan]:
@@ -68,6 +69,11 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
     entries: dict[str, tuple[Any, torch.Size]] = {}  # payload -> (kind, its global size)
     scales: dict[str, tuple[int, int]] = {}  # payload -> (bits, the rank they came from)
     digests: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # (part, offset) -> (digest, the rank)
+    digesting = {plan.planner_data.checksums for plan in all_plans}
+    if len(digesting) > 1:
+        raise ValueError(
+            "QuantizedSavePlanner: some ranks save with checksums=True, some with False; choose one for all"
+        )
     for rank, plan in enumerate(all_plans):
         record: Record = plan.planner_data
         kinds = [_Kind.of(recipe, dtype) for recipe, dtype in record.recipes]

@@ -5,7 +5,7 @@ target expects; an empty list means that the two fit.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,16 +15,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry
+from dcp_adapters.placements import placement_problem
 
 __all__ = ["Target", "differences", "recipe_differences", "to_convert"]
 
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
 VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+SEVERED = "it is a slice of some columns, which is a copy: what is read into it would be lost; load the whole weight"
 TOO_LATE = (
     "its storage keeps the recipe only in an entry that is read too late for a conversion, so load it with the recipe "
     "it was saved with"
 )
+INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 CONVERT = 'load with QuantizedLoadPlanner(on_mismatch="convert")'
 BUILD_OR_CONVERT = f"build the target with the checkpoint's recipe, or {CONVERT}"
 
@@ -42,27 +45,32 @@ class Target:
     """What is to be loaded.
 
     quantized, dense: the quantized tensors, and the other ones; others: names of what is no tensor.
-    paths: where each leaf stands in the nested dict.
+    paths: where each leaf stands in the nested dict. unfit: why a leaf can not be loaded, whatever the
+    checkpoint holds.
     """
 
     quantized: Mapping[str, TensorEntry]
     dense: Mapping[str, Dense]
     others: frozenset[str]
     paths: Mapping[str, tuple[Any, ...]]
+    unfit: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> "Target":
         """The records of a flattened state dict."""
-        quantized, dense, others = {}, {}, set()
+        quantized, dense, others, unfit = {}, {}, set(), {}
         for name, value in flat.items():
             q = quantized_local(value)
+            problem = placement_problem(value) or (SEVERED if q is not None and q.arrangement.severed else None)
+            if problem is not None:
+                unfit[name] = problem
             if q is not None:
                 quantized[name] = TensorEntry(q.recipe.stored, tuple(value.shape), q.dtype)
             elif isinstance(value, Tensor):
                 dense[name] = Dense(tuple(value.shape), value.dtype)
             else:
                 others.add(name)
-        return Target(quantized, dense, frozenset(others), {name: tuple(path) for name, path in paths.items()})
+        return Target(quantized, dense, frozenset(others), {name: tuple(path) for name, path in paths.items()}, unfit)
 
 
 def differences(
@@ -74,7 +82,7 @@ def differences(
     where the storage dropped it.
     """
     stored = metadata.state_dict_metadata
-    problems: list[str] = []
+    problems = [f"{name}: {problem}" for name, problem in target.unfit.items()]
     for name, want in target.quantized.items():
         problems += _quantized(name, want, stored, manifest, partial=partial, convert=convert)
     for name, dense in target.dense.items():
@@ -211,9 +219,23 @@ def _dtypes(name: str, held: torch.dtype, wanted: torch.dtype) -> list[str]:
     """DCP casts whatever it reads; codes that need a scale, and integers, do not become values by a cast."""
     if held == wanted or (held in VALUES and wanted in VALUES):
         return []
-    if not held.is_floating_point and not wanted.is_floating_point and not held.is_complex:
+    if held in INTEGERS and wanted in INTEGERS and _range(held) <= _range(wanted):
         return []
     return [f"{name}: the checkpoint holds {held}, the target is {wanted}; a cast would not keep what the values mean"]
+
+
+def _range(dtype: torch.dtype) -> "_Range":
+    info = None if dtype == torch.bool else torch.iinfo(dtype)
+    return _Range(0, 1) if info is None else _Range(info.min, info.max)
+
+
+@dataclass(frozen=True)
+class _Range:
+    least: int
+    most: int
+
+    def __le__(self, other: "_Range") -> bool:
+        return other.least <= self.least and self.most <= other.most
 
 
 def _shapes(name: str, held: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:

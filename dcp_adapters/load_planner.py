@@ -16,7 +16,9 @@ Where the storage drops planner data the manifest is read first, as a tensor, an
 import dataclasses
 import datetime as dt
 import io
+import itertools
 import pickle
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +44,7 @@ from qtensor.tensor import QuantizedTensor
 __all__ = ["QuantizedLoadPlanner"]
 
 OWN = frozenset({MANIFEST, CHECKSUMS})
+LOADS = itertools.count()  # names loads whose ranks plan each for itself; they count alike
 
 
 class QuantizedLoadPlanner(DefaultLoadPlanner):
@@ -117,6 +120,11 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         if self.awaits_manifest:
             self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
         checks = self.verify_checksums and self._reads_first(CHECKSUMS, metadata, dims=2)
+        if self.verify_checksums and not checks:
+            raise ValueError(
+                "verify_checksums=True: the checkpoint has no checksums, since it was saved without "
+                "QuantizedSavePlanner or with checksums=False; nothing has been loaded"
+            )
         self.verification = Verification() if checks else None
 
     def create_local_plan(self) -> LoadPlan:
@@ -126,6 +134,12 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         # and those of conversions are such.
         plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
         return dataclasses.replace(plan, items=[*plan.items, *self.conversions.read_items()])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Coordinator only: stock's, and a name for this load that all its ranks know."""
+        plans = super().create_global_plan(global_plan)
+        name = uuid.uuid4().hex if len(plans) > 1 else None
+        return [dataclasses.replace(plan, planner_data=name) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Probes, the checkpoint's own entries, what is loaded as it is, what is converted; in this order."""
@@ -141,7 +155,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         ordered = in_order([own, *converted], self.metadata)  # one call: aliases are numbered within it
         items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
         self._passed(0)
-        self.conversions.begin()
+        self.conversions.begin(new_plan.planner_data or f"alone.{next(LOADS)}")
         return dataclasses.replace(new_plan, items=items)
 
     def read_failed(self, error: BaseException) -> None:

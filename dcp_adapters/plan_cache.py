@@ -16,6 +16,7 @@ Entries live as long as the process, in few places: planners come and go with ea
 """
 
 import dataclasses
+import threading
 import uuid
 from collections import OrderedDict
 from typing import Any
@@ -61,36 +62,41 @@ class Global:
     manifest_data: Tensor
 
 
+_lock = threading.Lock()  # the uploads of async saves overlap
 _locals: OrderedDict[str, Local] = OrderedDict()
 _globals: OrderedDict[str, Global] = OrderedDict()
 
 
 def lookup_local(plan: SavePlan) -> Local | None:
     """Take out the entry whose plan is this one, formats included; scales may differ."""
-    for token, entry in _locals.items():
-        if _same_plan(entry.sent, plan):
-            return _locals.pop(token)
+    with _lock:
+        for token, entry in _locals.items():
+            if _same_plan(entry.sent, plan):
+                return _locals.pop(token)
     return None
 
 
 def remember_local(entry: Local) -> None:
     """Keep (or put back) an entry, among the newest."""
-    _locals[entry.token] = entry
-    _trim(_locals)
+    with _lock:
+        _locals[entry.token] = entry
+        _trim(_locals, KEPT)
 
 
 def lookup_global(token: str) -> Global | None:
     """What the coordinator kept under a token, from now on among the newest: so ranks keep theirs, too."""
-    if token in _globals:
-        _globals.move_to_end(token)
-    return _globals.get(token)
+    with _lock:
+        if token in _globals:
+            _globals.move_to_end(token)
+        return _globals.get(token)
 
 
 def remember_global(entry: Global) -> str:
     """Keep it under a new token."""
     token = uuid.uuid4().hex
-    _globals[token] = entry
-    _trim(_globals)
+    with _lock:
+        _globals[token] = entry
+        _trim(_globals, 2 * KEPT)  # some are of saves that failed, and no rank remembers them
     return token
 
 
@@ -126,13 +132,14 @@ def _same_plan(one: SavePlan, other: SavePlan) -> bool:
     mine: Record = one.planner_data
     theirs: Record = other.planner_data
     return (
-        mine.kinds == theirs.kinds
+        mine.checksums == theirs.checksums
+        and mine.kinds == theirs.kinds
         and mine.recipes == theirs.recipes
         and one.items == other.items
         and mine.mappings == theirs.mappings
     )
 
 
-def _trim(entries: OrderedDict[str, Any]) -> None:
-    while len(entries) > KEPT:
+def _trim(entries: OrderedDict[str, Any], most: int) -> None:
+    while len(entries) > most:
         entries.popitem(last=False)

@@ -61,6 +61,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Flatten; keep the local parts of quantized leaves, and what stock DCP saves, apart."""
+        self.current: frozenset[int] = frozenset()  # items of an earlier save that is still being written are none now
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
         flat, layouts = self.state_dict, Layouts()
@@ -107,7 +108,9 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                     scales.append(self.wide[item.index.fqn])
         now = Now(_bits(scales), self._replicated(items))
         paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
-        record = Record(paths, [(recipe.to_json(), dtype) for recipe, dtype in numbers], bytes(kinds), now)
+        record = Record(
+            paths, [(recipe.to_json(), dtype) for recipe, dtype in numbers], bytes(kinds), now, self.with_checksums
+        )
         self.plan = dataclasses.replace(stock, items=items, planner_data=record)
         self.cached = plan_cache.lookup_local(self.plan) if self._enable_plan_caching else None
         if self.cached is None:
@@ -148,8 +151,10 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
         if new_plan.items:
             names = own_names(self.checkpoint_id, new_plan.storage_data, cleared=cleared)
-            new_plan = dataclasses.replace(new_plan, storage_data=names)
+            items = [dataclasses.replace(item) for item in new_plan.items]  # this save's own, in cached plans, too
+            new_plan = dataclasses.replace(new_plan, items=items, storage_data=names)
         self.plan = new_plan
+        self.current = frozenset(map(id, new_plan.items))
         return new_plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -158,11 +163,25 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if part is None else part
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What the writer stores for an item; digested, if checksums are on."""
+        """What the writer stores for an item; digested, if checksums are on.
+
+        Raises:
+            RuntimeError: the planner has been given another save before this one was written.
+        """
+        checksums = self.checksums
+        self._refuse_overlap(write_item)
         if write_item.index.fqn == CHECKSUMS:
-            return self.checksums.table(self.plan.items, self.resolve_data)
-        data: Tensor | io.BytesIO = self.checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
-        return self.checksums.seen(write_item.index, data) if self.with_checksums else data
+            return checksums.table(self.plan.items, self.resolve_data)
+        data: Tensor | io.BytesIO = checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
+        self._refuse_overlap(write_item)  # and again behind the data: so it is this save's
+        return checksums.seen(write_item.index, data) if self.with_checksums else data
+
+    def _refuse_overlap(self, write_item: WriteItem) -> None:
+        if id(write_item) not in self.current:
+            raise RuntimeError(
+                f"{write_item.index.fqn}: its planner has been given to another save while this one was being written; "
+                "give each save that may overlap another a QuantizedSavePlanner of its own"
+            )
 
     def _planned(self, all_plans: list[SavePlan], manifest: Manifest) -> tuple[list[SavePlan], Metadata, Tensor]:
         """Stock's global plan with our two entries, and the manifest as a tensor."""

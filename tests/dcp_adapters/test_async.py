@@ -5,6 +5,8 @@ Optimizer states travel with the weights, and training goes on bit for bit.
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -302,3 +304,40 @@ def test_assert_piece_sees_a_wrong_byte() -> None:
     wrong[3] = 9
     with pytest.raises(AssertionError, match="x: other bytes"):
         assert_piece(wrong, whole_tensor, "x")
+
+
+class Slow(dcp.FileSystemWriter):
+    """Begins to write when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.go = threading.Event()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        assert self.go.wait(60)
+        return super().write_data(plan, planner)
+
+
+def one_planner_for_two(base: Path, *, caching: bool) -> None:
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    planner = QuantizedSavePlanner(enable_plan_caching=caching)
+    if caching:
+        dcp.save(models(0), checkpoint_id=base / "warm", planner=planner)
+    slow = Slow(base / "0")
+    first = dcp.async_save(models(0), storage_writer=slow, planner=planner, process_group=groups[0])
+    while not slow.path.exists() or not hasattr(planner, "plan") or not planner.current:  # until it is planned
+        time.sleep(0.01)
+    second = dcp.async_save(models(1), checkpoint_id=base / "1", planner=planner, process_group=groups[1])
+    second.result()
+    slow.go.set()
+    with pytest.raises(BaseException, match="its planner has been given to another save while this one was being"):
+        first.result()
+    target = models(9)
+    load(target, base / "1")
+    assert_holds(target, reference(1))
+    assert not (base / "0" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_one_planner_for_two_saves_at_once_fails_the_first(*, caching: bool, shared_tmp_path: Path) -> None:
+    run_ranks(1, one_planner_for_two, shared_tmp_path, caching=caching)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_adapters import QuantizedLoadPlanner
+from dcp_adapters import QuantizedLoadPlanner, conversions
 from dcp_adapters.convert import Conversion, narrowed, widened
 from qtensor import Float8DelayedScaling, high_precision_init_val, quantize, quantized_model_init
 from qtensor.tensor import QuantizedTensor
@@ -144,7 +144,7 @@ def load_dense_model(path: Path, name: str) -> None:
             fully_shard(layer)
         fully_shard(net)
         state = {"model": net.state_dict()}
-        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        with patch.object(conversions, "all_reduce_max", wraps=conversions.all_reduce_max) as all_reduce:
             load(state, path, on_mismatch="convert")
         shares = storage == "quantized" and name not in {"float8_row", "mxfp8", "mxfp8_square"}
         assert all_reduce.call_count == shares, (name, storage)
@@ -295,6 +295,20 @@ class Failing(dcp.FileSystemReader):
         if self.tells:
             planner.read_failed(error)
         raise error
+
+
+def among_groups_of_some(path: Path) -> None:
+    """Ranks that belong to different numbers of groups, as those of pipelines and experts do."""
+    dist.new_group([0])
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in ("nvfp4", "float8_tensor"):
+        target = {"even.bfloat16": placed(empty_target(kind, 64), mesh, Shard(0))}
+        load(target, path, on_mismatch="convert", allow_partial_load=True, conversion_timeout=dt.timedelta(seconds=20))
+        assert_holds(target, {"even.bfloat16": converted(source("bfloat16", 64), kind, 64)})
+
+
+def test_ranks_agree_whatever_groups_they_belong_to(saved: Path) -> None:
+    run_ranks(2, among_groups_of_some, saved)
 
 
 def a_rank_fails(path: Path, tells: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -266,6 +267,8 @@ def test_a_conversion_needs_all_parts_of_its_source() -> None:
         (torch.bfloat16, torch.float32),
         (torch.int32, torch.int64),
         (torch.uint8, torch.uint8),
+        (torch.bool, torch.uint8),
+        (torch.uint8, torch.int16),
         (torch.float8_e4m3fn, torch.float8_e4m3fn),
     ],
 )
@@ -280,3 +283,26 @@ def test_a_storage_that_drops_planner_data_tells_the_recipe_too_late_for_a_conve
     assert f"w: the checkpoint holds it quantized, the target is dense; {TOO_LATE}" in found
     assert "load it with the recipe it was saved with" in TOO_LATE
     assert recipe_differences(target({"w": entry(MXFP8BlockScaling(blocks="square"))}), manifest)[0].endswith(TOO_LATE)
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        (torch.int64, torch.uint8),
+        (torch.int64, torch.bool),
+        (torch.int8, torch.uint8),
+        (torch.complex64, torch.float32),
+    ],
+)
+def test_casts_that_lose_are_refused(held: torch.dtype, wanted: torch.dtype) -> None:
+    text = f"w: the checkpoint holds {held}, the target is {wanted}; a cast would not keep what the values mean"
+    assert compare({"w": Dense((4,), held)}, {"w": Dense((4,), wanted)}) == [text]
+
+
+def test_what_can_not_be_loaded_at_all_is_listed_with_the_rest() -> None:
+    want = dataclasses.replace(target({"w": entry(), "b": (5,)}), unfit={"w": "it is a view"})
+    metadata, manifest = stored({"w": entry(), "b": (6,)})
+    assert differences(want, metadata, manifest, partial=False) == [
+        "b: the checkpoint holds shape (6,), the target has (5,)",
+        "w: it is a view",
+    ]

@@ -228,3 +228,27 @@ def test_a_plan_in_use_outlives_many_others(tmp_path: Path) -> None:
         planner = watched_save({"w": torch.full((3,), float(number))}, tmp_path / f"same-{number}")
         assert planner.planned == (number == 0)
         watched_save({f"other-{number}": torch.ones(3)}, tmp_path / f"other-{number}")
+
+
+def with_and_without_checksums(base: Path) -> None:
+    forget()
+    for step, checksums in enumerate([False, True, False, True]):
+        planner = QuantizedSavePlanner(enable_plan_caching=True, checksums=checksums)
+        dcp.save(weights("mxfp8", step), checkpoint_id=base / str(step), planner=planner)
+        assert (planner.cached is None) == (step < 2)
+        entries = dcp.FileSystemReader(base / str(step)).read_metadata().state_dict_metadata
+        assert ("qtensor.checksums" in entries) == checksums
+
+
+def test_whether_checksums_are_made_is_part_of_what_is_compared(shared_tmp_path: Path) -> None:
+    run_ranks(2, with_and_without_checksums, shared_tmp_path)
+
+
+def checksums_on_one_rank(base: Path) -> None:
+    planner = QuantizedSavePlanner(checksums=dist.get_rank() == 0)
+    dcp.save(weights("mxfp8"), checkpoint_id=base, planner=planner)
+
+
+def test_ranks_must_agree_on_checksums(shared_tmp_path: Path) -> None:
+    for error in run_ranks_catching(2, checksums_on_one_rank, shared_tmp_path):
+        assert "some ranks save with checksums=True, some with False; choose one for all" in error

@@ -134,11 +134,14 @@ def test_a_chunk_without_a_row_is_found(tmp_path: Path) -> None:
              allow_partial_load=True)  # fmt: skip
 
 
-def test_a_checkpoint_without_checksums_loads(tmp_path: Path) -> None:
+def test_a_check_that_nothing_can_be_checked_against_is_refused(tmp_path: Path) -> None:
     with alone():
         dcp.save({"b": torch.ones(3)}, checkpoint_id=tmp_path, planner=QuantizedSavePlanner(checksums=False))
     target = {"b": torch.zeros(3)}
-    load(target, tmp_path, verify_checksums=True)
+    with pytest.raises(BaseException, match="verify_checksums=True: the checkpoint has no checksums"):
+        load(target, tmp_path, verify_checksums=True)
+    assert torch.equal(target["b"], torch.zeros(3))
+    load(target, tmp_path)
     assert torch.equal(target["b"], torch.ones(3))
 
 

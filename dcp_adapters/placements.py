@@ -1,0 +1,45 @@
+"""Placements under which a rank's local tensor is not one box of the global tensor: DCP would read the wrong rows."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement
+
+__all__ = ["placement_problem"]
+
+
+def placement_problem(value: Any) -> str | None:
+    """Why a leaf can be neither saved nor loaded as it is placed, in words; None where it can."""
+    if not isinstance(value, Tensor) or not isinstance(value, DTensor):
+        return None
+    mesh, placements = value.device_mesh, value.placements
+    if any(isinstance(placement, Partial) for placement in placements):
+        return (
+            f"it is placed as {placements}: each rank holds a term of a sum, and what is read would be added up; "
+            "redistribute it to Replicate() or Shard() first"
+        )
+    for number in range(len(placements)):
+        if _scatters(mesh, placements, number):
+            return (
+                f"it is placed as {placements} on a mesh of {tuple(mesh.shape)}: a rank's rows are several runs, of "
+                "which DCP knows the first; redistribute it to Shard() first"
+            )
+    return None
+
+
+def _scatters(mesh: DeviceMesh, placements: tuple[Placement, ...], number: int) -> bool:
+    """Whether a strided placement leaves several runs of rows.
+
+    `split_factor` says into how many pieces later mesh dims have cut the tensor dim before, as FSDP does over TP. Then
+    later dims take the pieces apart again; if they do not, a rank keeps a run of each.
+    """
+    factor = getattr(placements[number], "split_factor", 1)
+    if factor == 1 or mesh.size(number) == 1:
+        return False
+    dim = getattr(placements[number], "dim", None)
+    later = range(number + 1, len(placements))
+    taken = math.prod(mesh.size(other) for other in later if getattr(placements[other], "dim", None) == dim)
+    return bool(factor != taken)
