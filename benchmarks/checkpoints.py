@@ -1,0 +1,355 @@
+"""What do checkpoints of quantized models cost, in bytes and in seconds of save, async save and load?
+
+    python -m benchmarks checkpoints
+
+A real model (SmolLM2-135M; its embedding stays bf16) and a synthetic one of 2 GB, in bf16 with stock DCP and in MXFP8
+and NVFP4 with ours; beside them the route of those who can only save dense weights (dequantize, then save), and the
+disk itself (the same bytes written and synced, or read, with no format at all). One process. Contenders take turns;
+figures are ratios of medians, with the least and the greatest ratio within one round. Unless a name says otherwise
+saves use the settings we recommend: two writing threads, no CRC32. "Default settings" are torch's.
+
+What was expected before the first measurement:
+
+    bytes of quantized entries   0.52x (MXFP8), 0.29x (NVFP4) of bf16; whole SmolLM2 0.62x, 0.43x for its embedding
+    save / raw write             1.05 at 2 GB, where planning vanishes; 1.5 at 135M; default settings 2
+    checksums                    3 % of a save
+    save / save of bf16          0.53, 0.31 at 2 GB
+    save / dequantize and save   0.2: dequantizing costs more than writing does
+    cold load / cold raw read    1.2; checksums compared 2 % more. Warm: 5, and 10 % more
+    async block / copy loop      1.2 (fresh memory on both sides: page faults)
+    convert / load and quantize  1.0
+"""
+
+import dataclasses
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from benchmarks import checkpoint_figures, disk
+from benchmarks.timing import Contender, interleaved
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
+from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+
+ROOT = Path(__file__).parents[1]
+SCRATCH = ROOT / "runs"  # on the filesystem that is measured
+REPEATS = {"smollm2_135m": 7, "synthetic": 5}
+HIDDEN, KEYS, INNER = 1536, 384, 4096  # the synthetic model: 7 weights and 2 norms a layer, 49.5 MB in bf16
+LAYERS = 42
+CONVERTED_LAYERS = 10  # of SmolLM2: quantizing takes longer than all the rest
+
+RECIPES: dict[str, Any] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
+FORMATS = ("bf16", *RECIPES)
+States = dict[str, dict[str, Tensor]]  # format -> state dict
+Contenders = dict[str, Contender]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One model in all formats, and where its files go."""
+
+    states: States
+    folder: Path
+
+    def parts(self, form: str) -> list[Tensor]:
+        """The plain tensors of a format, aliased."""
+        return list(expand(self.states[form]).values())
+
+    def kept(self, form: str) -> Path:
+        """The checkpoint that loads read."""
+        return self.folder / f"kept-{form}"
+
+    def raw(self, form: str) -> Path:
+        """The same bytes with no format."""
+        return self.folder / f"raw-{form}"
+
+    @property
+    def scratch(self) -> Path:
+        """Where saves that are measured go."""
+        return self.folder / "scratch"
+
+
+def run() -> dict[str, Any]:
+    """Figures of both models, and which targets they meet."""
+    results: dict[str, Any] = {
+        "parameters": {"repeats": REPEATS, "synthetic": {"layers": LAYERS, "hidden": HIDDEN, "inner": INNER}}
+    }
+    SCRATCH.mkdir(exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process, which is what is meant
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        for name, states in (("smollm2_135m", _smollm2), ("synthetic", _synthetic)):
+            with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
+                results[name] = _measured(name, Bench(states(), Path(folder)))
+    return results | {"targets": checkpoint_figures.targets(results)}
+
+
+def report(results: dict[str, Any], out: Path) -> None:
+    """Print what a reader wants to know; draw the ratios beside `out`."""
+    print(checkpoint_figures.summary(results))
+    print(f"drawn in {checkpoint_figures.draw(results, out)}")
+
+
+def _measured(name: str, bench: Bench) -> dict[str, Any]:
+    total = {form: sum(part.nbytes for part in bench.parts(form)) for form in FORMATS}
+    disk.require_free(bench.folder, 2 * sum(total.values()) + 2 * total["bf16"])
+    weights = [f"model.{key}" for key, value in bench.states["mxfp8"].items() if isinstance(value, QuantizedTensor)]
+    for form in FORMATS:
+        save(bench.states[form], bench.kept(form), _planner(form))
+        disk.write_raw(bench.raw(form), bench.parts(form))
+    figures: dict[str, Any] = {"weights": len(weights), "gb": {form: round(total[form] / 1e9, 3) for form in FORMATS}}
+    figures["bytes_over_bf16"] = {
+        form: {
+            "quantized_entries": round(_entries(bench, form, weights) / _entries(bench, "bf16", weights), 4),
+            "directory": round(
+                disk.directory_bytes(bench.kept(form)) / disk.directory_bytes(bench.kept("bf16")), 4
+            ),
+        }
+        for form in RECIPES
+    }
+    phases: list[Callable[[Bench], Contenders]] = [_saves, _async_saves, _loads]
+    if name == "smollm2_135m":
+        phases.append(_conversions)
+    seconds: dict[str, list[float]] = {}
+    for phase in phases:
+        print(f"  {name}: {phase.__name__.strip('_').replace('_', ' ')}", flush=True)
+        seconds |= interleaved(phase(bench), REPEATS[name], warm_up=name == "smollm2_135m")
+    return figures | checkpoint_figures.of_seconds(seconds)
+
+
+def _entries(bench: Bench, form: str, weights: list[str]) -> int:
+    return disk.entry_bytes(bench.kept(form), weights)
+
+
+# ---- models
+
+
+def _smollm2() -> States:
+    sys.path.append(str(ROOT / "examples"))  # scripts, which import one another by bare name
+    import smollm2
+
+    return _in_all_formats({name: weight.contiguous() for name, weight in smollm2.iter_weights()})
+
+
+def _synthetic() -> States:
+    """Llama-like layers. One weight a shape is quantized, the others are copies: no figure depends on values."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {f"self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qo"}
+    shapes |= {f"self_attn.{name}_proj.weight": (KEYS, HIDDEN) for name in "kv"}
+    shapes |= {f"mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+    shapes["mlp.down_proj.weight"] = (HIDDEN, INNER)
+    layer = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+    layer |= {f"{name}_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16) for name in ("input", "post")}
+    return {
+        form: {f"layers.{i}.{name}": value.clone() for i in range(LAYERS) for name, value in state.items()}
+        for form, state in _in_all_formats(layer).items()
+    }
+
+
+def _in_all_formats(dense: dict[str, Tensor]) -> States:
+    states: States = {"bf16": dense}
+    for form, recipe in RECIPES.items():
+        states[form] = {
+            name: quantize(value, recipe) if name.endswith("_proj.weight") else value.clone()
+            for name, value in dense.items()
+        }
+    return states
+
+
+# ---- saves
+
+
+@contextmanager
+def crc32(*, on: bool) -> Iterator[None]:
+    """CRC32 beside every tensor in the files, as torch does by default, or none."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(on)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _writer(path: Path) -> FileSystemWriter:
+    return FileSystemWriter(path, thread_count=2, single_file_per_rank=True)
+
+
+def _planner(form: str, *, checksums: bool = True) -> DefaultSavePlanner:
+    return QuantizedSavePlanner(checksums=checksums) if form in RECIPES else DefaultSavePlanner()
+
+
+def save(state: dict[str, Tensor], path: Path, planner: DefaultSavePlanner) -> None:
+    """With the settings we recommend."""
+    with crc32(on=False):
+        dcp.save({"model": state}, storage_writer=_writer(path), planner=planner)
+
+
+def save_with_defaults(state: dict[str, Tensor], path: Path, planner: DefaultSavePlanner) -> None:
+    """With torch's settings."""
+    dcp.save({"model": state}, storage_writer=FileSystemWriter(path), planner=planner)
+
+
+def plan_save(state: dict[str, Tensor], planner: DefaultSavePlanner) -> None:
+    """All that a save does before it writes."""
+    planner.set_up_planner({"model": state}, is_coordinator=True)
+    plans, _ = planner.create_global_plan([planner.create_local_plan()])
+    planner.finish_plan(plans[0])
+
+
+def _dequantized(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in state.items()
+    }
+
+
+def _saves(bench: Bench) -> Contenders:
+    path, calls = bench.scratch, dict[str, Callable[[], object]]()
+    for form, state in bench.states.items():
+        parts = bench.parts(form)
+        calls |= {
+            f"raw write {form}": lambda parts=parts: disk.write_raw(path, parts),
+            f"save {form}": lambda state=state, form=form: save(state, path, _planner(form)),
+            f"default save {form}": lambda state=state, form=form: save_with_defaults(state, path, _planner(form)),
+            f"plan save {form}": lambda state=state, form=form: plan_save(state, _planner(form)),
+        }
+        if form in RECIPES:
+            calls |= {
+                f"unchecked save {form}": lambda state=state, form=form: save(
+                    state, path, _planner(form, checksums=False)
+                ),
+                f"dequantize, save {form}": lambda state=state: save(_dequantized(state), path, DefaultSavePlanner()),
+            }
+    return {
+        name: Contender(before=lambda: disk.remove(path), call=call, after=lambda: disk.remove(path))
+        for name, call in calls.items()
+    }
+
+
+def _async_saves(bench: Bench) -> Contenders:
+    out: Contenders = {}
+    for form in FORMATS:
+        out[f"copy loop {form}"] = _copy_loop(bench.parts(form))
+        out[f"async {form}"] = _async_save(bench, form)
+    return out
+
+
+def _copy_loop(parts: list[Tensor]) -> Contender:
+    """A snapshot in new memory, as the first async save makes one."""
+    copies: list[Tensor] = []
+    return Contender(call=lambda: copies.extend(part.clone() for part in parts), after=copies.clear)
+
+
+def _async_save(bench: Bench, form: str) -> Contender:
+    """Seconds until async_save returns; the upload is waited for outside of them."""
+    pending: list[Any] = []
+
+    def call() -> None:
+        stager = DefaultStager(StagingOptions(False, False, False, False))  # noqa: FBT003
+        upload = dcp.async_save(
+            {"model": bench.states[form]},
+            storage_writer=_writer(bench.scratch),
+            planner=_planner(form),
+            async_stager=stager,
+        )
+        pending.extend([upload, stager])
+
+    def after() -> None:
+        upload, stager = pending
+        upload.result()
+        stager.close()
+        pending.clear()
+        disk.remove(bench.scratch)
+
+    return Contender(call=call, after=after)
+
+
+# ---- loads
+
+
+def load(state: dict[str, Tensor], path: Path, planner: DefaultLoadPlanner) -> None:
+    """In place, with stock's reader."""
+    dcp.load({"model": state}, storage_reader=FileSystemReader(path), planner=planner)
+
+
+def plan_load(state: dict[str, Tensor], path: Path, planner: DefaultLoadPlanner) -> None:
+    """All that a load does before it reads tensors."""
+    metadata = FileSystemReader(path).read_metadata()
+    planner.set_up_planner({"model": state}, metadata, is_coordinator=True)
+    planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+
+
+def _loads(bench: Bench) -> Contenders:
+    out: Contenders = {}
+    for form, state in bench.states.items():
+        path, parts = bench.kept(form), bench.parts(form)
+        stock = form not in RECIPES
+        planners: dict[str, Callable[[], DefaultLoadPlanner]] = {
+            "load": DefaultLoadPlanner if stock else QuantizedLoadPlanner
+        }
+        if not stock:
+            planners["verified load"] = lambda: QuantizedLoadPlanner(verify_checksums=True)
+        for kind, prepare in (("cold", disk.forget), ("warm", disk.warm)):
+            raw = bench.raw(form)
+            read = lambda raw=raw, parts=parts: disk.read_raw(raw, parts)  # noqa: E731
+            out[f"{kind} raw read {form}"] = _reading(parts, raw, read, prepare)
+            for name, planner in planners.items():
+                call = lambda state=state, path=path, planner=planner: load(state, path, planner())  # noqa: E731
+                out[f"{kind} {name} {form}"] = _reading(parts, path, call, prepare)
+        plan = planners["load"]
+        out[f"plan load {form}"] = Contender(
+            call=lambda state=state, path=path, plan=plan: plan_load(state, path, plan())
+        )
+    return out
+
+
+def _reading(
+    parts: list[Tensor], path: Path, call: Callable[[], object], prepare: Callable[[Path], object]
+) -> Contender:
+    """A load that has to bring back the largest part, which is wiped before."""
+    probe = max(parts, key=lambda part: part.nbytes).reshape(-1).view(torch.uint8)
+
+    def before() -> None:
+        probe.zero_()
+        prepare(path)
+
+    def after() -> None:
+        if not probe.any():
+            raise AssertionError(f"{path} was not loaded")
+
+    return Contender(before=before, call=call, after=after)
+
+
+def _conversions(bench: Bench) -> Contenders:
+    """Some layers of the bf16 checkpoint into quantized targets."""
+    layers = tuple(f"model.layers.{i}." for i in range(CONVERTED_LAYERS))
+    some = {
+        form: {name: value for name, value in state.items() if name.startswith(layers)}
+        for form, state in bench.states.items()
+    }
+    path, dense, out = bench.folder / "some-bf16", some["bf16"], dict[str, Contender]()
+    save(dense, path, DefaultSavePlanner())
+
+    def load_and_quantize(target: dict[str, Tensor]) -> None:
+        load(dense, path, DefaultLoadPlanner())
+        for name, value in target.items():
+            value.copy_(dense[name])
+
+    def convert(target: dict[str, Tensor]) -> None:
+        load(target, path, QuantizedLoadPlanner(on_mismatch="convert"))
+
+    for form in RECIPES:
+        parts, target = list(expand(some[form]).values()), some[form]
+        out[f"convert to {form}"] = _reading(parts, path, lambda target=target: convert(target), disk.warm)
+        out[f"load and quantize {form}"] = _reading(
+            parts, path, lambda target=target: load_and_quantize(target), disk.warm
+        )
+    return out
