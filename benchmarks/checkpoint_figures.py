@@ -12,6 +12,7 @@ FORMATS = ("bf16", *QUANTIZED)
 RATIOS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("save {} / raw write", "save {}", "raw write {}", FORMATS),
     ("default save {} / raw write", "default save {}", "raw write {}", FORMATS),
+    ("save {} / with one thread", "save {}", "one thread save {}", FORMATS),
     ("save {} / save bf16", "save {}", "save bf16", QUANTIZED),
     ("default save {} / default save bf16", "default save {}", "default save bf16", QUANTIZED),
     ("save {} / dequantize, save", "save {}", "dequantize, save {}", QUANTIZED),
@@ -29,8 +30,8 @@ RATIOS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("convert to {} / load, quantize", "convert to {}", "load and quantize {}", QUANTIZED),
 )
 MODELS = ("smollm2_135m", "synthetic")
-# (model or None for both, key in the figures, greatest allowed value)
-BYTES = {"mxfp8": 0.53, "nvfp4": 0.30}
+BYTES = {"mxfp8": 0.53, "nvfp4": 0.30}  # of bf16, at most
+# models, ratio, its greatest value
 RATIO_TARGETS: tuple[tuple[tuple[str, ...], str, float], ...] = (
     *((MODELS, f"save {form} / raw write", 1.2) for form in QUANTIZED),
     *((MODELS, f"cold load {form} / cold raw read", 1.3) for form in QUANTIZED),
@@ -39,11 +40,18 @@ RATIO_TARGETS: tuple[tuple[tuple[str, ...], str, float], ...] = (
 )
 
 
-def of_seconds(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Median, least and greatest seconds of each contender, and all ratios that they allow."""
+def of_seconds(seconds: dict[str, list[float]], entries: dict[str, int]) -> dict[str, Any]:
+    """Median, least and greatest seconds of each contender, all ratios that they allow, and what an entry costs."""
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
+        "entries": entries,
+        "ms_per_entry_beyond_raw": {
+            f"{mine} {form}": round((medians[f"{mine} {form}"] - medians[f"{raw} {form}"]) / count * 1e3, 3)
+            for mine, raw in (("save", "raw write"), ("cold load", "cold raw read"), ("warm load", "warm raw read"))
+            for form, count in entries.items()
+        },
         "seconds": {
-            name: {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
+            name: {"median": round(medians[name], 4), "min": round(min(values), 4), "max": round(max(values), 4)}
             for name, values in seconds.items()
         },
         "ratios": {
@@ -68,9 +76,7 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         for models, key, limit in RATIO_TARGETS
         for model in models
     ]
-    return [
-        {"target": name, "value": value, "at_most": limit, "met": value <= limit} for name, value, limit in rows
-    ]
+    return [{"target": name, "value": value, "at_most": limit, "met": value <= limit} for name, value, limit in rows]
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -84,6 +90,9 @@ def summary(results: dict[str, Any]) -> str:
         cells = [results[model]["ratios"].get(name) for model in MODELS]
         text = [f"{cell['ratio']:.2f} ({cell['min']:.2f} - {cell['max']:.2f})" if cell else "-" for cell in cells]
         lines.append(f"{name:46}" + "".join(f"{value:>26}" for value in text))
+    for name in results[MODELS[0]]["ms_per_entry_beyond_raw"]:
+        cells = [results[model]["ms_per_entry_beyond_raw"][name] for model in MODELS]
+        lines.append(f"{f'{name}: ms an entry beyond raw':46}" + "".join(f"{value:26.2f}" for value in cells))
     lines += ["", "targets"]
     for row in results["targets"]:
         verdict = "met    " if row["met"] else "NOT met"
@@ -109,9 +118,7 @@ def draw(results: dict[str, Any], path: Path) -> Path:
         # the ratio of medians may lie outside of the ratios within rounds
         below = [max(value - ratios[name]["min"], 0) for value, (_, name) in zip(values, shown, strict=True)]
         above = [max(ratios[name]["max"] - value, 0) for value, (_, name) in zip(values, shown, strict=True)]
-        axes.barh(
-            at, values, 0.36, xerr=(below, above), label=model, color=f"C{number}", error_kw={"elinewidth": 0.8}
-        )
+        axes.barh(at, values, 0.36, xerr=(below, above), label=model, color=f"C{number}", error_kw={"elinewidth": 0.8})
         for y, (_, name) in zip(at, shown, strict=True):
             if (model, name) in limits:
                 axes.plot([limits[model, name]] * 2, [y - 0.18, y + 0.18], color="black", linewidth=2)

@@ -21,11 +21,11 @@ What was expected before the first measurement:
 """
 
 import dataclasses
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,18 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks import checkpoint_figures, disk
+from benchmarks.checkpoint_models import FORMATS, RECIPES, States, llama_like, smollm2_135m
 from benchmarks.timing import Contender, interleaved
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
-from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import QuantizedTensor
 
 ROOT = Path(__file__).parents[1]
 SCRATCH = ROOT / "runs"  # on the filesystem that is measured
 REPEATS = {"smollm2_135m": 7, "synthetic": 5}
-HIDDEN, KEYS, INNER = 1536, 384, 4096  # the synthetic model: 7 weights and 2 norms a layer, 49.5 MB in bf16
-LAYERS = 42
+# The synthetic model, of the widths of a Llama with 1.1 billion parameters: 88 MB a layer in bf16.
+SYNTHETIC = {"layers": 26, "hidden": 2048, "keys": 256, "inner": 5632}
 CONVERTED_LAYERS = 10  # of SmolLM2: quantizing takes longer than all the rest
 
-RECIPES: dict[str, Any] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
-FORMATS = ("bf16", *RECIPES)
-States = dict[str, dict[str, Tensor]]  # format -> state dict
 Contenders = dict[str, Contender]
 
 
@@ -81,13 +79,13 @@ class Bench:
 def run() -> dict[str, Any]:
     """Figures of both models, and which targets they meet."""
     results: dict[str, Any] = {
-        "parameters": {"repeats": REPEATS, "synthetic": {"layers": LAYERS, "hidden": HIDDEN, "inner": INNER}}
+        "parameters": {"repeats": REPEATS, "synthetic": SYNTHETIC, "converted_layers": CONVERTED_LAYERS}
     }
     SCRATCH.mkdir(exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # one process, which is what is meant
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        for name, states in (("smollm2_135m", _smollm2), ("synthetic", _synthetic)):
+        for name, states in (("smollm2_135m", smollm2_135m), ("synthetic", partial(llama_like, **SYNTHETIC))):
             with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
                 results[name] = _measured(name, Bench(states(), Path(folder)))
     return results | {"targets": checkpoint_figures.targets(results)}
@@ -110,9 +108,7 @@ def _measured(name: str, bench: Bench) -> dict[str, Any]:
     figures["bytes_over_bf16"] = {
         form: {
             "quantized_entries": round(_entries(bench, form, weights) / _entries(bench, "bf16", weights), 4),
-            "directory": round(
-                disk.directory_bytes(bench.kept(form)) / disk.directory_bytes(bench.kept("bf16")), 4
-            ),
+            "directory": round(disk.directory_bytes(bench.kept(form)) / disk.directory_bytes(bench.kept("bf16")), 4),
         }
         for form in RECIPES
     }
@@ -123,46 +119,12 @@ def _measured(name: str, bench: Bench) -> dict[str, Any]:
     for phase in phases:
         print(f"  {name}: {phase.__name__.strip('_').replace('_', ' ')}", flush=True)
         seconds |= interleaved(phase(bench), REPEATS[name], warm_up=name == "smollm2_135m")
-    return figures | checkpoint_figures.of_seconds(seconds)
+    entries = {form: len(bench.parts(form)) for form in FORMATS}
+    return figures | checkpoint_figures.of_seconds(seconds, entries)
 
 
 def _entries(bench: Bench, form: str, weights: list[str]) -> int:
     return disk.entry_bytes(bench.kept(form), weights)
-
-
-# ---- models
-
-
-def _smollm2() -> States:
-    sys.path.append(str(ROOT / "examples"))  # scripts, which import one another by bare name
-    import smollm2
-
-    return _in_all_formats({name: weight.contiguous() for name, weight in smollm2.iter_weights()})
-
-
-def _synthetic() -> States:
-    """Llama-like layers. One weight a shape is quantized, the others are copies: no figure depends on values."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {f"self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qo"}
-    shapes |= {f"self_attn.{name}_proj.weight": (KEYS, HIDDEN) for name in "kv"}
-    shapes |= {f"mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
-    shapes["mlp.down_proj.weight"] = (HIDDEN, INNER)
-    layer = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
-    layer |= {f"{name}_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16) for name in ("input", "post")}
-    return {
-        form: {f"layers.{i}.{name}": value.clone() for i in range(LAYERS) for name, value in state.items()}
-        for form, state in _in_all_formats(layer).items()
-    }
-
-
-def _in_all_formats(dense: dict[str, Tensor]) -> States:
-    states: States = {"bf16": dense}
-    for form, recipe in RECIPES.items():
-        states[form] = {
-            name: quantize(value, recipe) if name.endswith("_proj.weight") else value.clone()
-            for name, value in dense.items()
-        }
-    return states
 
 
 # ---- saves
@@ -179,59 +141,57 @@ def crc32(*, on: bool) -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _writer(path: Path) -> FileSystemWriter:
-    return FileSystemWriter(path, thread_count=2, single_file_per_rank=True)
+def _writer(path: Path, threads: int = 2) -> FileSystemWriter:
+    return FileSystemWriter(path, thread_count=threads, single_file_per_rank=True)
 
 
-def _planner(form: str, *, checksums: bool = True) -> DefaultSavePlanner:
-    return QuantizedSavePlanner(checksums=checksums) if form in RECIPES else DefaultSavePlanner()
-
-
-def save(state: dict[str, Tensor], path: Path, planner: DefaultSavePlanner) -> None:
-    """With the settings we recommend."""
+def save(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultSavePlanner], *, threads: int = 2) -> None:
+    """With the settings we recommend, if it is two threads."""
     with crc32(on=False):
-        dcp.save({"model": state}, storage_writer=_writer(path), planner=planner)
+        dcp.save({"model": state}, storage_writer=_writer(path, threads), planner=planner())
 
 
-def save_with_defaults(state: dict[str, Tensor], path: Path, planner: DefaultSavePlanner) -> None:
+def save_with_defaults(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultSavePlanner]) -> None:
     """With torch's settings."""
-    dcp.save({"model": state}, storage_writer=FileSystemWriter(path), planner=planner)
+    dcp.save({"model": state}, storage_writer=FileSystemWriter(path), planner=planner())
 
 
-def plan_save(state: dict[str, Tensor], planner: DefaultSavePlanner) -> None:
+def dequantize_and_save(state: dict[str, Tensor], path: Path) -> None:
+    """Dense weights, through stock DCP."""
+    dense = {name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in state.items()}
+    save(dense, path, DefaultSavePlanner)
+
+
+def plan_save(state: dict[str, Tensor], planner: Callable[[], DefaultSavePlanner]) -> None:
     """All that a save does before it writes."""
-    planner.set_up_planner({"model": state}, is_coordinator=True)
-    plans, _ = planner.create_global_plan([planner.create_local_plan()])
-    planner.finish_plan(plans[0])
+    one = planner()
+    one.set_up_planner({"model": state}, is_coordinator=True)
+    plans, _ = one.create_global_plan([one.create_local_plan()])
+    one.finish_plan(plans[0])
 
 
-def _dequantized(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in state.items()
-    }
+def _planner(form: str) -> Callable[[], DefaultSavePlanner]:
+    return QuantizedSavePlanner if form in RECIPES else DefaultSavePlanner
 
 
 def _saves(bench: Bench) -> Contenders:
     path, calls = bench.scratch, dict[str, Callable[[], object]]()
     for form, state in bench.states.items():
-        parts = bench.parts(form)
+        planner = _planner(form)
         calls |= {
-            f"raw write {form}": lambda parts=parts: disk.write_raw(path, parts),
-            f"save {form}": lambda state=state, form=form: save(state, path, _planner(form)),
-            f"default save {form}": lambda state=state, form=form: save_with_defaults(state, path, _planner(form)),
-            f"plan save {form}": lambda state=state, form=form: plan_save(state, _planner(form)),
+            f"raw write {form}": partial(disk.write_raw, path, bench.parts(form)),
+            f"save {form}": partial(save, state, path, planner),
+            f"one thread save {form}": partial(save, state, path, planner, threads=1),
+            f"default save {form}": partial(save_with_defaults, state, path, planner),
+            f"plan save {form}": partial(plan_save, state, planner),
         }
         if form in RECIPES:
             calls |= {
-                f"unchecked save {form}": lambda state=state, form=form: save(
-                    state, path, _planner(form, checksums=False)
-                ),
-                f"dequantize, save {form}": lambda state=state: save(_dequantized(state), path, DefaultSavePlanner()),
+                f"unchecked save {form}": partial(save, state, path, partial(QuantizedSavePlanner, checksums=False)),
+                f"dequantize, save {form}": partial(dequantize_and_save, state, path),
             }
-    return {
-        name: Contender(before=lambda: disk.remove(path), call=call, after=lambda: disk.remove(path))
-        for name, call in calls.items()
-    }
+    clean = partial(disk.remove, path)
+    return {name: Contender(before=clean, call=call, after=clean) for name, call in calls.items()}
 
 
 def _async_saves(bench: Bench) -> Contenders:
@@ -253,11 +213,11 @@ def _async_save(bench: Bench, form: str) -> Contender:
     pending: list[Any] = []
 
     def call() -> None:
-        stager = DefaultStager(StagingOptions(False, False, False, False))  # noqa: FBT003
+        stager = DefaultStager(StagingOptions(False, False, False, False))
         upload = dcp.async_save(
             {"model": bench.states[form]},
             storage_writer=_writer(bench.scratch),
-            planner=_planner(form),
+            planner=_planner(form)(),
             async_stager=stager,
         )
         pending.extend([upload, stager])
@@ -275,39 +235,31 @@ def _async_save(bench: Bench, form: str) -> Contender:
 # ---- loads
 
 
-def load(state: dict[str, Tensor], path: Path, planner: DefaultLoadPlanner) -> None:
+def load(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultLoadPlanner]) -> None:
     """In place, with stock's reader."""
-    dcp.load({"model": state}, storage_reader=FileSystemReader(path), planner=planner)
+    dcp.load({"model": state}, storage_reader=FileSystemReader(path), planner=planner())
 
 
-def plan_load(state: dict[str, Tensor], path: Path, planner: DefaultLoadPlanner) -> None:
+def plan_load(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultLoadPlanner]) -> None:
     """All that a load does before it reads tensors."""
-    metadata = FileSystemReader(path).read_metadata()
-    planner.set_up_planner({"model": state}, metadata, is_coordinator=True)
-    planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+    one = planner()
+    one.set_up_planner({"model": state}, FileSystemReader(path).read_metadata(), is_coordinator=True)
+    one.finish_plan(one.create_global_plan([one.create_local_plan()])[0])
 
 
 def _loads(bench: Bench) -> Contenders:
     out: Contenders = {}
     for form, state in bench.states.items():
-        path, parts = bench.kept(form), bench.parts(form)
-        stock = form not in RECIPES
-        planners: dict[str, Callable[[], DefaultLoadPlanner]] = {
-            "load": DefaultLoadPlanner if stock else QuantizedLoadPlanner
-        }
-        if not stock:
-            planners["verified load"] = lambda: QuantizedLoadPlanner(verify_checksums=True)
+        path, raw, parts = bench.kept(form), bench.raw(form), bench.parts(form)
+        planners: dict[str, Callable[[], DefaultLoadPlanner]] = {"load": DefaultLoadPlanner}
+        if form in RECIPES:
+            planners["load"] = QuantizedLoadPlanner
+            planners["verified load"] = partial(QuantizedLoadPlanner, verify_checksums=True)
         for kind, prepare in (("cold", disk.forget), ("warm", disk.warm)):
-            raw = bench.raw(form)
-            read = lambda raw=raw, parts=parts: disk.read_raw(raw, parts)  # noqa: E731
-            out[f"{kind} raw read {form}"] = _reading(parts, raw, read, prepare)
+            out[f"{kind} raw read {form}"] = _reading(parts, raw, partial(disk.read_raw, raw, parts), prepare)
             for name, planner in planners.items():
-                call = lambda state=state, path=path, planner=planner: load(state, path, planner())  # noqa: E731
-                out[f"{kind} {name} {form}"] = _reading(parts, path, call, prepare)
-        plan = planners["load"]
-        out[f"plan load {form}"] = Contender(
-            call=lambda state=state, path=path, plan=plan: plan_load(state, path, plan())
-        )
+                out[f"{kind} {name} {form}"] = _reading(parts, path, partial(load, state, path, planner), prepare)
+        out[f"plan load {form}"] = Contender(call=partial(plan_load, state, path, planners["load"]))
     return out
 
 
@@ -336,20 +288,18 @@ def _conversions(bench: Bench) -> Contenders:
         for form, state in bench.states.items()
     }
     path, dense, out = bench.folder / "some-bf16", some["bf16"], dict[str, Contender]()
-    save(dense, path, DefaultSavePlanner())
+    save(dense, path, DefaultSavePlanner)
 
     def load_and_quantize(target: dict[str, Tensor]) -> None:
-        load(dense, path, DefaultLoadPlanner())
+        load(dense, path, DefaultLoadPlanner)
         for name, value in target.items():
             value.copy_(dense[name])
 
     def convert(target: dict[str, Tensor]) -> None:
-        load(target, path, QuantizedLoadPlanner(on_mismatch="convert"))
+        load(target, path, partial(QuantizedLoadPlanner, on_mismatch="convert"))
 
     for form in RECIPES:
-        parts, target = list(expand(some[form]).values()), some[form]
-        out[f"convert to {form}"] = _reading(parts, path, lambda target=target: convert(target), disk.warm)
-        out[f"load and quantize {form}"] = _reading(
-            parts, path, lambda target=target: load_and_quantize(target), disk.warm
-        )
+        parts = list(expand(some[form]).values())
+        out[f"convert to {form}"] = _reading(parts, path, partial(convert, some[form]), disk.warm)
+        out[f"load and quantize {form}"] = _reading(parts, path, partial(load_and_quantize, some[form]), disk.warm)
     return out

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, aliased."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_raw(path: Path, tensors: Iterable[Tensor]) -> None:
@@ -34,7 +34,7 @@ def read_raw(path: Path, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             data = memory_of(tensor)
             while data:
-                count = file.readinto(data)  # type: ignore[attr-defined]
+                count = file.readinto(data)
                 if not count:
                     raise EOFError(f"{path} is shorter than the tensors")
                 data = data[count:]
@@ -82,9 +82,7 @@ def entry_bytes(checkpoint: Path, names: Collection[str]) -> int:
     assert isinstance(stored, dict)
     owners = set(names)
     return sum(
-        info.length
-        for index, info in stored.items()
-        if index.fqn in owners or index.fqn.rpartition(".")[0] in owners
+        info.length for index, info in stored.items() if index.fqn in owners or index.fqn.rpartition(".")[0] in owners
     )
 
 
