@@ -1,5 +1,7 @@
 """State dicts of one model in bf16, MXFP8 and NVFP4: a real one, and one of a size to measure with."""
 
+import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,13 +9,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcp_adapters import expand
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
-__all__ = ["FORMATS", "RECIPES", "States", "llama_like", "smollm2_135m"]
+__all__ = ["FORMATS", "RECIPES", "Bench", "States", "llama_like", "smollm2_135m"]
 
 RECIPES: dict[str, Any] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 FORMATS = ("bf16", *RECIPES)
 States = dict[str, dict[str, Tensor]]  # format -> state dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One model in all formats, and where its files go."""
+
+    name: str
+    states: States
+    folder: Path
+
+    def first(self, layers: int) -> States:
+        """The weights of some layers, aliased."""
+        return {
+            form: {
+                name: value
+                for name, value in state.items()
+                if (number := re.search(r"layers\.(\d+)\.", name)) and int(number[1]) < layers
+            }
+            for form, state in self.states.items()
+        }
+
+    def parts(self, form: str) -> list[Tensor]:
+        """The plain tensors of a format, aliased."""
+        return list(expand(self.states[form]).values())
+
+    def nbytes(self, form: str) -> int:
+        """Bytes of a format's parts."""
+        return sum(part.nbytes for part in self.parts(form))
+
+    def kept(self, form: str) -> Path:
+        """The checkpoint that loads read."""
+        return self.folder / f"kept-{form}"
+
+    def raw(self, form: str) -> Path:
+        """The same bytes with no format."""
+        return self.folder / f"raw-{form}"
+
+    @property
+    def scratch(self) -> Path:
+        """Where saves that are measured go."""
+        return self.folder / "scratch"
 
 
 def smollm2_135m() -> States:

@@ -18,9 +18,19 @@ What was expected before the first measurement:
     cold load / cold raw read    1.2; checksums compared 2 % more. Warm: 5, and 10 % more
     async block / copy loop      1.2 (fresh memory on both sides: page faults)
     convert / load and quantize  1.0
+
+Where that was wrong (on two busy cores):
+
+    At 135M a save takes 2.5 to 3.5 raw writes and planning is 7 % of it: torch.save costs 0.2 to 0.3 ms an entry, most
+    of it Python, which threads can not share. An NVFP4 weight has three entries.
+    torch.load costs 0.3 ms an entry, reads into memory of its own and copies from there, while nobody reads on: cold
+    loads take 1.6 to 2 raw reads, in bf16 as well, and 3 to 5 at 135M.
+    set_crc32_options holds for the calling thread alone; the second writing thread, and the thread in which async_save
+    uploads, compute CRC32 all the same.
+    Checksums are 7 to 10 % of a save at 135M.
+    Dequantizing first costs more than ten times the save at 2 GB, where it needs fresh memory.
 """
 
-import dataclasses
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,50 +46,32 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks import checkpoint_figures, disk
-from benchmarks.checkpoint_models import FORMATS, RECIPES, States, llama_like, smollm2_135m
+from benchmarks.checkpoint_models import FORMATS, RECIPES, Bench, llama_like, smollm2_135m
 from benchmarks.timing import Contender, interleaved
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
 from qtensor import QuantizedTensor
 
 ROOT = Path(__file__).parents[1]
 SCRATCH = ROOT / "runs"  # on the filesystem that is measured
-REPEATS = {"smollm2_135m": 7, "synthetic": 5}
+REPEATS = 5
 # The synthetic model, of the widths of a Llama with 1.1 billion parameters: 88 MB a layer in bf16.
-SYNTHETIC = {"layers": 26, "hidden": 2048, "keys": 256, "inner": 5632}
-CONVERTED_LAYERS = 10  # of SmolLM2: quantizing takes longer than all the rest
+SYNTHETIC = {"layers": 24, "hidden": 2048, "keys": 256, "inner": 5632}
+# Some layers only where a contender quantizes or dequantizes, which takes longer than all the rest.
+CONVERTED_LAYERS = 10  # of SmolLM2
+DEQUANTIZED_LAYERS = {"smollm2_135m": 30, "synthetic": 2}
 
 Contenders = dict[str, Contender]
-
-
-@dataclasses.dataclass(frozen=True)
-class Bench:
-    """One model in all formats, and where its files go."""
-
-    states: States
-    folder: Path
-
-    def parts(self, form: str) -> list[Tensor]:
-        """The plain tensors of a format, aliased."""
-        return list(expand(self.states[form]).values())
-
-    def kept(self, form: str) -> Path:
-        """The checkpoint that loads read."""
-        return self.folder / f"kept-{form}"
-
-    def raw(self, form: str) -> Path:
-        """The same bytes with no format."""
-        return self.folder / f"raw-{form}"
-
-    @property
-    def scratch(self) -> Path:
-        """Where saves that are measured go."""
-        return self.folder / "scratch"
 
 
 def run() -> dict[str, Any]:
     """Figures of both models, and which targets they meet."""
     results: dict[str, Any] = {
-        "parameters": {"repeats": REPEATS, "synthetic": SYNTHETIC, "converted_layers": CONVERTED_LAYERS}
+        "parameters": {
+            "repeats": REPEATS,
+            "synthetic": SYNTHETIC,
+            "converted_layers": CONVERTED_LAYERS,
+            "dequantized_layers": DEQUANTIZED_LAYERS,
+        }
     }
     SCRATCH.mkdir(exist_ok=True)
     with warnings.catch_warnings():
@@ -87,7 +79,7 @@ def run() -> dict[str, Any]:
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
         for name, states in (("smollm2_135m", smollm2_135m), ("synthetic", partial(llama_like, **SYNTHETIC))):
             with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
-                results[name] = _measured(name, Bench(states(), Path(folder)))
+                results[name] = _measured(Bench(name, states(), Path(folder)))
     return results | {"targets": checkpoint_figures.targets(results)}
 
 
@@ -97,8 +89,8 @@ def report(results: dict[str, Any], out: Path) -> None:
     print(f"drawn in {checkpoint_figures.draw(results, out)}")
 
 
-def _measured(name: str, bench: Bench) -> dict[str, Any]:
-    total = {form: sum(part.nbytes for part in bench.parts(form)) for form in FORMATS}
+def _measured(bench: Bench) -> dict[str, Any]:
+    total = {form: bench.nbytes(form) for form in FORMATS}
     disk.require_free(bench.folder, 2 * sum(total.values()) + 2 * total["bf16"])
     weights = [f"model.{key}" for key, value in bench.states["mxfp8"].items() if isinstance(value, QuantizedTensor)]
     for form in FORMATS:
@@ -112,13 +104,14 @@ def _measured(name: str, bench: Bench) -> dict[str, Any]:
         }
         for form in RECIPES
     }
-    phases: list[Callable[[Bench], Contenders]] = [_saves, _async_saves, _loads]
-    if name == "smollm2_135m":
+    phases: list[Callable[[Bench], Contenders]] = [_plans, _saves, _dequantizing_saves, _async_saves, _loads]
+    if bench.name == "smollm2_135m":
         phases.append(_conversions)
     seconds: dict[str, list[float]] = {}
     for phase in phases:
-        print(f"  {name}: {phase.__name__.strip('_').replace('_', ' ')}", flush=True)
-        seconds |= interleaved(phase(bench), REPEATS[name], warm_up=name == "smollm2_135m")
+        print(f"  {bench.name}: {phase.__name__.strip('_').replace('_', ' ')}", flush=True)
+        # the first model warms up the code of the second one, whose rounds are long
+        seconds |= interleaved(phase(bench), REPEATS, warm_up=bench.name == "smollm2_135m")
     entries = {form: len(bench.parts(form)) for form in FORMATS}
     return figures | checkpoint_figures.of_seconds(seconds, entries)
 
@@ -174,6 +167,15 @@ def _planner(form: str) -> Callable[[], DefaultSavePlanner]:
     return QuantizedSavePlanner if form in RECIPES else DefaultSavePlanner
 
 
+def _plans(bench: Bench) -> Contenders:
+    out: Contenders = {}
+    for form, state in bench.states.items():
+        out[f"plan save {form}"] = Contender(call=partial(plan_save, state, _planner(form)))
+        planner = QuantizedLoadPlanner if form in RECIPES else DefaultLoadPlanner
+        out[f"plan load {form}"] = Contender(call=partial(plan_load, state, bench.kept(form), planner))
+    return out
+
+
 def _saves(bench: Bench) -> Contenders:
     path, calls = bench.scratch, dict[str, Callable[[], object]]()
     for form, state in bench.states.items():
@@ -183,29 +185,52 @@ def _saves(bench: Bench) -> Contenders:
             f"save {form}": partial(save, state, path, planner),
             f"one thread save {form}": partial(save, state, path, planner, threads=1),
             f"default save {form}": partial(save_with_defaults, state, path, planner),
-            f"plan save {form}": partial(plan_save, state, planner),
         }
         if form in RECIPES:
-            calls |= {
-                f"unchecked save {form}": partial(save, state, path, partial(QuantizedSavePlanner, checksums=False)),
-                f"dequantize, save {form}": partial(dequantize_and_save, state, path),
-            }
-    clean = partial(disk.remove, path)
-    return {name: Contender(before=clean, call=call, after=clean) for name, call in calls.items()}
+            unchecked = partial(QuantizedSavePlanner, checksums=False)
+            calls[f"unchecked save {form}"] = partial(save, state, path, unchecked)
+    return _each_removed(bench, calls, {form: bench.nbytes(form) for form in FORMATS})
+
+
+def _dequantizing_saves(bench: Bench) -> Contenders:
+    path, calls = bench.scratch, dict[str, Callable[[], object]]()
+    some = bench.first(DEQUANTIZED_LAYERS[bench.name])
+    for form in RECIPES:
+        calls[f"save layers {form}"] = partial(save, some[form], path, QuantizedSavePlanner)
+        calls[f"dequantize, save layers {form}"] = partial(dequantize_and_save, some[form], path)
+    dense = sum(weight.nbytes for weight in some["bf16"].values())
+    return _each_removed(bench, calls, dict.fromkeys(RECIPES, 2 * dense))
+
+
+def _each_removed(bench: Bench, calls: dict[str, Callable[[], object]], nbytes: dict[str, int]) -> Contenders:
+    """Contenders that find no files of the one before them and, by format, so much memory at hand."""
+
+    def before(form: str) -> None:
+        disk.remove(bench.scratch)
+        disk.touch(nbytes[form])
+
+    return {
+        name: Contender(before=partial(before, name.split()[-1]), call=call, after=partial(disk.remove, bench.scratch))
+        for name, call in calls.items()
+    }
 
 
 def _async_saves(bench: Bench) -> Contenders:
     out: Contenders = {}
     for form in FORMATS:
-        out[f"copy loop {form}"] = _copy_loop(bench.parts(form))
+        out[f"copy loop {form}"] = _copy_loop(bench, form)
         out[f"async {form}"] = _async_save(bench, form)
     return out
 
 
-def _copy_loop(parts: list[Tensor]) -> Contender:
-    """A snapshot in new memory, as the first async save makes one."""
-    copies: list[Tensor] = []
-    return Contender(call=lambda: copies.extend(part.clone() for part in parts), after=copies.clear)
+def _copy_loop(bench: Bench, form: str) -> Contender:
+    """A snapshot in memory of its own, as the first async save makes one."""
+    parts, copies = bench.parts(form), list[Tensor]()
+    return Contender(
+        before=partial(disk.touch, bench.nbytes(form)),
+        call=lambda: copies.extend(part.clone() for part in parts),
+        after=copies.clear,
+    )
 
 
 def _async_save(bench: Bench, form: str) -> Contender:
@@ -229,7 +254,7 @@ def _async_save(bench: Bench, form: str) -> Contender:
         pending.clear()
         disk.remove(bench.scratch)
 
-    return Contender(call=call, after=after)
+    return Contender(before=partial(disk.touch, bench.nbytes(form)), call=call, after=after)
 
 
 # ---- loads
@@ -259,7 +284,6 @@ def _loads(bench: Bench) -> Contenders:
             out[f"{kind} raw read {form}"] = _reading(parts, raw, partial(disk.read_raw, raw, parts), prepare)
             for name, planner in planners.items():
                 out[f"{kind} {name} {form}"] = _reading(parts, path, partial(load, state, path, planner), prepare)
-        out[f"plan load {form}"] = Contender(call=partial(plan_load, state, path, planners["load"]))
     return out
 
 
@@ -282,11 +306,7 @@ def _reading(
 
 def _conversions(bench: Bench) -> Contenders:
     """Some layers of the bf16 checkpoint into quantized targets."""
-    layers = tuple(f"model.layers.{i}." for i in range(CONVERTED_LAYERS))
-    some = {
-        form: {name: value for name, value in state.items() if name.startswith(layers)}
-        for form, state in bench.states.items()
-    }
+    some = bench.first(CONVERTED_LAYERS)
     path, dense, out = bench.folder / "some-bf16", some["bf16"], dict[str, Contender]()
     save(dense, path, DefaultSavePlanner)
 

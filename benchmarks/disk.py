@@ -63,6 +63,14 @@ def warm(path: Path) -> None:
                 pass
 
 
+def touch(nbytes: int) -> None:
+    """Use that much memory and give it back, so that whoever is next finds it at hand.
+
+    In a virtual machine the first to use a page waits for the host, several times as long as copying takes.
+    """
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+
+
 def remove(path: Path) -> None:
     """A directory or a file, or nothing."""
     if path.is_dir():

@@ -1,6 +1,7 @@
 """Interleaved repeats: the machines are noisy, so contenders take turns and only ratios of medians are reported."""
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -33,12 +34,12 @@ class Contender:
 
 
 def interleaved(contenders: dict[str, Contender], repeats: int, *, warm_up: bool) -> dict[str, list[float]]:
-    """Seconds of each call in each of `repeats` rounds; every round begins with another contender."""
+    """Seconds of each call in each of `repeats` rounds, every round in another order (the same in every run)."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    order = list(contenders)
+    order, shuffle = list(contenders), random.Random(0).shuffle
     for number in range(-1 if warm_up else 0, repeats):
-        first = number % len(order)
-        for name in order[first:] + order[:first]:
+        shuffle(order)  # whoever follows the same one always inherits its caches and pages
+        for name in order:
             one = contenders[name]
             one.before()
             began = time.perf_counter()
