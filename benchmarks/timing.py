@@ -1,5 +1,7 @@
 """Interleaved repeats: the machines are noisy, so contenders take turns and only ratios of medians are reported."""
 
+import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -16,3 +18,41 @@ def medians(contenders: dict[str, Callable[[], object]], repeats: int = 15) -> d
             call()
             times[name].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def nothing() -> None:
+    """What a contender does before or after its call, if nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A call that is timed, and what has to happen around it that is not."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] = nothing
+    after: Callable[[], object] = nothing
+
+
+def interleaved(contenders: dict[str, Contender], repeats: int, *, warm_up: bool) -> dict[str, list[float]]:
+    """Seconds of each call in each of `repeats` rounds, every round in another order (the same in every run)."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    order, shuffle = list(contenders), random.Random(0).shuffle
+    for number in range(-1 if warm_up else 0, repeats):
+        shuffle(order)  # whoever follows the same one always inherits its caches and pages
+        for name in order:
+            one = contenders[name]
+            one.before()
+            began = time.perf_counter()
+            one.call()
+            took = time.perf_counter() - began
+            one.after()
+            if number >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def ratio(mine: list[float], others: list[float]) -> dict[str, float]:
+    """The ratio of the medians, and the least and the greatest ratio within one round."""
+    within = [a / b for a, b in zip(mine, others, strict=True)]
+    median = statistics.median(mine) / statistics.median(others)
+    return {"ratio": round(median, 3), "min": round(min(within), 3), "max": round(max(within), 3)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import queue
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters import QuantizedSavePlanner
+from dcp_adapters import QuantizedSavePlanner, QuantizedStager
 from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, alone, bits, models, reference, save, values
@@ -127,3 +129,42 @@ def test_a_chunk_the_writer_lost_fails_the_save(tmp_path: Path) -> None:
 def test_the_metadata_on_disk_is_stock(tmp_path: Path) -> None:
     save({"m": reference()["mxfp8"]}, tmp_path)
     assert type(dcp.FileSystemReader(tmp_path).read_metadata()) is dcp.Metadata
+
+
+# -- zip's own checksums -----------------------------------------------------------------------------------------------
+
+
+def crcs(path: Path) -> set[bool]:
+    """Whether the records of the tensors' archives have a CRC32, of all files."""
+    found = set()
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    for index, info in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            with (path / info.relative_path).open("rb") as file:
+                file.seek(info.offset)
+                data = io.BytesIO(file.read(info.length))
+            found |= {bool(record.CRC) for record in zipfile.ZipFile(data).infolist() if record.filename.endswith("/0")}
+    return found
+
+
+def save_with(path: Path, *, crc32: bool, asynchronous: bool) -> None:
+    was = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(crc32)
+    try:
+        planner, writer = QuantizedSavePlanner(), dcp.FileSystemWriter(path, thread_count=3)
+        state = {f"w{i}": quantize(values((64, 64), i), RECIPES["mxfp8"]) for i in range(6)}
+        if asynchronous:
+            dcp.async_save(state, storage_writer=writer, planner=planner, async_stager=QuantizedStager()).result()
+        else:
+            dcp.save(state, storage_writer=writer, planner=planner)
+    finally:
+        torch.serialization.set_crc32_options(was)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("crc32", [False, True])
+def test_all_threads_write_crc32_as_the_planner_was_told(
+    *, crc32: bool, asynchronous: bool, shared_tmp_path: Path
+) -> None:
+    run_ranks(1, save_with, shared_tmp_path, crc32=crc32, asynchronous=asynchronous)
+    assert crcs(shared_tmp_path) == {crc32}

@@ -1,0 +1,326 @@
+"""What do checkpoints of quantized models cost, in bytes and in seconds of save, async save and load?
+
+    python -m benchmarks checkpoints
+
+A real model (SmolLM2-135M; its embedding stays bf16) and a synthetic one of 2 GB, in bf16 with stock DCP and in MXFP8
+and NVFP4 with ours; beside them the route of those who can only save dense weights (dequantize, then save), and the
+disk itself (the same bytes written and synced, or read, with no format at all). One process. Contenders take turns;
+figures are ratios of medians, with the least and the greatest ratio within one round. Unless a name says otherwise
+saves use the settings we recommend: two writing threads, no CRC32. "Default settings" are torch's.
+
+What was expected before the first measurement:
+
+    bytes of quantized entries   0.52x (MXFP8), 0.29x (NVFP4) of bf16; whole SmolLM2 0.62x, 0.43x for its embedding
+    save / raw write             1.05 at 2 GB, where planning vanishes; 1.5 at 135M; default settings 2
+    checksums                    3 % of a save
+    save / save of bf16          0.53, 0.31 at 2 GB
+    save / dequantize and save   0.2: dequantizing costs more than writing does
+    cold load / cold raw read    1.2; checksums compared 2 % more. Warm: 5, and 10 % more
+    async block / copy loop      1.2 (fresh memory on both sides: page faults)
+    convert / load and quantize  1.0
+
+Where that was wrong (on two busy cores):
+
+    At 135M a save takes 2.5 to 3.5 raw writes and planning is 7 % of it: torch.save costs 0.2 to 0.3 ms an entry, most
+    of it Python, which threads can not share. An NVFP4 weight has three entries.
+    torch.load costs 0.3 ms an entry, reads into memory of its own and copies from there, while nobody reads on: cold
+    loads take 1.6 to 2 raw reads, in bf16 as well, and 3 to 5 at 135M.
+    set_crc32_options holds for the calling thread alone; the second writing thread, and the thread in which async_save
+    uploads, compute CRC32 all the same.
+    Checksums are 7 to 10 % of a save at 135M.
+    Dequantizing first costs more than ten times the save at 2 GB, where it needs fresh memory.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from benchmarks import checkpoint_figures, disk
+from benchmarks.checkpoint_models import FORMATS, RECIPES, Bench, llama_like, smollm2_135m
+from benchmarks.timing import Contender, interleaved
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
+from qtensor import QuantizedTensor
+
+ROOT = Path(__file__).parents[1]
+SCRATCH = ROOT / "runs"  # on the filesystem that is measured
+REPEATS = 5
+# The synthetic model, of the widths of a Llama with 1.1 billion parameters: 88 MB a layer in bf16.
+SYNTHETIC = {"layers": 23, "hidden": 2048, "keys": 256, "inner": 5632}
+# Some layers only where a contender quantizes or dequantizes, which takes longer than all the rest.
+CONVERTED_LAYERS = 10  # of SmolLM2
+DEQUANTIZED_LAYERS = {"smollm2_135m": 10, "synthetic": 2}
+
+Contenders = dict[str, Contender]
+
+
+def run() -> dict[str, Any]:
+    """Figures of both models, and which targets they meet."""
+    results: dict[str, Any] = {
+        "parameters": {
+            "repeats": REPEATS,
+            "synthetic": SYNTHETIC,
+            "converted_layers": CONVERTED_LAYERS,
+            "dequantized_layers": DEQUANTIZED_LAYERS,
+        }
+    }
+    SCRATCH.mkdir(exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process, which is what is meant
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        for name, states in (("smollm2_135m", smollm2_135m), ("synthetic", partial(llama_like, **SYNTHETIC))):
+            with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
+                results[name] = _measured(Bench(name, states(), Path(folder)))
+    return results | {"targets": checkpoint_figures.targets(results)}
+
+
+def report(results: dict[str, Any], out: Path) -> None:
+    """Print what a reader wants to know; draw the ratios beside `out`."""
+    print(checkpoint_figures.summary(results))
+    print(f"drawn in {checkpoint_figures.draw(results, out)}")
+
+
+def _measured(bench: Bench) -> dict[str, Any]:
+    total = {form: bench.nbytes(form) for form in FORMATS}
+    disk.require_free(bench.folder, 2 * sum(total.values()) + 2 * total["bf16"])
+    weights = [f"model.{key}" for key, value in bench.states["mxfp8"].items() if isinstance(value, QuantizedTensor)]
+    for form in FORMATS:
+        save(bench.states[form], bench.kept(form), _planner(form))
+        disk.write_raw(bench.raw(form), bench.parts(form))
+    figures: dict[str, Any] = {"weights": len(weights), "gb": {form: round(total[form] / 1e9, 3) for form in FORMATS}}
+    figures["bytes_over_bf16"] = {
+        form: {
+            "quantized_entries": round(_entries(bench, form, weights) / _entries(bench, "bf16", weights), 4),
+            "directory": round(disk.directory_bytes(bench.kept(form)) / disk.directory_bytes(bench.kept("bf16")), 4),
+        }
+        for form in RECIPES
+    }
+    phases: list[Callable[[Bench], Contenders]] = [_plans, _saves, _dequantizing_saves, _async_saves, _loads]
+    if bench.name == "smollm2_135m":
+        phases.append(_conversions)
+    seconds: dict[str, list[float]] = {}
+    for phase in phases:
+        print(f"  {bench.name}: {phase.__name__.strip('_').replace('_', ' ')}", flush=True)
+        # the first model warms up the code of the second one, whose rounds are long
+        seconds |= interleaved(phase(bench), REPEATS, warm_up=bench.name == "smollm2_135m")
+    entries = {form: len(bench.parts(form)) for form in FORMATS}
+    return figures | checkpoint_figures.of_seconds(seconds, entries)
+
+
+def _entries(bench: Bench, form: str, weights: list[str]) -> int:
+    return disk.entry_bytes(bench.kept(form), weights)
+
+
+# ---- saves
+
+
+@contextmanager
+def crc32(*, on: bool) -> Iterator[None]:
+    """CRC32 beside every tensor in the files, as torch does by default, or none."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(on)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _writer(path: Path, threads: int = 2) -> FileSystemWriter:
+    return FileSystemWriter(path, thread_count=threads, single_file_per_rank=True)
+
+
+def save(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultSavePlanner], *, threads: int = 2) -> None:
+    """With the settings we recommend, if it is two threads."""
+    with crc32(on=False):
+        dcp.save({"model": state}, storage_writer=_writer(path, threads), planner=planner())
+
+
+def save_with_defaults(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultSavePlanner]) -> None:
+    """With torch's settings."""
+    dcp.save({"model": state}, storage_writer=FileSystemWriter(path), planner=planner())
+
+
+def dequantize_and_save(state: dict[str, Tensor], path: Path) -> None:
+    """Dense weights, through stock DCP."""
+    dense = {name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in state.items()}
+    save(dense, path, DefaultSavePlanner)
+
+
+def plan_save(state: dict[str, Tensor], planner: Callable[[], DefaultSavePlanner]) -> None:
+    """All that a save does before it writes."""
+    one = planner()
+    one.set_up_planner({"model": state}, is_coordinator=True)
+    plans, _ = one.create_global_plan([one.create_local_plan()])
+    one.finish_plan(plans[0])
+
+
+def _planner(form: str) -> Callable[[], DefaultSavePlanner]:
+    return QuantizedSavePlanner if form in RECIPES else DefaultSavePlanner
+
+
+def _plans(bench: Bench) -> Contenders:
+    out: Contenders = {}
+    for form, state in bench.states.items():
+        out[f"plan save {form}"] = Contender(call=partial(plan_save, state, _planner(form)))
+        planner = QuantizedLoadPlanner if form in RECIPES else DefaultLoadPlanner
+        out[f"plan load {form}"] = Contender(call=partial(plan_load, state, bench.kept(form), planner))
+    return out
+
+
+def _saves(bench: Bench) -> Contenders:
+    path, calls = bench.scratch, dict[str, Callable[[], object]]()
+    for form, state in bench.states.items():
+        planner = _planner(form)
+        calls |= {
+            f"raw write {form}": partial(disk.write_raw, path, bench.parts(form)),
+            f"save {form}": partial(save, state, path, planner),
+            f"default save {form}": partial(save_with_defaults, state, path, planner),
+        }
+        if form in RECIPES:
+            unchecked = partial(QuantizedSavePlanner, checksums=False)
+            if form == "mxfp8":
+                calls[f"one thread save {form}"] = partial(save, state, path, planner, threads=1)
+            calls[f"unchecked save {form}"] = partial(save, state, path, unchecked)
+    return _each_removed(bench, calls, {form: bench.nbytes(form) for form in FORMATS})
+
+
+def _dequantizing_saves(bench: Bench) -> Contenders:
+    path, calls = bench.scratch, dict[str, Callable[[], object]]()
+    some = bench.first(DEQUANTIZED_LAYERS[bench.name])
+    for form in RECIPES:
+        calls[f"save layers {form}"] = partial(save, some[form], path, QuantizedSavePlanner)
+        calls[f"dequantize, save layers {form}"] = partial(dequantize_and_save, some[form], path)
+    dense = sum(weight.nbytes for weight in some["bf16"].values())
+    return _each_removed(bench, calls, dict.fromkeys(RECIPES, 2 * dense))
+
+
+def _each_removed(bench: Bench, calls: dict[str, Callable[[], object]], nbytes: dict[str, int]) -> Contenders:
+    """Contenders that find no files of the one before them and, by format, so much memory at hand."""
+
+    def before(form: str) -> None:
+        disk.remove(bench.scratch)
+        disk.touch(nbytes[form])
+
+    return {
+        name: Contender(before=partial(before, name.split()[-1]), call=call, after=partial(disk.remove, bench.scratch))
+        for name, call in calls.items()
+    }
+
+
+def _async_saves(bench: Bench) -> Contenders:
+    out: Contenders = {}
+    for form in FORMATS:
+        out[f"copy loop {form}"] = _copy_loop(bench, form)
+        out[f"async {form}"] = _async_save(bench, form)
+    return out
+
+
+def _copy_loop(bench: Bench, form: str) -> Contender:
+    """A snapshot in memory of its own, as the first async save makes one."""
+    parts, copies = bench.parts(form), list[Tensor]()
+    return Contender(
+        before=partial(disk.touch, bench.nbytes(form)),
+        call=lambda: copies.extend(part.clone() for part in parts),
+        after=copies.clear,
+    )
+
+
+def _async_save(bench: Bench, form: str) -> Contender:
+    """Seconds until async_save returns; the upload is waited for outside of them."""
+    pending: list[Any] = []
+
+    def call() -> None:
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        upload = dcp.async_save(
+            {"model": bench.states[form]},
+            storage_writer=_writer(bench.scratch),
+            planner=_planner(form)(),
+            async_stager=stager,
+        )
+        pending.extend([upload, stager])
+
+    def after() -> None:
+        upload, stager = pending
+        upload.result()
+        stager.close()
+        pending.clear()
+        disk.remove(bench.scratch)
+
+    return Contender(before=partial(disk.touch, bench.nbytes(form)), call=call, after=after)
+
+
+# ---- loads
+
+
+def load(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultLoadPlanner]) -> None:
+    """In place, with stock's reader."""
+    dcp.load({"model": state}, storage_reader=FileSystemReader(path), planner=planner())
+
+
+def plan_load(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultLoadPlanner]) -> None:
+    """All that a load does before it reads tensors."""
+    one = planner()
+    one.set_up_planner({"model": state}, FileSystemReader(path).read_metadata(), is_coordinator=True)
+    one.finish_plan(one.create_global_plan([one.create_local_plan()])[0])
+
+
+def _loads(bench: Bench) -> Contenders:
+    out: Contenders = {}
+    for form, state in bench.states.items():
+        path, raw, parts = bench.kept(form), bench.raw(form), bench.parts(form)
+        planners: dict[str, Callable[[], DefaultLoadPlanner]] = {"load": DefaultLoadPlanner}
+        if form in RECIPES:
+            planners["load"] = QuantizedLoadPlanner
+            planners["verified load"] = partial(QuantizedLoadPlanner, verify_checksums=True)
+        for kind, prepare in (("cold", disk.forget), ("warm", disk.warm)):
+            out[f"{kind} raw read {form}"] = _reading(parts, raw, partial(disk.read_raw, raw, parts), prepare)
+            for name, planner in planners.items():
+                out[f"{kind} {name} {form}"] = _reading(parts, path, partial(load, state, path, planner), prepare)
+    return out
+
+
+def _reading(
+    parts: list[Tensor], path: Path, call: Callable[[], object], prepare: Callable[[Path], object]
+) -> Contender:
+    """A load that has to bring back the largest part, which is wiped before."""
+    probe = max(parts, key=lambda part: part.nbytes).reshape(-1).view(torch.uint8)
+
+    def before() -> None:
+        probe.zero_()
+        prepare(path)
+
+    def after() -> None:
+        if not probe.any():
+            raise AssertionError(f"{path} was not loaded")
+
+    return Contender(before=before, call=call, after=after)
+
+
+def _conversions(bench: Bench) -> Contenders:
+    """Some layers of the bf16 checkpoint into quantized targets."""
+    some = bench.first(CONVERTED_LAYERS)
+    path, dense, out = bench.folder / "some-bf16", some["bf16"], dict[str, Contender]()
+    save(dense, path, DefaultSavePlanner)
+
+    def load_and_quantize(target: dict[str, Tensor]) -> None:
+        load(dense, path, DefaultLoadPlanner)
+        for name, value in target.items():
+            value.copy_(dense[name])
+
+    def convert(target: dict[str, Tensor]) -> None:
+        load(target, path, partial(QuantizedLoadPlanner, on_mismatch="convert"))
+
+    for form in RECIPES:
+        parts = list(expand(some[form]).values())
+        out[f"convert to {form}"] = _reading(parts, path, partial(convert, some[form]), disk.warm)
+        out[f"load and quantize {form}"] = _reading(parts, path, partial(load_and_quantize, some[form]), disk.warm)
+    return out
