@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import plan_cache
@@ -153,6 +153,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         elif self._enable_plan_caching:
             token, place = kept
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
+        _refuse_bytes_in_safetensors(new_plan)
         if new_plan.items:
             names = own_names(self.checkpoint_id, new_plan.storage_data, cleared=cleared)
             items = [dataclasses.replace(item) for item in new_plan.items]  # this save's own, in cached plans, too
@@ -254,6 +255,19 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 f"the state dict holds {min(taken)!r} twice: as an entry and as a part of a quantized weight; rename "
                 "the entry"
             )
+
+
+def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:
+    """HuggingFaceStorageWriter writes byte entries in front of a file's header, and nobody can read the file."""
+    storage = plan.storage_data
+    if not isinstance(storage, dict) or not storage.keys() <= {"fqn_to_index_mapping", "shard_index"}:
+        return
+    names = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    if names:
+        raise ValueError(
+            f"{names[0]}: safetensors files hold tensors alone, and {len(names)} entries of the state dict are none; "
+            "save them elsewhere, or as tensors"
+        )
 
 
 class _Committed(Metadata):

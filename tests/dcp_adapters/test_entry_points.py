@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -387,12 +388,9 @@ def save_a_number_as_safetensors(path: Path) -> None:
     dcp.save(state(0), storage_writer=writer, planner=QuantizedSavePlanner())
 
 
-def load_a_number(path: Path) -> None:
-    load(state(1), path, reader=dcp.HuggingFaceStorageReader(path))
-
-
-def test_what_is_no_tensor_makes_safetensors_storage_unreadable_and_not_wrong(shared_tmp_path: Path) -> None:
-    """Torch writes such entries in front of the header; only the load can tell."""
-    run_ranks(2, save_a_number_as_safetensors, shared_tmp_path)
-    for error in run_ranks_catching(1, load_a_number, shared_tmp_path):
-        assert "Error while deserializing header" in error
+def test_what_is_no_tensor_is_not_saved_as_safetensors(shared_tmp_path: Path) -> None:
+    """Torch would write such entries in front of the header, and only a load would tell."""
+    for error in run_ranks_catching(2, save_a_number_as_safetensors, shared_tmp_path):
+        assert re.search(
+            r": safetensors files hold tensors alone, and \d+ entries .* are none; save them elsewhere", error
+        )
