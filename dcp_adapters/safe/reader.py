@@ -6,24 +6,27 @@ differs in two places and reads the same checkpoints otherwise:
     read_metadata   interprets the few records DCP writes (plain_pickle.py), then checks that they make sense
                     (metadata_checks.py) before anything uses them
     read_data       reads what the archives of all chunks say they hold (tensor_archive.py) before the first tensor is
-                    written: plain tensors, of the dtype and size in the metadata, not compressed; tells the planner
-                    when reading fails
+                    written: plain tensors, of the dtype and size in the metadata, not compressed; then reads the
+                    rows that are wanted from the file into the target (direct_read.py); tells the planner when reading
+                    fails
 
-Tensors are read with torch.load(weights_only=True), as stock does.
+Byte entries and what was transformed are handed on as stock does, tensors in an order of their own strides read with
+torch.load(weights_only=True).
 """
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
 from dcp_adapters.read_items import original_index
+from dcp_adapters.safe.direct_read import Elements
 from dcp_adapters.safe.metadata_checks import (
     METADATA,
     Fault,
@@ -34,11 +37,12 @@ from dcp_adapters.safe.metadata_checks import (
     shapes_of,
 )
 from dcp_adapters.safe.plain_pickle import read_plain
-from dcp_adapters.safe.tensor_archive import FileSlice, read_header
+from dcp_adapters.safe.tensor_archive import FileSlice, Header, read_header
 
 __all__ = ["SafeFileSystemReader", "read_metadata_file"]
 
 MOST_TOLD = 20
+Place = tuple[str, int, int]  # file, offset, length of a chunk
 
 
 class SafeFileSystemReader(FileSystemReader):
@@ -86,21 +90,46 @@ class SafeFileSystemReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
         try:
-            self._check_archives(plan)
-            return super().read_data(plan, planner)
+            headers = self._check_archives(plan)
+            per_path: dict[str, list[ReadItem]] = {}
+            for item in plan.items:  # as stock groups them: probes and conversions count on it
+                per_path.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            for items in per_path.values():
+                self._read(items, headers, planner)
         except BaseException as error:  # CheckpointException is none of Exception's
             failed = getattr(planner, "read_failed", None)
             if failed is not None:
                 failed(error)
             raise
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, items: list[ReadItem], headers: Mapping["Place", Header], planner: LoadPlanner) -> None:
+        """Items of one file, in their order."""
+        path = Path(self.path, str(self.storage_data[items[0].storage_index].relative_path))
+        with path.open("rb", buffering=0) as stream:
+            for item in items:
+                info = self.storage_data[item.storage_index]
+                header = headers.get((str(info.relative_path), info.offset, info.length))
+                if item.type is LoadItemType.BYTE_IO or header is None or header.first is None:
+                    super().read_data(LoadPlan([item]), planner)
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                if target.shape != item.lengths:
+                    raise AssertionError(f"{item.storage_index}: {tuple(item.lengths)} into {tuple(target.shape)}")
+                elements = Elements.of(stream, info.offset, info.length, header)
+                elements.read(item.storage_offsets, item.lengths, target)
+                planner.commit_tensor(item, target)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Keep the metadata."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self.records = metadata.state_dict_metadata
 
-    def _check_archives(self, plan: LoadPlan) -> None:
+    def _check_archives(self, plan: LoadPlan) -> dict["Place", Header]:
         """Look into every tensor's archive that will be read, once each, before anything is loaded."""
+        headers: dict[Place, Header] = {}
         wanted: dict[str, dict[tuple[int, int], MetadataIndex]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
@@ -121,6 +150,8 @@ class SafeFileSystemReader(FileSystemReader):
                             f"{path}: {named(index)}: the file holds {header}, {METADATA} says {dtype} "
                             f"{shapes[index]}; use another checkpoint"
                         )
+                    headers[name, offset, length] = header
+        return headers
 
 
 def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:

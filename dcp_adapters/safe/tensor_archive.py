@@ -10,7 +10,7 @@ import math
 import os
 import struct
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 import torch
@@ -41,12 +41,20 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class Header:
-    """A plain tensor: dtype and shape, and the record (with its length in bytes) in which its elements lie."""
+    """A plain tensor.
+
+    Attributes:
+        record, stored: the record in which its elements lie, and its length in bytes.
+        first: the byte of the record where they begin, if they lie there contiguously; None otherwise.
+        header_offset: the byte of the archive where the record's own header begins.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     record: str
     stored: int
+    first: int | None
+    header_offset: int = 0
 
     def __str__(self) -> str:
         """Dtype and shape."""
@@ -118,7 +126,7 @@ def read_header(chunk: "FileSlice", what: str) -> Header:
         held = 0 if record is None else record.file_size
         raise ValueError(f"{what}: a tensor of {header.stored} bytes in a record of {held}; use another checkpoint")
     chunk.seek(0)
-    return header
+    return replace(header, header_offset=record.header_offset)
 
 
 def _check_records(records: list[zipfile.ZipInfo], by_name: dict[str, zipfile.ZipInfo], length: int) -> None:
@@ -167,7 +175,19 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
     last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
     if elements and (max(last + 1, elements) * dtype.itemsize > stored):
         raise ValueError(f"a tensor of {elements} elements of {dtype} in a storage of {stored} bytes")
-    return Header(dtype, shape, storage.record, stored)
+    marked = any(isinstance(value, dict) and value for value in rest)  # conjugate or negative bits
+    contiguous = not marked and (not elements or _contiguous(shape, strides))
+    return Header(dtype, shape, storage.record, stored, offset * dtype.itemsize if contiguous else None)
+
+
+def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements follow each other in logical order; the stride of a dim of one element says nothing."""
+    expected = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
 
 
 def _hooks(*arguments: Any) -> dict[str, Any]:
