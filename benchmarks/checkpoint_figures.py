@@ -21,10 +21,12 @@ RATIOS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("async block {} / copy loop", "async {}", "copy loop {}", FORMATS),
     ("async block {} / bf16", "async {}", "async bf16", QUANTIZED),
     ("cold load {} / cold raw read", "cold load {}", "cold raw read {}", FORMATS),
-    ("cold verified load {} / cold raw read", "cold verified load {}", "cold raw read {}", QUANTIZED),
+    ("cold safe load {} / cold raw read", "cold safe load {}", "cold raw read {}", QUANTIZED),
+    ("cold verified safe load {} / cold raw read", "cold verified safe load {}", "cold raw read {}", QUANTIZED),
     ("cold load {} / cold load bf16", "cold load {}", "cold load bf16", QUANTIZED),
     ("warm load {} / warm raw read", "warm load {}", "warm raw read {}", FORMATS),
-    ("warm verified load {} / warm load", "warm verified load {}", "warm load {}", QUANTIZED),
+    ("warm safe load {} / warm raw read", "warm safe load {}", "warm raw read {}", QUANTIZED),
+    ("warm verified safe load {} / warm safe load", "warm verified safe load {}", "warm safe load {}", QUANTIZED),
     ("warm load {} / warm load bf16", "warm load {}", "warm load bf16", QUANTIZED),
     ("planning / warm load {}", "plan load {}", "warm load {}", FORMATS),
     ("convert to {} / load, quantize", "convert to {}", "load and quantize {}", QUANTIZED),
@@ -35,6 +37,7 @@ BYTES = {"mxfp8": 0.53, "nvfp4": 0.30}  # of bf16, at most
 RATIO_TARGETS: tuple[tuple[tuple[str, ...], str, float], ...] = (
     *((MODELS, f"save {form} / raw write", 1.2) for form in QUANTIZED),
     *((MODELS, f"cold load {form} / cold raw read", 1.3) for form in QUANTIZED),
+    *((MODELS, f"cold safe load {form} / cold raw read", 1.3) for form in QUANTIZED),
     (("synthetic",), "save mxfp8 / save bf16", 0.65),
     (("synthetic",), "save nvfp4 / save bf16", 0.45),
 )

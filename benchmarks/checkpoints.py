@@ -19,16 +19,15 @@ What was expected before the first measurement:
     async block / copy loop      1.2 (fresh memory on both sides: page faults)
     convert / load and quantize  1.0
 
-Where that was wrong (on two busy cores):
+Where that was wrong (on two cores):
 
-    At 135M a save takes 2.5 to 3.5 raw writes and planning is 7 % of it: torch.save costs 0.2 to 0.3 ms an entry, most
-    of it Python, which threads can not share. An NVFP4 weight has three entries.
-    torch.load costs 0.3 ms an entry, reads into memory of its own and copies from there, while nobody reads on: cold
-    loads take 1.6 to 2 raw reads, in bf16 as well, and 3 to 5 at 135M.
-    set_crc32_options holds for the calling thread alone; the second writing thread, and the thread in which async_save
-    uploads, compute CRC32 all the same.
-    Checksums are 7 to 10 % of a save at 135M.
-    Dequantizing first costs more than ten times the save at 2 GB, where it needs fresh memory.
+    At 135M a save takes 2 to 3 raw writes and planning is 5 % of it: torch.save costs 0.2 ms an entry, most of it
+    Python, which threads can not share. An NVFP4 weight has three entries.
+    torch.load costs 0.3 to 0.4 ms an entry, reads into memory of its own and copies from there, while nobody reads on:
+    with stock's reader cold loads take 1.4 to 2 raw reads in bf16, and 3 to 5 quantized at 135M. SafeFileSystemReader
+    ("safe load") reads from the file into the target instead.
+    set_crc32_options holds for the calling thread alone; the planner hands it on to the threads that write.
+    Dequantizing first costs five to ten times the save at 2 GB, where it needs fresh memory.
 """
 
 import tempfile
@@ -48,7 +47,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from benchmarks import checkpoint_figures, disk
 from benchmarks.checkpoint_models import FORMATS, RECIPES, Bench, llama_like, smollm2_135m
 from benchmarks.timing import Contender, interleaved
-from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader, expand
 from qtensor import QuantizedTensor
 
 ROOT = Path(__file__).parents[1]
@@ -261,9 +260,14 @@ def _async_save(bench: Bench, form: str) -> Contender:
 # ---- loads
 
 
-def load(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultLoadPlanner]) -> None:
-    """In place, with stock's reader."""
-    dcp.load({"model": state}, storage_reader=FileSystemReader(path), planner=planner())
+def load(
+    state: dict[str, Tensor],
+    path: Path,
+    planner: Callable[[], DefaultLoadPlanner],
+    reader: type[FileSystemReader] = FileSystemReader,
+) -> None:
+    """In place."""
+    dcp.load({"model": state}, storage_reader=reader(path), planner=planner())
 
 
 def plan_load(state: dict[str, Tensor], path: Path, planner: Callable[[], DefaultLoadPlanner]) -> None:
@@ -277,14 +281,16 @@ def _loads(bench: Bench) -> Contenders:
     out: Contenders = {}
     for form, state in bench.states.items():
         path, raw, parts = bench.kept(form), bench.raw(form), bench.parts(form)
-        planners: dict[str, Callable[[], DefaultLoadPlanner]] = {"load": DefaultLoadPlanner}
+        ways: dict[str, Callable[[], object]] = {"load": partial(load, state, path, DefaultLoadPlanner)}
         if form in RECIPES:
-            planners["load"] = QuantizedLoadPlanner
-            planners["verified load"] = partial(QuantizedLoadPlanner, verify_checksums=True)
+            verified = partial(QuantizedLoadPlanner, verify_checksums=True)
+            ways["load"] = partial(load, state, path, QuantizedLoadPlanner)
+            ways["safe load"] = partial(load, state, path, QuantizedLoadPlanner, SafeFileSystemReader)
+            ways["verified safe load"] = partial(load, state, path, verified, SafeFileSystemReader)
         for kind, prepare in (("cold", disk.forget), ("warm", disk.warm)):
             out[f"{kind} raw read {form}"] = _reading(parts, raw, partial(disk.read_raw, raw, parts), prepare)
-            for name, planner in planners.items():
-                out[f"{kind} {name} {form}"] = _reading(parts, path, partial(load, state, path, planner), prepare)
+            for name, call in ways.items():
+                out[f"{kind} {name} {form}"] = _reading(parts, path, call, prepare)
     return out
 
 
