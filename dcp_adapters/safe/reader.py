@@ -95,6 +95,7 @@ class SafeFileSystemReader(FileSystemReader):
             for item in plan.items:  # as stock groups them: probes and conversions count on it
                 per_path.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
             for items in per_path.values():
+                items.sort(key=lambda item: self.storage_data[item.storage_index].offset)  # as the file lies
                 self._read(items, headers, planner)
         except BaseException as error:  # CheckpointException is none of Exception's
             failed = getattr(planner, "read_failed", None)
