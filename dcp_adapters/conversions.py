@@ -14,6 +14,7 @@ weights' group under a name that belongs to this load. (dist.new_group names a g
 not the same on all ranks of a job with experts or pipelines.)
 """
 
+import contextlib
 import datetime as dt
 import threading
 from collections.abc import Iterable
@@ -100,17 +101,23 @@ class Conversions:
             if self.settled or not self.groups:
                 return
             self.settled = True
-        try:
+        self._tell_failure()
+
+    def _tell_failure(self) -> None:
+        with contextlib.suppress(Exception):  # the error that led here is the one to report
             self._reduced([torch.zeros(one.shared_scales) for one in self.agreed], failed=True)
-        except Exception:  # noqa: BLE001 - the error that led here is the one to report
-            return
 
     def _agree_if_complete(self) -> None:
         with self.lock:
             if self.settled or any(one.outstanding for one in self.agreed):
                 return
             self.settled = True
-        amaxes, failures = self._reduced([one.amax() for one in self.agreed], failed=False)
+        try:
+            own = [one.amax() for one in self.agreed]
+        except BaseException:
+            self._tell_failure()
+            raise
+        amaxes, failures = self._reduced(own, failed=False)
         if failures:
             raise RuntimeError(
                 f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first: another "

@@ -14,6 +14,7 @@ exchange. A chunk that a writer lost fails the save, too: see `_Committed`.
 
 import dataclasses
 import io
+import threading
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     Args:
         checksums: store an xxh3 digest of every chunk, made from the bytes as they are written. With them zip's own
-            CRC32 can be off: what torch.serialization.set_crc32_options says where the planner is built holds in all
-            threads that write.
+            CRC32 can be off: what torch.serialization.set_crc32_options says where the planner is built holds in the
+            other threads that write, too.
         **kwargs: those of DefaultSavePlanner. enable_plan_caching=True spares the exchange of plans while the state
             dict keeps its names, shapes, placements and formats.
 
@@ -61,7 +62,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         super().__init__(**kwargs)
         self.with_checksums = checksums
         # an option of the calling thread, which the threads that write do not inherit
-        self.crc32 = torch.serialization.get_crc32_options()
+        self.crc32, self.built_by = torch.serialization.get_crc32_options(), threading.get_ident()
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Flatten; keep the local parts of quantized leaves, and what stock DCP saves, apart."""
@@ -174,7 +175,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             RuntimeError: the planner has been given another save before this one was written.
         """
         checksums = self.checksums
-        if torch.serialization.get_crc32_options() != self.crc32:
+        if threading.get_ident() != self.built_by and torch.serialization.get_crc32_options() != self.crc32:
             torch.serialization.set_crc32_options(self.crc32)
         self._refuse_overlap(write_item)
         if write_item.index.fqn == CHECKSUMS:

@@ -157,6 +157,7 @@ def save_with(path: Path, *, crc32: bool, asynchronous: bool) -> None:
             dcp.async_save(state, storage_writer=writer, planner=planner, async_stager=QuantizedStager()).result()
         else:
             dcp.save(state, storage_writer=writer, planner=planner)
+        assert torch.serialization.get_crc32_options() == crc32
     finally:
         torch.serialization.set_crc32_options(was)
 

@@ -5,6 +5,7 @@ One checkpoint holds every weight dense (bf16 and fp32) and under every recipe; 
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import weakref
 from pathlib import Path
@@ -332,6 +333,24 @@ def test_a_rank_that_fails_leaves_no_other_waiting(tells: bool, saved: Path) -> 
             assert "another rank failed to read its part" in error
         else:
             assert "amaxes did not come within 0:00:02" in error
+
+
+def a_rank_can_not_decode(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    target = {"even.bfloat16": placed(empty_target("nvfp4", 64), mesh, Shard(0))}
+    before = held(target)
+    fails = patch.object(Conversion, "amax", side_effect=MemoryError("rank 1 has no room"))
+    with fails if dist.get_rank() == 1 else contextlib.nullcontext():
+        try:
+            load(target, path, on_mismatch="convert", allow_partial_load=True)
+        finally:
+            assert held(target) == before
+
+
+def test_a_rank_that_fails_behind_its_reads_leaves_no_other_waiting(saved: Path) -> None:
+    for error in run_ranks_catching(2, a_rank_can_not_decode, saved, timeout=30):
+        assert "rank 1 has no room" in error
+        assert "another rank failed to read its part" in error
 
 
 def load_again(path: Path) -> None:
