@@ -316,7 +316,7 @@ def a_rank_fails(path: Path, tells: bool) -> None:
     mesh = init_device_mesh("cpu", (2,))
     target = {"even.bfloat16": placed(empty_target("nvfp4", 64), mesh, Shard(0))}
     before = held(target)
-    timeout = dt.timedelta(seconds=60 if tells else 2)
+    timeout = dt.timedelta(seconds=60 if tells else 4)
     planner = QuantizedLoadPlanner(on_mismatch="convert", allow_partial_load=True, conversion_timeout=timeout)
     try:
         dcp.load(target, storage_reader=Failing(path, tells=tells), planner=planner)
@@ -332,7 +332,7 @@ def test_a_rank_that_fails_leaves_no_other_waiting(tells: bool, saved: Path) -> 
         if tells:
             assert "another rank failed to read its part" in error
         else:
-            assert "amaxes did not come within 0:00:02" in error
+            assert "amaxes did not come within 0:00:04" in error
 
 
 def a_rank_can_not_decode(path: Path) -> None:
