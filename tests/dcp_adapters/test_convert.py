@@ -27,6 +27,7 @@ from dcp_adapters import QuantizedLoadPlanner, conversions
 from dcp_adapters.convert import Conversion, narrowed, widened
 from qtensor import Float8DelayedScaling, high_precision_init_val, quantize, quantized_model_init
 from qtensor.tensor import QuantizedTensor
+from tests import ranks
 from tests.dcp_adapters.cases import RECIPES, alone, assert_holds, bits, held, load, placed, save, values
 from tests.ranks import run_ranks, run_ranks_catching
 
@@ -69,8 +70,8 @@ def checkpoint(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("convert") / "saved"
-    checkpoint(path)
+    path: Path = ranks.agreed(tmp_path_factory.mktemp("convert")) / "saved"
+    run_ranks(1, checkpoint, path)
     return path
 
 
@@ -161,7 +162,7 @@ def load_dense_model(path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_dense_checkpoint_fills_a_quantized_model_by_one_all_reduce(name: str, shared_tmp_path: Path) -> None:
-    save({"model": dense_net(0).state_dict()}, shared_tmp_path)
+    run_ranks(1, save, {"model": dense_net(0).state_dict()}, shared_tmp_path)
     run_ranks(2, load_dense_model, shared_tmp_path, name)
 
 
@@ -176,13 +177,17 @@ def from_safetensors(path: Path) -> None:
         assert_holds(state, full)
 
 
-def test_a_hugging_face_directory_fills_a_quantized_model(shared_tmp_path: Path) -> None:
+def write_safetensors(path: Path) -> None:
     from safetensors.torch import save_file
 
     state = {key: value.contiguous() for key, value in dense_net(0).state_dict().items()}
     halves = [dict(list(state.items())[:3]), dict(list(state.items())[3:])]
     for number, half in enumerate(halves):
-        save_file(half, shared_tmp_path / f"model-{number + 1:05d}-of-00002.safetensors")
+        save_file(half, path / f"model-{number + 1:05d}-of-00002.safetensors")
+
+
+def test_a_hugging_face_directory_fills_a_quantized_model(shared_tmp_path: Path) -> None:
+    run_ranks(1, write_safetensors, shared_tmp_path)
     run_ranks(2, from_safetensors, shared_tmp_path)
 
 
@@ -202,7 +207,7 @@ def partial_loads(path: Path) -> None:
 
 
 def test_partial_loads_convert_what_they_name(shared_tmp_path: Path) -> None:
-    save({f"model.{key}": value for key, value in dense_net(0).state_dict().items()}, shared_tmp_path)
+    run_ranks(1, save, {f"model.{key}": value for key, value in dense_net(0).state_dict().items()}, shared_tmp_path)
     run_ranks(2, partial_loads, shared_tmp_path)
 
 

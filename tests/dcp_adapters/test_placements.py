@@ -69,9 +69,13 @@ def refused(path: Path) -> None:
             assert held({name: target}) == before
 
 
-def test_a_load_into_other_placements_is_refused(shared_tmp_path: Path) -> None:
+def save_one_of_each(path: Path) -> None:
     weight = quantize(values((64, 64), 0), RECIPES["mxfp8"])
-    save({"q": weight, "d": torch.ones(64, 64), "p": torch.ones(64, 64)}, shared_tmp_path)
+    save({"q": weight, "d": torch.ones(64, 64), "p": torch.ones(64, 64)}, path)
+
+
+def test_a_load_into_other_placements_is_refused(shared_tmp_path: Path) -> None:
+    run_ranks(1, save_one_of_each, shared_tmp_path)
     run_ranks(4, refused, shared_tmp_path)
 
 

@@ -104,7 +104,7 @@ def save_on_two(path: Path) -> None:
 
 def test_all_ranks_learn_of_it(shared_tmp_path: Path) -> None:
     run_ranks(2, save_on_two, shared_tmp_path)
-    flip(shared_tmp_path, "w.payload")
+    run_ranks(1, flip, shared_tmp_path, "w.payload")
     for error in run_ranks_catching(2, flip_on_two, shared_tmp_path):
         assert "w.payload: its chunk at (0, 0) in the checkpoint has checksum" in error
         assert "run `python -m dcp_adapters verify`" in error
