@@ -223,9 +223,9 @@ def save_models(path: Path) -> None:
     save(models(names=("mxfp8",)), path)
 
 
-def test_inspect_says_how_many_ranks_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(2, save_models, tmp_path / "2")
-    found = json.loads(succeeds(capsys, "inspect", str(tmp_path / "2"), "--json"))
+def test_inspect_says_how_many_ranks_wrote(shared_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, save_models, shared_tmp_path / "2")
+    found = json.loads(succeeds(capsys, "inspect", str(shared_tmp_path / "2"), "--json"))
     assert (found["world_size_at_least"], found["files"]) == (2, 2)
     assert {tensor["name"]: tensor["chunks"] for tensor in found["tensors"]}["mxfp8.layers.0.weight"] == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -339,8 +340,10 @@ def test_the_destination_appears_only_when_it_is_complete(tmp_path: Path, monkey
     assert synced == [f"{partial}/__0_0.distcp", f"{partial}/.metadata.tmp", partial, "."]
 
 
-def test_a_file_that_is_missing_leaves_nothing_behind(tmp_path: Path) -> None:
-    run_ranks(2, save_models, tmp_path / "a")
+def test_a_file_that_is_missing_leaves_nothing_behind(tmp_path: Path, shared_tmp_path: Path) -> None:
+    run_ranks(2, save_models, shared_tmp_path / "saved" / "a")
+    tmp_path = tmp_path / "own"
+    shutil.copytree(shared_tmp_path / "saved" / "a", tmp_path / "a")
     (tmp_path / "a/__1_0.distcp").unlink()
     stored, started = StoredCheckpoint(tmp_path / "a"), []
     plan = plan_conversion(stored.tensors, torch.bfloat16)

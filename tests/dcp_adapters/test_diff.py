@@ -36,10 +36,10 @@ def save_models(path: Path) -> None:
     save(models(), path)
 
 
-def test_checkpoints_of_other_world_sizes_are_equal(tmp_path: Path) -> None:
-    run_ranks(2, save_models, tmp_path / "2")
+def test_checkpoints_of_other_world_sizes_are_equal(tmp_path: Path, shared_tmp_path: Path) -> None:
+    run_ranks(2, save_models, shared_tmp_path / "2")
     save(reference(), tmp_path / "1")
-    two, one = StoredCheckpoint(tmp_path / "2"), StoredCheckpoint(tmp_path / "1")
+    two, one = StoredCheckpoint(shared_tmp_path / "2"), StoredCheckpoint(tmp_path / "1")
     assert two.tensors["mxfp8.layers.0.weight"].chunks == 2
     assert one.tensors["mxfp8.layers.0.weight"].chunks == 1
     found = diff(two, one)

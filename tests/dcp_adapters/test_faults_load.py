@@ -72,15 +72,19 @@ def load_harmed(path: Path, good: Path, error: str) -> None:
     assert_loads(good, 0)
 
 
+def harm_a_copy(good: Path, path: Path, harm: str) -> None:
+    shutil.copytree(good, path)
+    do_harm, _ = HARMS[harm]
+    do_harm(path / "__1_0.distcp")
+
+
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_harmed_file_fails_the_load_on_all_ranks(harm: str, good: Path, shared_tmp_path: Path) -> None:
     if harm == "read error" and not sys.platform.startswith("linux"):
         pytest.skip("needs /proc/self/mem")
-    do_harm, error = HARMS[harm]
+    _, error = HARMS[harm]
     path = shared_tmp_path / "checkpoint"
-    if not path.exists():
-        shutil.copytree(good, path)
-        do_harm(path / "__1_0.distcp")
+    run_ranks(1, harm_a_copy, good, path, harm)
     run_ranks(WORLD, load_harmed, path, good, error)
 
 
