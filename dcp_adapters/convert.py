@@ -139,10 +139,7 @@ class Conversion:
 
     def _write_quantized(self, q: QuantizedTensor, values: Tensor, amax: Tensor | None) -> None:
         fmt = format_of(q.recipe)
-        if amax is None:
-            agreed = fmt.shared_amax(values, q.recipe)
-        else:
-            agreed = amax.view_as(q.shared_scale()) if amax.numel() > 1 else amax.reshape(q.shared_scale().shape)
+        agreed = fmt.shared_amax(values, q.recipe) if amax is None else amax.view_as(q.shared_scale())
         parts = fmt.encode(values, q.recipe, agreed)
         specs = {spec.name: spec for spec in specs_of(q.recipe)}
         own = {
@@ -159,7 +156,8 @@ class Conversion:
         """(entry of the checkpoint, how it extends along the logical shape)."""
         if self.source is None:
             return [(self.name, DENSE)]
-        return [(f"{self.name}.{spec.name}", spec) for spec in specs_of(self.source.recipe) if _decodes(spec)]
+        # an amax history is not gathered, and says nothing about values
+        return [(f"{self.name}.{spec.name}", spec) for spec in specs_of(self.source.recipe) if spec.gathered]
 
     def _decoded(self) -> Tensor:
         """fp32 values of the region."""
@@ -195,11 +193,6 @@ def narrowed(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
         if tensor.shape[dim] != size:
             tensor = tensor.narrow(dim, begin - start, size)
     return tensor
-
-
-def _decodes(spec: PartSpec) -> bool:
-    """Whether decoding needs the part: an amax history says nothing about values."""
-    return spec.gathered
 
 
 def _dense_box(value: Tensor) -> Box | None:

@@ -151,7 +151,7 @@ PROGRAMS: dict[str, Callable[[str], bytes]] = {
     "getattr": lambda p: b"cbuiltins\ngetattr\nctorch\nSize\n" + text("__class__") + b"\x86R.",
     "a partial": lambda p: b"cfunctools\npartial\ncos\nmkdir\n" + text(p) + b"\x86R)R.",
     "torch.load": lambda p: b"ctorch\nload\n" + text(p) + b"\x85R.",
-    "a class of ours": lambda p: b"cdcp_adapters.safe_reader\nSafeFileSystemReader\n" + text(p) + b"\x85R.",
+    "a class of ours": lambda p: b"cdcp_adapters.safe.reader\nSafeFileSystemReader\n" + text(p) + b"\x85R.",
     "a call of a record": lambda p: METADATA + text("MetadataIndex") + SG + text(p) + b"\x85R.",
     "a record with arguments": lambda p: METADATA + text("MetadataIndex") + SG + text(p) + b"\x85\x81.",
     "a dtype that is called": lambda p: b"ctorch\nfloat32\n" + text(p) + b"\x85R.",
