@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "fsdp_hooks": set(),
     "qtensor": {"fsdp_hooks"},
     "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "rich", "tqdm", "xxhash"},
+    "layerwise": {"fsdp_hooks", "qtensor", "dcp_adapters", "safetensors", "rich", "tqdm", "xxhash", "matplotlib"},
 }
 
 PUBLIC: dict[str, list[str]] = {
