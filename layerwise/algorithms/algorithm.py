@@ -88,7 +88,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """Base of all algorithms; subclasses are frozen dataclasses whose fields are their options, checked on construction.
+    """Base of all algorithms; subclasses are frozen dataclasses whose fields are their options, checked when made.
 
     Attributes:
         writes_weights: it changes high-precision values before they are rounded. One that says False and writes is
