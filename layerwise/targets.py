@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,9 +167,11 @@ def _check(target: Target, recipe: Recipe) -> None:
             f"{target.name} {tuple(target.shape)} is stored [experts, K, N]: its blocks would run along the output; "
             "exclude it, or store it [experts, N, K]"
         )
-    cuts = [dim for place in getattr(target.param, "placements", ()) if (dim := getattr(place, "dim", None)) is not None]
+    cuts = [
+        dim for place in getattr(target.param, "placements", ()) if (dim := getattr(place, "dim", None)) is not None
+    ]
     if cuts not in ([], [0]):
         raise ValueError(
-            f"{target.name} is placed {target.param.placements}: tensor parallelism is not supported by calibrate; "
+            f"{target.name} is placed {placements}: tensor parallelism is not supported by calibrate; "
             "shard the model with fully_shard alone"
         )
