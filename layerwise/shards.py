@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like
-from layerwise.targets import Target
 from qtensor.formats import format_of, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -90,8 +88,8 @@ def store(result: Tensor, param: Tensor) -> None:
     own: Any = local_of(result)
     shard = local_of(param)
     if isinstance(shard, QuantizedTensor):
-        shard.store(own.parts())
-        shard.init_value = None  # that of another weight now
+        shard.copy_(own)
+        shard.init_value = None  # that of the weight before
     else:
         shard.copy_(own.dequantize(shard.dtype))
 
@@ -118,7 +116,5 @@ def _placed(local: Tensor, shape: torch.Size, param: Tensor) -> Tensor:
     """Rows as a DTensor of global `shape` beside the parameter; what has no rows is the same on all ranks."""
     if not isinstance(param, DTensor):
         return local
-    placements: tuple[Placement, ...] = param.placements
-    if not shape:
-        placements = (Replicate(),) * param.device_mesh.ndim
+    placements: Any = param.placements if shape else (Replicate(),) * param.device_mesh.ndim
     return dtensor_around(local, param.device_mesh, placements, shape)

@@ -167,9 +167,8 @@ def _check(target: Target, recipe: Recipe) -> None:
             f"{target.name} {tuple(target.shape)} is stored [experts, K, N]: its blocks would run along the output; "
             "exclude it, or store it [experts, N, K]"
         )
-    cuts = [
-        dim for place in getattr(target.param, "placements", ()) if (dim := getattr(place, "dim", None)) is not None
-    ]
+    placements: Any = getattr(target.param, "placements", ())
+    cuts = [place.dim for place in placements if hasattr(place, "dim")]
     if cuts not in ([], [0]):
         raise ValueError(
             f"{target.name} is placed {placements}: tensor parallelism is not supported by calibrate; "

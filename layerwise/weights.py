@@ -110,12 +110,13 @@ class Resident:
     @contextmanager
     def _quantized_there(self, owners: Iterable[nn.Module]) -> Iterator[None]:
         """Quantized parameters on the device; nobody writes into those, and assigning their data is not defined."""
-        stood: list[tuple[nn.Module, str, nn.Parameter]] = []
+        stood: list[tuple[nn.Module, str, Any]] = []
         for owner in owners:
             for name, param in owner._parameters.items():
-                if isinstance(param, QuantizedTensor) and self.device not in (None, param.device):
-                    stood.append((owner, name, param))
-                    owner._parameters[name] = nn.Parameter(param.detach().to(self.device), requires_grad=False)
+                held: Any = param
+                if isinstance(held, QuantizedTensor) and self.device not in (None, held.device):
+                    stood.append((owner, name, held))
+                    owner._parameters[name] = nn.Parameter(held.detach().to(self.device), requires_grad=False)
         try:
             yield
         finally:
