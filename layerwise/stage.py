@@ -28,7 +28,7 @@ from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage", "changed_since", "contents"]
+__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage", "changed_since", "contents", "params_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +87,14 @@ class Calibrated:
         weights: name of a target -> its quantized weight.
         quantizers: name of a target -> what decided its scales.
         inputs: name of a target -> statistics of its input; None where no token reached it.
-        changed: names of the other parameters that were changed.
+        changed: the other parameters that were changed, as they stand while the stage is held.
         measured: the figures of a report.
     """
 
     weights: Mapping[str, QuantizedTensor]
     quantizers: Mapping[str, Mapping[str, Tensor]]
     inputs: Mapping[str, Inputs | None]
-    changed: Sequence[str]
+    changed: Mapping[str, Tensor]
     measured: Measured = field(default_factory=Measured)
 
 
@@ -140,7 +140,8 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
             'there, which would lose the change; change weights before the event "calibrate" has been told'
         )
     targets = {target.name for target in stage.targets}
-    changed = [name for name in changed_since(before, stage) if name not in targets]
+    now = params_of(stage)
+    changed = {name: now[name].detach() for name in changed_since(before, stage) if name not in targets}
     inputs = {name: statistics for names, statistics in groups for name in names}
     return Calibrated(weights, quantizers, inputs, changed, measured)
 
@@ -241,17 +242,22 @@ def _quantized(
     return QuantizedTensor.from_parts(contiguous, recipe, target.param.dtype)
 
 
+def params_of(stage: Stage) -> dict[str, Tensor]:
+    """Fqn in the model -> parameter of a stage, as it stands."""
+    return {
+        ".".join(filter(None, (stage.name, fqn, name))): param
+        for fqn, module in modules_of(stage.module, stage.without).items()
+        for name, param in module._parameters.items()
+        if param is not None
+    }
+
+
 def contents(stage: Stage) -> dict[str, Tensor]:
-    """A digest of every parameter of a stage as it stands, by its fqn in the stage."""
-    prefix = f"{stage.name}." if stage.name else ""
-    found: dict[str, Tensor] = {}
-    for fqn, module in modules_of(stage.module, stage.without).items():
-        for name, param in module._parameters.items():
-            if param is not None:
-                held: Any = param
-                data = held.parts().values() if isinstance(held, QuantizedTensor) else [held.detach()]
-                found[f"{prefix}{fqn}.{name}".replace("..", ".").lstrip(".")] = digest(data)
-    return found
+    """A digest of every parameter of a stage as it stands."""
+    return {
+        name: digest(param.parts().values() if isinstance(param, QuantizedTensor) else [param.detach()])
+        for name, param in params_of(stage).items()
+    }
 
 
 def changed_since(before: Mapping[str, Tensor], stage: Stage) -> list[str]:
