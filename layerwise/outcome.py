@@ -1,4 +1,4 @@
-"""What is kept of a calibrated stage: this rank's rows of its result, as the shards, checkpoints and the result want it.
+"""What is kept of a calibrated stage: this rank's rows of its result, as shards, checkpoints and results want it.
 
     Calibrated (full, of the moment)  ->  Outcome (own rows)  ->  saved: quantizers only, or weights and what changed
                                                               ->  applied to the shards  ->  CalibrationResult
