@@ -20,6 +20,7 @@ from layerwise.shards import empty_quantizer, empty_weight, kept, kept_quantizer
 from layerwise.stage import Calibrated, Stage, params_of
 from layerwise.targets import Target
 from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
 
 __all__ = ["Outcome", "outcome_of", "placeholders", "restored"]
 
@@ -66,6 +67,13 @@ class Outcome:
         for name, value in self.dense.items():
             if not params[name].is_meta:
                 params[name].data.copy_(value)
+
+    def install(self, stage: Stage) -> None:
+        """Put its values into a stage that is held and not sharded."""
+        params = params_of(stage)
+        for name, value in {**self.weights, **self.dense}.items():
+            q: Any = value
+            params[name].data.copy_(q.dequantize() if isinstance(q, QuantizedTensor) else q)
 
 
 def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) -> Outcome:

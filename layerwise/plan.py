@@ -1,13 +1,13 @@
 """What a calibration is going to do, decided before anything runs: options, layers, targets, stages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from layerwise.algorithms.algorithm import Algorithm
@@ -16,9 +16,9 @@ from layerwise.on_disk import OnDisk
 from layerwise.result import check_static_inputs
 from layerwise.stage import Method, Stage
 from layerwise.stores import INPUTS_ON
-from layerwise.targets import Target, find_targets
+from layerwise.targets import find_targets
 from layerwise.weights import Resident, Sharded, Weights
-from qtensor.recipes import Recipe, check_choice
+from qtensor.recipes import Recipe
 
 __all__ = ["Options", "Plan", "planned"]
 
@@ -45,16 +45,20 @@ class Options:
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, Algorithm):
             raise TypeError(
-                f"calibrate: algorithm is {self.algorithm!r}; expected an instance, such as Max() or GPTQ(). Algorithms "
-                "that need the whole model at once (svdquant) are not layerwise"
+                f"calibrate: algorithm is {self.algorithm!r}; expected an instance, such as Max() or GPTQ(). "
+                "Algorithms that need the whole model at once (svdquant) are not layerwise"
             )
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"calibrate: expected a recipe, got {type(self.recipe).__name__}: {self.recipe!r}")
         for name, choices in (("inputs", ("dynamic", "static")), ("inputs_on", INPUTS_ON)):
             if getattr(self, name) not in choices:
-                raise ValueError(f"calibrate: {name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
+                raise ValueError(
+                    f"calibrate: {name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}"
+                )
         if self.layer_inputs not in (None, *LAYER_INPUTS):
-            raise ValueError(f"calibrate: layer_inputs={self.layer_inputs!r} is not one of None, 'unquantized', 'quantized'")
+            raise ValueError(
+                f"calibrate: layer_inputs={self.layer_inputs!r} is not one of None, 'unquantized', 'quantized'"
+            )
         if type(self.save_every) is not int or self.save_every < 1:
             raise ValueError(f"calibrate: save_every={self.save_every!r} is not a positive number of layers")
         if self.inputs == "static":
@@ -85,6 +89,33 @@ class Plan:
     method: Method
     weights: Weights
     whole: bool
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """All parameters at rest, by fqn; those on disk are read when they are asked for."""
+        names = dict(self.model.named_parameters())
+        if isinstance(self.weights, OnDisk):
+            return _Read(names, self.weights)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward leaves some gathered, such as a root's own
+        return dict(self.model.named_parameters())
+
+
+class _Read(Mapping[str, Tensor]):
+    """Parameters, read from disk one at a time."""
+
+    def __init__(self, params: Mapping[str, Tensor], weights: OnDisk) -> None:
+        self.params, self.weights = params, weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        param = self.params[name]
+        return self.weights.read(param) if param.is_meta else param
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.params)
+
+    def __len__(self) -> int:
+        return len(self.params)
 
 
 def planned(  # noqa: PLR0913 - keyword-only
@@ -124,7 +155,9 @@ def _weights_of(model: nn.Module, options: Options) -> Weights:
                 "device of its mesh"
             )
         if on_meta:
-            raise ValueError(f"calibrate: {on_meta[0]} is on the meta device; call to_empty() and load the weights first")
+            raise ValueError(
+                f"calibrate: {on_meta[0]} is on the meta device; call to_empty() and load the weights first"
+            )
         return Sharded(model)
     if options.weights is not None:
         return OnDisk(options.weights, model, options.device)

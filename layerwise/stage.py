@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_hooks.digest import digest
+from fsdp_hooks.scale_sync import local_of
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
 from layerwise.measure import Measured, Yardstick, matrices
 from layerwise.smoothing import smooth
@@ -253,10 +254,11 @@ def params_of(stage: Stage) -> dict[str, Tensor]:
 
 
 def contents(stage: Stage) -> dict[str, Tensor]:
-    """A digest of every parameter of a stage as it stands."""
+    """A digest of every parameter of a stage as it stands on this rank."""
+    local = {name: local_of(param) for name, param in params_of(stage).items() if not param.is_meta}
     return {
-        name: digest(param.parts().values() if isinstance(param, QuantizedTensor) else [param.detach()])
-        for name, param in params_of(stage).items()
+        name: digest(held.parts().values() if isinstance(held, QuantizedTensor) else [held])
+        for name, held in local.items()
     }
 
 
