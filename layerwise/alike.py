@@ -2,18 +2,22 @@
 
     on_first   rank 0 of the group takes the step; the others get its value, or its error
     on_all     every rank takes the step; all get all values, or the error of the first rank that failed
+    alike      a block without collectives that may raise on some ranks
+    any_of     whether something holds on any rank
 
 An error that only one rank sees (a full disk, a missing permission) would leave the others in their next collective.
 Without a process group there is one rank. `group` is None for the default group; no other group is ever used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["is_first", "on_all", "on_first", "rank_of", "ranks_of"]
+__all__ = ["alike", "any_of", "is_first", "on_all", "on_first", "rank_of", "ranks_of"]
 
 T = TypeVar("T")
 KEPT = (ValueError, FileNotFoundError, PermissionError, OSError, TypeError)  # types that reach the other ranks
@@ -86,6 +90,42 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
         if isinstance(outcome, _Failed):
             raise outcome.error()
     return outcomes
+
+
+@contextmanager
+def alike(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A block in which ranks do work of their own, without collectives; if it raises on some, it raises on all.
+
+    A rank that failed raises its own error, the others a RuntimeError with the text of the first that did. Here `group`
+    is None for no ranks but this one.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if group is None:
+            raise
+        failed = error
+    if group is None:
+        return
+    if not any_of(group, failed is not None):
+        return
+    outcomes: list[Any] = [None] * group.size()
+    dist.all_gather_object(outcomes, None if failed is None else f"{type(failed).__name__}: {failed}", group=group)
+    if failed is not None:
+        raise failed
+    rank, text = next((rank, text) for rank, text in enumerate(outcomes) if text is not None)
+    raise RuntimeError(f"rank {rank}: {text}")
+
+
+def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT001 - a value, not an option
+    """Whether `holds` on any rank of the group; with None on this one."""
+    if group is None:
+        return holds
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    found = torch.tensor(int(holds), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return bool(found)
 
 
 def _failed(error: Exception, where: str = "") -> _Failed:

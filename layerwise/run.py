@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from layerwise.alike import alike, any_of
 from layerwise.checkpoints import CalibrationCheckpoint
 from layerwise.events import Event, Observer
 from layerwise.fingerprint import Fingerprint, data_digest, weights_digest
@@ -22,7 +23,7 @@ from layerwise.outcome import Outcome, outcome_of, placeholders, restored
 from layerwise.passes import Batches
 from layerwise.plan import Plan
 from layerwise.shards import dense_rows
-from layerwise.stage import Stage, calibrate_stage, changed_since, contents
+from layerwise.stage import Passes, Stage, calibrate_stage, changed_since, contents
 from layerwise.weights import working
 
 __all__ = ["Run"]
@@ -49,14 +50,16 @@ class Run:
         with self.outside:
             if self.batches.needs_model:
                 self._hold_outside()
-            self.batches.take()
+            with alike(self.plan.method.group):
+                self.batches.take()
             checkpoint = None
             if directory is not None:
                 checkpoint = CalibrationCheckpoint(directory, self.plan.method.group)
                 self._resume(checkpoint, weights, options)
             saver = _Saver(self, checkpoint, save_every)
             for stage in self.plan.stages if self.resumed < len(self.plan.stages) else ():
-                self._hold_outside()
+                if self.plan.whole:
+                    self._hold_outside()
                 if stage.index < self.resumed:
                     self._replay(stage)
                 else:
@@ -75,8 +78,9 @@ class Run:
             self.tell(
                 stage, "metrics", {"records": calibrated.measured.records, "snr_db": calibrated.measured.output_snr}
             )
+        self.batches.done(stage)
         if not stage.name:
-            self.outside.close()
+            self._release_outside()
         writes = self.plan.method.algorithm.writes_weights
         self.outcomes.append(outcome_of(stage, calibrated, writes_weights=writes))
         self.outcomes[-1].apply(stage)
@@ -90,32 +94,39 @@ class Run:
             passes = self._begin(stage, turn)
             if first and isinstance(self.plan.weights, OnDisk):
                 outcome.install(stage)
-            for batch in range(passes.batches):
-                passes.keep(batch, passes.run(batch))
+            with alike(self.plan.method.group):
+                for batch in range(passes.batches):
+                    passes.keep(batch, passes.run(batch))
+        self.batches.done(stage)
         if not first:
             outcome.apply(stage)
         self.tell(stage, "resumed")
 
-    def _begin(self, stage: Stage, turn: ExitStack) -> Any:
-        """Gather a stage's weights for a turn; in the first one the parent is recorded. Returns its passes."""
+    def _begin(self, stage: Stage, turn: ExitStack) -> Passes:
+        """Record the stage's inputs where they are not known, then gather its weights. Returns its passes."""
+        if any_of(self.plan.method.group, self.batches.needs_parent(stage)):
+            self._hold_outside()
+            with alike(self.plan.method.group):
+                self.batches.recorder.prepare(stage.index)
+        elif not self.plan.whole and stage.name:
+            self._release_outside()
         if stage.name:
             turn.enter_context(self.plan.weights.hold(stage.module))
+        else:
+            self._hold_outside()
         turn.enter_context(working(stage.targets))
         self.tell(stage, "layer_start")
-        if stage.index == 0 and stage.name:
-            self.batches.record()
-            if not self._needs_outside():
-                self.outside.close()
         gathered = {target.param.dtype for target in stage.targets if target.param.dtype != target.dtype}
-        return self.batches.passes(stage, cast=next(iter(gathered), None))
+        return self.batches.passes(stage, next(iter(gathered), None))
 
     def _hold_outside(self) -> None:
         if not self.held:
             self.held = True
             self.outside.enter_context(self.plan.weights.hold(self.plan.model, self.plan.layers))
 
-    def _needs_outside(self) -> bool:
-        return self.plan.whole or not self.plan.stages[-1].name or self.batches.needs_parent
+    def _release_outside(self) -> None:
+        self.held = False
+        self.outside.close()
 
     def tell(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
         """One event of a stage."""
@@ -128,7 +139,7 @@ class Run:
     ) -> None:
         """Load the outcomes that a checkpoint has."""
         method = self.plan.method
-        digest, count = data_digest(self.batches.hashes, method.group)
+        digest, count = data_digest(self.batches.recorder.batch_hashes(), method.group)
         fingerprint = Fingerprint(
             weights=weights,
             data=digest,
@@ -140,8 +151,7 @@ class Run:
         found = checkpoint.open(fingerprint)
         if found is None:
             return
-        self.outside.close()  # shards are loaded into
-        self.held = False
+        self._release_outside()  # what is loaded goes beside the shards
         self.resumed = found.next_layer
         writes = method.algorithm.writes_weights
         for window in found.windows:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fsdp_hooks.digest import digest
 from fsdp_hooks.scale_sync import local_of
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
+from layerwise.alike import alike
 from layerwise.measure import Measured, Yardstick, matrices
 from layerwise.smoothing import smooth
 from layerwise.statistics import Collector
@@ -128,11 +129,12 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
         target.param.data.copy_(weights[target.name].dequantize())
     installed = contents(stage)
     tell("write")
-    for batch in range(passes.batches if method.quantized_onward else min(1, passes.batches)):
-        output = passes.run(batch)
-        yardstick.compare(batch, output)
-        if method.quantized_onward:
-            passes.keep(batch, output)
+    with alike(method.group):
+        for batch in range(passes.batches if method.quantized_onward else min(1, passes.batches)):
+            output = passes.run(batch)
+            yardstick.compare(batch, output)
+            if method.quantized_onward:
+                passes.keep(batch, output)
     measured = yardstick.measured(groups, decisions, stage.index if stage.name else None, method.group)
     late = changed_since(installed, stage)
     if late:
@@ -152,12 +154,13 @@ def _observe(stage: Stage, passes: Passes, method: Method, yardstick: Yardstick)
     algorithm = method.algorithm
     needs = algorithm.needs - ({HESSIAN} if algorithm.one_at_a_time else set())
     collector = Collector({target.name: target.param for target in stage.targets}, needs)
-    for batch in range(passes.batches):
-        with collector.batch():
-            output = passes.run(batch)
-        yardstick.note(batch, output)
-        if not method.quantized_onward:
-            passes.keep(batch, output)
+    with alike(method.group):
+        for batch in range(passes.batches):
+            with collector.batch():
+                output = passes.run(batch)
+            yardstick.note(batch, output)
+            if not method.quantized_onward:
+                passes.keep(batch, output)
     return collector
 
 
@@ -173,9 +176,10 @@ def _decide(
         inputs = statistics
         if algorithm.one_at_a_time and inputs is not None:
             collector = Collector({t.name: t.param for t in stage.targets}, frozenset({HESSIAN}), only=names)
-            for batch in range(passes.batches):
-                with collector.batch():
-                    passes.run(batch)
+            with alike(method.group):
+                for batch in range(passes.batches):
+                    with collector.batch():
+                        passes.run(batch)
             inputs = next(found for own, found in collector.reduce(method.group) if names[0] in own)
         linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
         decided = algorithm.decide(Group(linears, inputs), recipe)
