@@ -72,8 +72,9 @@ def local_of(hessian: Tensor) -> Tensor:
     """The local Hessian [ceil(K / 16), 16, 16] inside a full one, 2 X^T X / tokens."""
     columns = hessian.shape[0]
     padding = -columns % SUB_BLOCK
-    blocks = F.pad(hessian, (0, padding, 0, padding)).unflatten(1, (-1, SUB_BLOCK)).unflatten(0, (-1, SUB_BLOCK))
-    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1) / 2  # [b, 16, b', 16] -> b = b'
+    blocks = (columns + padding) // SUB_BLOCK
+    tiles = F.pad(hessian, (0, padding, 0, padding)).reshape(blocks, SUB_BLOCK, blocks, SUB_BLOCK)
+    return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1) / 2  # [b, 16, 16]
 
 
 def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequence[float]) -> list[Clipped]:
@@ -137,7 +138,7 @@ def _amax(w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
 def _error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
     """The local error of `off` [N, K] for each scale, shaped like the amaxes."""
     block = _served(recipe)
-    tiles = F.pad(off, (0, -off.shape[-1] % SUB_BLOCK)).unflatten(-1, (-1, SUB_BLOCK)).transpose(0, 1)  # [b, N, 16]
+    tiles = tile(F.pad(off, (0, -off.shape[-1] % SUB_BLOCK)), SUB_BLOCK).transpose(0, 1)  # [b, N, 16]
     each = (torch.bmm(tiles, local_hessian) * tiles).sum(dim=-1).t()  # [N, b]
     if block is None:
         return each.sum()
@@ -147,7 +148,8 @@ def _error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
     rows = row_multiple(recipe)
     if rows == 1:
         return errors
-    return errors.unflatten(0, (-1, rows)).sum(dim=1).repeat_interleave(rows, dim=0)
+    square = errors.reshape(-1, rows, errors.shape[-1]).sum(dim=1)  # [N // rows, K // block]
+    return square.repeat_interleave(rows, dim=0)
 
 
 def _spread(scales: Tensor, columns: int) -> Tensor:
