@@ -28,6 +28,7 @@ from layerwise.folding import (
     verify,
 )
 from tests.fsdp_hooks.cases import assert_same_bytes
+from tests.layerwise.explicit import inputs_of
 
 HIDDEN, WIDE = 32, 48
 DTYPES = [torch.float32, torch.bfloat16]
@@ -384,22 +385,9 @@ def test_leaving_the_range_of_the_dtype_is_refused_before_anything_is_written() 
     assert torch.equal(columns, torch.full_like(columns, 100.0))
 
 
-def _statistics(x: Tensor) -> Inputs:
-    """In fp64, of X [tokens, K], as their definitions say."""
-    padded = F.pad(x, (0, -x.shape[1] % 16)).unflatten(1, (-1, 16))  # [tokens, blocks, 16]
-    return Inputs(
-        tokens=len(x),
-        amax=x.abs().amax(),
-        column_amax=x.abs().amax(0),
-        column_mean=x.abs().mean(0),
-        local_hessian=torch.einsum("tbi,tbj->bij", padded, padded) / len(x),
-        hessian=2 * x.T @ x / len(x),
-    )
-
-
 def test_the_statistics_of_a_divided_input() -> None:
     x, s = torch.randn(50, 40, dtype=torch.float64), _factors(40).double()
-    got, want = transformed(_statistics(x), s), _statistics(x / s)
+    got, want = transformed(inputs_of(x, torch.float64), s), inputs_of(x / s, torch.float64)
     for name in ("amax", "column_amax", "column_mean", "local_hessian", "hessian"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name))
     assert got.tokens == 50
