@@ -138,5 +138,5 @@ def _rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
 
 def _set_item(value: dict[Any, Any], key: Any, element: Any) -> None:
     # Not through an overridden __setitem__, which may refuse; but an ordered dict keeps its order in its own.
-    base = next(cls for cls in type(value).__mro__ if cls.__module__ in {"builtins", "collections"})
-    base.__setitem__(value, key, element)  # type: ignore[attr-defined]
+    base: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in {"builtins", "collections"})
+    base.__setitem__(value, key, element)
