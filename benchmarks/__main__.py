@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.machine import machine_and_versions
 
-QUESTIONS = ("numerics", "plan_scaling", "staging", "checkpoints")
+QUESTIONS = ("numerics", "plan_scaling", "staging", "checkpoints", "calibration")
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ def draw(report: "Report", path: Path) -> Path:
         raise ValueError(f"{path}: nothing to draw, no linear of a layer has an SNR")
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError(
             f"{path}: drawing needs matplotlib, which is not installed: pip install 'qtensor[calibration]'"
@@ -46,7 +47,7 @@ def draw(report: "Report", path: Path) -> Path:
         axes.plot(whole, [errors[layer] for layer in whole], color="black", linewidth=2.2, label="whole layer")
     _mark_warnings(report, axes)
     axes.set(xlabel="layer", ylabel="output SNR in dB (higher is better)", title=report.title or "Error of each layer")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.02)
     axes.grid(alpha=0.3)
     for side in ("top", "right"):

@@ -1,0 +1,54 @@
+"""How many bytes of tensor storage are alive at once, counted at every torch operation: no clock and no RSS.
+
+What an operation allocates and frees inside itself is not seen, nor what was alive before the block began.
+"""
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts inside its block.
+
+    Attributes:
+        peak: the most bytes of storage that results of operations held at one moment.
+        collectives: how often each collective was called, by its name.
+    """
+
+    def __init__(self, *, except_for: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.peak = 0
+        self.collectives: collections.Counter[str] = collections.Counter()
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._ignored = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in except_for}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(cls not in (Tensor, nn.Parameter) for cls in types):
+            return NotImplemented  # a subclass answers first, and its operations on plain tensors come here again
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.collectives[func.overloadpacket.__name__] += 1
+        for leaf in tree_leaves(out):
+            if type(leaf) is Tensor:
+                reference = StorageWeakRef(leaf.untyped_storage())
+                if reference.cdata not in self._ignored:
+                    self._seen[reference.cdata] = reference
+        self.peak = max(self.peak, self._held())
+        return out
+
+    def _held(self) -> int:
+        total = 0
+        for key, reference in list(self._seen.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # noqa: SLF001 - no public way back
+            if storage is None:
+                del self._seen[key]
+            elif storage.device.type != "meta":
+                total += storage.nbytes()
+        return total
