@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import Algorithm, Group, Inputs, Linear
 from layerwise.folding import Fold, choose, fold, producers_of, propose, tolerance, transformed, verify
-from layerwise.structure import tensors_in
+from layerwise.structure import flatten
 
 if TYPE_CHECKING:
     from layerwise.stage import Method, Passes, Stage
@@ -47,7 +47,8 @@ def smooth(stage: "Stage", groups: Groups, method: "Method", passes: "Passes") -
     producers = producers_of(stage.module)
 
     def run() -> list[Tensor]:
-        return [leaf for batch in range(min(PROBES, passes.batches)) for leaf in tensors_in(passes.run(batch))]
+        leaves = [leaf for batch in range(min(PROBES, passes.batches)) for leaf in flatten(passes.run(batch))[0]]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     relative = {name.removeprefix(f"{stage.name}."): weight for name, weight in weights.items()}
     names = [[name.removeprefix(f"{stage.name}.") for name in groups[index][0]] for index in plain]

@@ -72,7 +72,9 @@ class Method:
 class Passes(Protocol):
     """A stage's batches on this rank."""
 
-    batches: int
+    @property
+    def batches(self) -> int:
+        """How many."""
 
     def run(self, batch: int) -> Any:
         """Runs the stage on one batch; returns its output."""
