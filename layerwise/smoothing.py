@@ -34,15 +34,24 @@ class Smoothed:
     factors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def smooth(stage: "Stage", groups: Groups, method: "Method", passes: "Passes") -> Smoothed:
+def smooth(
+    stage: "Stage", groups: Groups, amaxes: Mapping[str, Tensor | None], method: "Method", passes: "Passes"
+) -> Smoothed:
     """Fold what the algorithm's `smooth` finds into the stage, in place.
+
+    Args:
+        stage: held.
+        groups: names of linears, and the statistics of their input.
+        amaxes: by name, what decides the shared scale of the weight as it is.
+        method: its algorithm finds the factors.
+        passes: to probe and verify on.
 
     Raises:
         RuntimeError: the outputs of the stage changed by more than rounding.
     """
     if type(method.algorithm).smooth is Algorithm.smooth:
         return Smoothed(groups)  # an algorithm without factors
-    weights = {target.name: target.param.detach() for target in stage.targets if len(target.shape) == 2}
+    weights: dict[str, Tensor] = {target.name: target.param for target in stage.targets if len(target.shape) == 2}
     plain = [index for index, (names, inputs) in enumerate(groups) if inputs is not None and {*names} <= {*weights}]
     producers = producers_of(stage.module)
 
@@ -61,7 +70,7 @@ def smooth(stage: "Stage", groups: Groups, method: "Method", passes: "Passes") -
     folds: dict[int, Fold] = {}
     for position, producer in choose(answers, producers).items():
         own, inputs = groups[plain[position]]
-        linears = tuple(Linear(name, weights[name]) for name in own)
+        linears = tuple(Linear(name, weights[name], amaxes[name]) for name in own)
         factors = method.algorithm.smooth(Group(linears, inputs), method.recipe)
         if factors is not None:
             folds[plain[position]] = Fold(producer, tuple(weights[name] for name in own), factors)

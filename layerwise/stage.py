@@ -122,7 +122,7 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     groups = collector.reduce(method.group)
     tell("calibrate")
     _check_unwritten(stage, before, method.algorithm)
-    smoothed = smooth(stage, groups, method, passes)
+    smoothed = smooth(stage, groups, _shared_amaxes(stage.targets, method.recipe), method, passes)
     yardstick.refer(collector, smoothed.factors)
     decisions = _decide(stage, passes, smoothed.groups, method)
     _check_unwritten(stage, before, method.algorithm)
