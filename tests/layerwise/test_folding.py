@@ -82,6 +82,7 @@ LLAMA_GROUPS = [
 
 
 def _decoder(family: str, kv_heads: int, dtype: torch.dtype) -> tuple[nn.Module, Run]:
+    pytest.importorskip("transformers")
     from transformers.models.gemma import modeling_gemma
     from transformers.models.llama import modeling_llama
 
@@ -138,6 +139,7 @@ def test_a_part_of_the_linears_behind_a_norm_is_not_enough() -> None:
 
 
 def _mixtral(tokens: int) -> tuple[nn.Module, Run]:
+    pytest.importorskip("transformers")
     from transformers.models.mixtral import modeling_mixtral
 
     config = modeling_mixtral.MixtralConfig(
