@@ -38,6 +38,8 @@ __all__ = [
 
 AMPLIFICATION = 4.0  # what a layer may make of the rounding errors of a fold (see `tolerance`)
 
+Key = tuple[int, tuple[int, ...]]  # where a tensor's values lie, and its shape
+
 
 @dataclass(frozen=True, eq=False)
 class Fold:
@@ -53,24 +55,25 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
     """Fold all factors of a layer in place, in fp32, every weight rounded once to its dtype.
 
     Returns:
-        The factors as applied, fp32 [K] for each fold, for `transformed`. They are those given, but for producers of
-        kind "offset": rounding 1 + weight / s - 1 would lose a small gain, so the columns are multiplied by what the
-        rounded gain really leaves (1 where it would leave nothing).
+        The factors as applied, fp32 [K] for each fold, for `transformed`: those given for a linear, while behind a norm
+        the columns are multiplied by what its gain really lost once it was rounded, so that its rounding costs nothing
+        (1 + weight would lose a small gain altogether; a channel whose gain would round to nothing keeps it).
 
     Raises:
         ValueError: factors that are not [K], finite and positive; nothing was written.
         OverflowError: a weight would leave the range of its dtype; nothing was written.
     """
-    columns: dict[int, Tensor] = {}
-    channels: dict[int, tuple[Producer, Tensor]] = {}
-    written: dict[int, tuple[str, Tensor]] = {}
+    columns: dict[Key, Tensor] = {}
+    channels: dict[Key, tuple[Producer, Tensor]] = {}
+    written: dict[Key, tuple[str, Tensor]] = {}
     applied = []
     for one in folds:
         factors = _applicable(one)
         applied.append(factors)
-        columns |= {id(w): factors for w in one.weights}
-        channels |= {id(t): (one.producer, factors) for t in one.producer.tensors}
-        written |= {id(t): (one.producer.name, t) for t in (*one.weights, *one.producer.tensors)}
+        assert columns.keys().isdisjoint(map(_key, one.weights)), "a weight takes one input, so it is in one group"
+        columns |= {_key(w): factors for w in one.weights}
+        channels |= {_key(t): (one.producer, factors) for t in one.producer.tensors}
+        written |= {_key(t): (one.producer.name, t) for t in (*one.weights, *one.producer.tensors)}
     values = []
     for key, (name, tensor) in written.items():
         value = tensor.float() * columns[key] if key in columns else tensor.float()
@@ -89,27 +92,33 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
     return applied
 
 
+def _key(tensor: Tensor) -> Key:
+    """The same for a parameter and its detached alias: both may be named, and each must be written once."""
+    return tensor.data_ptr(), tuple(tensor.shape)
+
+
 def _divided_channels(producer: Producer, tensor: Tensor, value: Tensor, factors: Tensor) -> Tensor:
     """`value` (the producer's tensor, its columns scaled where it is a target too) with its channels divided."""
     spread = factors.reshape(-1, *[1] * (value.ndim - 1))
-    if producer.kind == "offset" and tensor is producer.weight:
+    if producer.kind == "offset" and _key(tensor) == _key(producer.weight):
         return (1 + value) / spread - 1
     return value / spread
 
 
 def _applicable(one: Fold) -> Tensor:
-    """The factors of a fold, checked; for an offset, those that its rounded gain amounts to."""
+    """The factors of a fold, checked; behind a norm, those that its rounded gain amounts to."""
     producer, factors = one.producer, one.factors.float()
     if factors.shape != (producer.channels,) or not bool((torch.isfinite(factors) & (factors > 0)).all()):
         raise ValueError(
             f"factors for {producer.name}: found {_range(factors)}, expected {producer.channels} finite, positive "
             "factors"
         )
-    if producer.kind != "offset":
+    if producer.kind == "linear":
         return factors
-    gain = 1 + producer.weight.float()
-    left = 1 + (gain / factors - 1).to(producer.weight.dtype).float()
-    return torch.where((left == 0) | (gain == 0) | (left.sign() != gain.sign()), torch.ones_like(gain), gain / left)
+    shift = 1.0 if producer.kind == "offset" else 0.0
+    gain = shift + producer.weight.float()
+    left = shift + (gain / factors - shift).to(producer.weight.dtype).float()
+    return torch.where(gain * left > 0, gain / left, torch.ones_like(gain))
 
 
 def _range(factors: Tensor) -> str:
@@ -146,8 +155,8 @@ def tolerance(dtype: torch.dtype, folds: int, columns: int) -> float:
     """The relative RMS difference that `folds` folds may make to a layer's outputs of this dtype.
 
     Each fold rounds three things anew: the producer's channels, the group's columns and the values between them. Each
-    is an independent error of at most u (the unit roundoff of the dtype), so their RMS grows with the square root of
-    their number. Sums run in fp32 over up to `columns` terms; a sum of random signs gathers sqrt(columns) fp32 errors.
+    is an independent error of at most u (the dtype's unit roundoff), so their RMS grows with the square root of their
+    number. Sums run in fp32 over up to `columns` terms; a sum of random signs gathers sqrt(columns) fp32 errors.
     What follows in the layer (softmax, gates, a residual that cancels) may amplify that, for which a factor of 4 is
     allowed: 5 % for four folds in bf16. A wrong fold is off by the size of the output itself.
     """
@@ -165,7 +174,7 @@ def verify(before: Sequence[Tensor], after: Sequence[Tensor], allowed: float, wh
     if not found <= allowed:
         raise RuntimeError(
             f"{what}: folding changed its outputs by {found:.3g} (relative RMS), more than the {allowed:.3g} of "
-            "rounding; its weights are no longer those of the model: reload them and leave this layer out"
+            "rounding; the fold is not exact here: use an algorithm that does not scale columns"
         )
     return found
 

@@ -141,7 +141,7 @@ def choose(answers: Tensor, producers: Sequence[Producer]) -> dict[int, Producer
             taken = i in chosen or any(producer.name == other.name for other in chosen.values())
             if int(answers[i, j]) == YES and not taken:
                 chosen[i] = producer
-    return chosen
+    return dict(sorted(chosen.items()))
 
 
 def _candidates(group: Sequence[str], weights: Mapping[str, Tensor], producers: Sequence[Producer]) -> list[int]:
