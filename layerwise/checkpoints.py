@@ -150,7 +150,7 @@ class CalibrationCheckpoint:
             on_first(self.group, lambda: self._give_up(name))
             raise RuntimeError(
                 f"saving layers {first}..{last} in {self.directory / name} failed: {error}. What was saved before is "
-                f"untouched: make it writable and start again, from layer {first}"
+                f"untouched: make room or mend what is named, and start again, from layer {first}"
             ) from error
         window = Window(first=first, last=last, names=tuple(names), directory=name, files=files, extra=json.loads(text))
         done = dataclasses.replace(progress, windows=(*progress.windows, window))
@@ -209,7 +209,7 @@ class CalibrationCheckpoint:
     def _take_over(self) -> None:
         """From now on the directory is this run's; what no record names is removed."""
         progress = self._opened()
-        write_progress(self.directory, progress)
+        self._write(progress)
         kept = {window.directory for window in progress.windows}
         for path in list(self.directory.iterdir()):
             if WINDOW.fullmatch(path.name) and path.name not in kept:
@@ -238,12 +238,22 @@ class CalibrationCheckpoint:
         shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def _commit(self, progress: Progress) -> Progress:
-        if progress.windows:
-            sync(self.directory / progress.windows[-1].directory)
-        sync(self.directory)
         self._check_owner()
-        write_progress(self.directory, progress)
+        self._write(progress)
         return progress
+
+    def _write(self, progress: Progress) -> None:
+        """Everything that the record names is durable before the record is."""
+        try:
+            for window in progress.windows[-1:]:
+                sync(self.directory / window.directory)
+            sync(self.directory)
+            write_progress(self.directory, progress)
+        except OSError as error:
+            raise OSError(
+                f"checkpoint_dir={str(self.directory)!r} can not be written: {error}. What was saved before is "
+                "untouched: make room or mend what is named, and start again"
+            ) from error
 
     def _check_owner(self) -> None:
         held, _ = read_progress(self.directory)
