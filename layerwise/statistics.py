@@ -125,7 +125,11 @@ class Collector:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around the forward of one batch. A batch that raises leaves nothing behind."""
+        """Around the forward of one batch. A batch that raises leaves nothing behind.
+
+        Use `torch.no_grad()` rather than `torch.inference_mode()`: torch does not count versions there, so an input
+        that is changed in place between two linears would be taken for the same.
+        """
         seen: dict[tuple[int, ...], _Seen] = {}
         with Watch(self._targets, lambda product: self._take(seen, product)) as watch:
             yield

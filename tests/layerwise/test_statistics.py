@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+from fsdp_hooks import unsharded
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Inputs
 from layerwise.statistics import SAMPLE_ROWS, Collector, partition
 from tests.ranks import run_ranks, run_ranks_catching
@@ -371,6 +373,22 @@ def test_two_ranks_find_the_bits_of_one_process(owners: str) -> None:
     results = run_ranks(2, _shared_batches, owners)
     assert sum(count for _, count in results) == 6
     for got, _ in results:
+        assert got == _bytes(expected)
+
+
+def _sharded() -> list[Any]:
+    net = Attention()
+    for module in (net.q, net.o, net):
+        fully_shard(module)
+    with unsharded(net):
+        batches = [_randn(5, K, seed=seed) for seed in range(3)][dist.get_rank() :: 2]
+        return _bytes(_collect(_targets(net), batches, net.forward, dist.group.WORLD))
+
+
+def test_a_gathered_layer() -> None:
+    net = Attention()
+    expected = _collect(_targets(net), [_randn(5, K, seed=seed) for seed in range(3)], net)
+    for got in run_ranks(2, _sharded):
         assert got == _bytes(expected)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerwise.algorithms import gptq
 from layerwise.algorithms.algorithm import HESSIAN, Decision, Group, Inputs, Linear
 from layerwise.algorithms.gptq import GPTQ
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -149,21 +150,35 @@ def test_linears_of_one_group_are_decided_as_if_alone(recipe: Recipe) -> None:
     assert all(torch.equal(*both) for both in zip(weights, before[1], strict=True))
 
 
-@every_recipe
-def test_the_threads_of_the_caller_do_not_matter_and_come_back(recipe: Recipe) -> None:
-    threads = torch.get_num_threads()
-    weight, hessian = _randn(64, 256) * 0.02, _hessian(256)
+def test_it_computes_in_one_way_whatever_the_caller_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def watched(hessian: Tensor, damping: float) -> Tensor | None:
+        seen.append((torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision))
+        return inverse_factor(hessian, damping)
+
+    inverse_factor = gptq._inverse_factor
+    monkeypatch.setattr(gptq, "_inverse_factor", watched)
+    recipe = RECIPES["nvfp4-row"]
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     found = []
+    group = _group(recipe, _randn(64, 256) * 0.02, hessian=_hessian(256))
     try:
-        for count in (1, 2):
+        for count, allowed in ((1, "highest"), (2, "medium")):
             torch.set_num_threads(count)
-            (decision,) = GPTQ().decide(_group(recipe, weight, hessian=hessian), recipe)
+            torch.set_float32_matmul_precision(allowed)
+            with torch.autocast("cpu", torch.bfloat16, enabled=count == 2):
+                (decision,) = GPTQ().decide(group, recipe)
             assert decision.weight is not None
             found.append(decision.weight.numpy().tobytes())
-            assert torch.get_num_threads() == count
+            with pytest.raises(RuntimeError, match="not positive definite"):
+                GPTQ().decide(_group(recipe, _randn(32, K), hessian=_indefinite(50.0)), recipe)
+            assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (count, allowed)
     finally:
         torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
     assert found[0] == found[1]
+    assert set(seen) == {(1, "ieee")}
 
 
 def test_the_block_is_a_matter_of_speed() -> None:
