@@ -12,6 +12,7 @@ from torch import Tensor
 from layerwise.algorithms import gptq
 from layerwise.algorithms.algorithm import HESSIAN, Decision, Group, Inputs, Linear
 from layerwise.algorithms.gptq import GPTQ
+from layerwise.algorithms.mse import Mse
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
@@ -119,6 +120,20 @@ def test_the_output_is_nearer_than_with_rounding_to_nearest(recipe: Recipe) -> N
         assert decision.weight is not None
         assert decision.weight.dtype == torch.float32
         assert decision.weight.shape == weight.shape
+
+
+@every_recipe
+def test_scales_of_mse(recipe: Recipe) -> None:
+    weight = _randn(64, K) ** 3  # with outliers, for which clipping pays
+    group = _group(recipe, weight, weight * 2, hessian=_hessian())
+    from_mse = Mse().decide(group, recipe)
+    for decision, mse in zip(GPTQ(scales="mse").decide(group, recipe), from_mse, strict=True):
+        for name, value in mse.quantizer.items():
+            assert torch.equal(decision.quantizer[name].float(), value.float()), name
+    if not isinstance(recipe, MXFP8BlockScaling):  # among its scales, powers of two, none is better than Max's here
+        (from_max, _) = GPTQ().decide(group, recipe)
+        found = from_mse[0].quantizer
+        assert any(not torch.equal(from_max.quantizer[name].float(), value.float()) for name, value in found.items())
 
 
 @every_recipe
