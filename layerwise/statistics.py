@@ -125,7 +125,11 @@ class Collector:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around the forward of one batch. A batch that raises leaves nothing behind."""
+        """Around the forward of one batch. A batch that raises leaves nothing behind.
+
+        Use `torch.no_grad()` rather than `torch.inference_mode()`: torch does not count versions there, so an input
+        that is changed in place between two linears would be taken for the same.
+        """
         seen: dict[tuple[int, ...], _Seen] = {}
         with Watch(self._targets, lambda product: self._take(seen, product)) as watch:
             yield
@@ -205,9 +209,11 @@ class Collector:
         problems = []
         for names, report in sorted(reports.items(), key=lambda item: self._order[item[0][0]]):
             if report.broken:
-                what = f"its input holds {report.broken} values that are not finite in {report.broken_batches} batches"
+                values, batches = _count(report.broken, "value"), _count(report.broken_batches, "batch", "es")
+                verb = "is" if report.broken == 1 else "are"
+                what = f"its input holds {values} that {verb} not finite in {batches}"
             elif report.overflowing:
-                what = f"the squares of its input overflow fp32 in {report.overflowing} batches"
+                what = f"the squares of its input overflow fp32 in {_count(report.overflowing, 'batch', 'es')}"
             else:
                 continue
             problems.append(f"{', '.join(names)}: {what}")
@@ -299,6 +305,10 @@ def partition(keys: Sequence[Names], names: Sequence[str]) -> list[tuple[Names, 
         if fate:
             groups.setdefault(fate, []).append(name)
     return [(tuple(members), list(fate)) for fate, members in groups.items()]
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _wide(rows: Tensor) -> Tensor:

@@ -172,10 +172,12 @@ class Watch(TorchFunctionMode):
         names = self.targets.names(target, form)
         if names is None or x.shape[-1] != form.shape[-1]:
             return None
-        if name in _GROUPED:
-            offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-            return None if offsets is None and x.ndim == 2 else list(_grouped(x, names, offsets))
-        return list(_batched(x, names))
+        if name not in _GROUPED:
+            return list(_batched(x, names))
+        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+        if form.ndim == 2 or x.ndim - (offsets is None) != 2:  # groups of columns, or of the sums in a product
+            return None
+        return list(_grouped(x, names, offsets))
 
     def _note_copies(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         first = result[0] if isinstance(result, tuple | list) and result else result

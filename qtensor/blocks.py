@@ -9,9 +9,11 @@ from torch import Tensor
 
 __all__ = [
     "FLT_MAX",
+    "MULTIPLES",
     "canonical_nan",
     "finite_amax",
     "finite_magnitude",
+    "nearest",
     "power_of_two_floor",
     "quotient",
     "row_amax",
@@ -20,6 +22,7 @@ __all__ = [
 ]
 
 FLT_MAX = torch.finfo(torch.float32).max
+MULTIPLES = tuple(0.25 + 3.75 * i / 38 for i in range(38, -1, -1))  # of an amax, tried as scales: 4 down to 1/4
 
 
 def quotient(numerator: float, denominator: Tensor) -> Tensor:
@@ -66,8 +69,20 @@ def scatter_blocks(per_row: Tensor, block: int) -> Tensor:
 
 
 def power_of_two_floor(x: Tensor) -> Tensor:
-    """X with its mantissa bits cleared: the largest power of two <= x, for positive normal fp32 x."""
+    """|x| with its mantissa bits cleared: the largest power of two <= |x|, for normal fp32 x."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def nearest(scaled: Tensor, largest: float, eps: float, smallest_normal: float) -> Tensor:
+    """Each of `scaled` rounded to a number of few bits, ties to even, saturating; fp32, signs of zeros kept.
+
+    A step of the number is the power of two below times `eps`, the same everywhere below `smallest_normal`. Beside
+    1.5 * 2^23 steps there are no bits for less than one, so that adding them rounds as the number does, and taking them
+    off is exact. Several times faster than converting to float8 and back.
+    """
+    bounded = scaled.clamp(-largest, largest)
+    steps = power_of_two_floor(bounded).clamp_(min=smallest_normal).mul_(eps * 1.5 * 2.0**23)
+    return bounded.add_(steps).sub_(steps).copysign_(scaled)
 
 
 def canonical_nan(x: Tensor) -> Tensor:

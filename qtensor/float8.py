@@ -9,14 +9,14 @@ These are the formulas of TransformerEngine's current-scaling kernels. An elemen
 spoils nothing else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from qtensor.blocks import FLT_MAX, finite_amax, power_of_two_floor, quotient, row_amax
+from qtensor.blocks import FLT_MAX, MULTIPLES, finite_amax, nearest, power_of_two_floor, quotient, row_amax
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route
 from qtensor.recipes import Recipe, check_choice
@@ -109,6 +109,14 @@ class Float8:
         """Nearest E4M3 or E5M2 values."""
         return snapped(scaled, recipe.element)
 
+    def candidates(
+        self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None, *, elementwise: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """MULTIPLES of the amax."""
+        assert amax is not None
+        for multiple in MULTIPLES:
+            yield {"amax": (amax * multiple).clamp(max=FLT_MAX)}
+
     def adopt(self, x: Tensor, recipe: Float8CurrentScaling, scale: Tensor) -> dict[str, Tensor]:
         """Parts under a scale."""
         return {"payload": rounded(x / scale, x, recipe.element), "scale": scale.clone()}
@@ -126,9 +134,9 @@ def rounded(scaled: Tensor, x: Tensor, element: str) -> Tensor:
 
 
 def snapped(scaled: Tensor, element: str) -> Tensor:
-    """`scaled` rounded to float8, saturating, as fp32 again."""
+    """`scaled` rounded to float8, saturating, but still fp32."""
     dtype, largest = FLOAT8_ELEMENTS[element]
-    return scaled.clamp(-largest, largest).to(dtype).float()
+    return nearest(scaled, largest, torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal)
 
 
 class Float8Tensor(QuantizedTensor):

@@ -7,7 +7,7 @@ nvfp4.py) holding its recipe, its numerics and its tensor class; `register` make
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,6 +106,16 @@ class Format(Protocol):
 
     def snap(self, scaled: Tensor, recipe: Any) -> Tensor:
         """The value of the element nearest to each of `scaled`, ties to even, saturating; fp32, finite or infinite."""
+
+    def candidates(
+        self, x: Tensor, recipe: Any, amax: Tensor | None, *, elementwise: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """What a search for better scales tries: quantizers with one candidate for every scale, from large to small.
+
+        A scale that is shared as the amax is: made of MULTIPLES of the amax; a block's: of MULTIPLES of the block's
+        amax, or all that are positive. Left out are scales under which a block decodes as under another candidate,
+        and, with `elementwise`, those under which no element comes nearer to its value than under another candidate.
+        """
 
     def adopt(self, x: Tensor, recipe: Any, scale: Tensor) -> dict[str, Tensor]:
         """Parts of x under the given scale, shaped like the amax."""

@@ -8,14 +8,14 @@ Rounding up never saturates an element; it equals TransformerEngine's kernels an
 2^-127; code 255 means NaN and marks a block that held an element that is not finite: the whole block decodes to NaN.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from qtensor.blocks import finite_magnitude, scatter_blocks, tile
+from qtensor.blocks import FLT_MAX, MULTIPLES, finite_magnitude, scatter_blocks, tile
 from qtensor.float8 import FLOAT8_ELEMENTS, snapped
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route, swizzled
@@ -95,6 +95,24 @@ class _MXFP8:
 
     def snap(self, scaled: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
         return snapped(scaled, recipe.element)
+
+    def candidates(
+        self, x: Tensor, recipe: MXFP8BlockScaling, amax: Tensor | None, *, elementwise: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """The codes that MULTIPLES of a block's amax have: all in between, for no multiple is over 1.4 * the one below.
+
+        The elements of 2d up to the largest of d are elements of d, too. So where nothing saturates under d, nothing
+        comes nearer to its value under 2d: with `elementwise`, the lowest code that does not saturate is the highest.
+        """
+        if x.numel() == 0:
+            return
+        block_amax = _block_amax(x, recipe)
+        high = _code((block_amax * MULTIPLES[0]).clamp(max=FLT_MAX), recipe)
+        low = _code(block_amax * MULTIPLES[-1], recipe)
+        if elementwise:
+            high = torch.maximum(torch.minimum(high, _code_up(block_amax, recipe)), low)
+        for below in range(int((high - low).amax()) + 1):
+            yield {"scale": torch.maximum(high - below, low).to(torch.uint8)}
 
     def adopt(self, x: Tensor, recipe: MXFP8BlockScaling, scale: Tensor) -> dict[str, Tensor]:
         raise AssertionError("MXFP8 has no tensor-wide scale")

@@ -12,7 +12,7 @@ These are the formulas of TransformerEngine's kernels. The low nibble is the eve
 that is not finite gets the scale NaN and decodes to NaN; a block with scale 0 decodes to 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from qtensor.blocks import (
     FLT_MAX,
     finite_amax,
     finite_magnitude,
-    power_of_two_floor,
+    nearest,
     quotient,
     scatter_blocks,
     tile,
@@ -39,7 +39,7 @@ __all__ = ["NVFP4BlockScaling", "NVFP4Tensor"]
 BLOCK = 16
 LARGEST = 6.0
 EPS, SMALLEST_NORMAL = 0.5, 1.0  # E2M1 has one mantissa bit, and 0.5 as its only subnormal
-LARGEST_SCALE = 448.0
+LARGEST_SCALE, LARGEST_SCALE_CODE = 448.0, 126
 SIXTH = torch.tensor(1 / 6).item()  # fp32(1/6), exactly representable
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the E2M1 codes 0..7; bit 3 is the sign
 
@@ -104,11 +104,31 @@ class _NVFP4:
         return quotient(1.0, dec).clamp(max=FLT_MAX), dec
 
     def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
-        # Adding 2^23 steps leaves no bits for less than a step, so the sum is rounded to one, ties to even; a step is
-        # half the power of two below, at least 0.5.
-        magnitude = scaled.abs().clamp_(max=LARGEST)
-        steps = power_of_two_floor(magnitude).clamp_(min=SMALLEST_NORMAL).mul_(EPS * 2.0**23)
-        return magnitude.add_(steps).sub_(steps).copysign_(scaled)
+        return nearest(scaled, LARGEST, EPS, SMALLEST_NORMAL)
+
+    def candidates(
+        self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None, *, elementwise: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """The positive E4M3 block scales under the global scale of the amax, up to where the whole block becomes 0.
+
+        The elements of 2d up to the largest of d are elements of d, too. So where nothing saturates under d, nothing
+        comes nearer to its value under 2d. With `elementwise` the highest code is therefore 7 above the lowest that
+        does not saturate: 8 codes are a factor of 2, except that subnormal codes, up to 15, may have no half.
+        """
+        if x.numel() == 0:
+            return
+        block_amax, global_scale = _block_amax(x, recipe), self.quantizer(x, recipe, amax)["global_scale"]
+        codes = torch.arange(1, LARGEST_SCALE_CODE + 1, dtype=torch.uint8, device=x.device)
+        dec = _dec({"scale": codes.view(torch.float8_e4m3fn), "global_scale": global_scale})  # [126], ascending
+        if elementwise:
+            high = (torch.searchsorted(dec * LARGEST, block_amax) + 1 + 7).clamp(min=15)
+        else:
+            # Half of the smallest element, 0.25, is rounded to 0; the slack is more than what enc is rounded by.
+            high = torch.searchsorted(dec * (0.25 * (1 - 2.0**-20)), block_amax) + 1
+        high = high.clamp(max=LARGEST_SCALE_CODE)
+        for below in range(int(high.amax())):
+            code = (high - below).clamp(min=1).to(torch.uint8)
+            yield {"scale": code.view(torch.float8_e4m3fn), "global_scale": global_scale}
 
     def adopt(self, x: Tensor, recipe: NVFP4BlockScaling, scale: Tensor) -> dict[str, Tensor]:
         enc = quotient(1.0, scale).clamp(max=FLT_MAX)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group
+from layerwise.algorithms.mse import Mse
 from layerwise.arithmetic import full_precision, one_thread
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
@@ -109,8 +110,6 @@ class GPTQ(Algorithm):
 
     def _quantizers(self, group: Group, recipe: Recipe) -> list[Mapping[str, Tensor]]:
         if self.scales == "mse":
-            from layerwise.algorithms.mse import Mse
-
             return [decision.quantizer for decision in Mse().decide(group, recipe)]
         fmt = format_of(recipe)
         return [fmt.quantizer(linear.weight.float(), recipe, linear.amax) for linear in group.linears]

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+from fsdp_hooks import unsharded
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Inputs
 from layerwise.statistics import SAMPLE_ROWS, Collector, partition
 from tests.ranks import run_ranks, run_ranks_catching
@@ -261,6 +263,18 @@ def test_experts_are_told_apart_however_they_are_multiplied(way: str) -> None:
         _assert_describes(groups[f"experts[{e}]",], [x[e]])
 
 
+def test_the_fallback_of_transformers_is_a_product_too() -> None:
+    import transformers.integrations.moe  # noqa: F401  registers it
+
+    x, w = _randn(10, K), nn.Parameter(_randn(EXPERTS, N, K, seed=1))
+    ends = torch.tensor([2, 2, 7, 9])
+    run = torch.ops.transformers.grouped_mm_fallback
+    groups = _collect({"w": w}, [None], lambda _: run(x, w.transpose(-2, -1), ends))
+    assert groups["w[1]",] is None
+    for expert, rows in ((0, x[:2]), (2, x[2:7]), (3, x[7:9])):  # the tenth row is nobody's
+        _assert_describes(groups[f"w[{expert}]",], [rows])
+
+
 def test_experts_that_all_take_the_same_are_one_group() -> None:
     x, w = _randn(6, K), nn.Parameter(_randn(EXPERTS, N, K, seed=1))
     for run in (lambda _: x @ w.mT, lambda _: x[None] @ w.mT):
@@ -284,6 +298,7 @@ UNFOLLOWED = {
     "bfloat16": lambda x, w: F.linear(x.bfloat16(), w[0].bfloat16()),
     "matmul": lambda x, w: torch.matmul(w, x.T),
     "linear": lambda x, w: F.linear(x[:, :20], w[0][:, :20]),
+    "_grouped_mm": lambda x, w: F.grouped_mm(x.expand(2, 5, K), w[0].T, offs=torch.tensor([8, 24]).int()),
 }
 
 
@@ -325,7 +340,7 @@ def test_values_that_are_not_finite_raise_by_name() -> None:
     message = r"^q.weight: its input holds 12 values that are not finite in 2 batches\. Look for an overflow"
     with pytest.raises(RuntimeError, match=message):
         _collect(_targets(net), batches, net.q)
-    with pytest.raises(RuntimeError, match=r"q.weight: the squares of its input overflow fp32 in 1 batches"):
+    with pytest.raises(RuntimeError, match=r"q.weight: the squares of its input overflow fp32 in 1 batch"):
         _collect(_targets(net), [_broken(_randn(5, K), 1, 1e30)], net.q)
     _collect(_targets(net), [_broken(_randn(5, K), 1, 1e30)], net.q, needs=frozenset({COLUMNS}))
     many = {f"w{index}": _randn(2, K) for index in range(8)}
@@ -374,6 +389,22 @@ def test_two_ranks_find_the_bits_of_one_process(owners: str) -> None:
         assert got == _bytes(expected)
 
 
+def _sharded() -> list[Any]:
+    net = Attention()
+    for module in (net.q, net.o, net):
+        fully_shard(module)
+    with unsharded(net):
+        batches = [_randn(5, K, seed=seed) for seed in range(3)][dist.get_rank() :: 2]
+        return _bytes(_collect(_targets(net), batches, net.forward, dist.group.WORLD))
+
+
+def test_a_gathered_layer() -> None:
+    net = Attention()
+    expected = _collect(_targets(net), [_randn(5, K, seed=seed) for seed in range(3)], net)
+    for got in run_ranks(2, _sharded):
+        assert got == _bytes(expected)
+
+
 def _one_rank_has_bad_data() -> None:
     net = Attention()
     batches = [_randn(5, K)] * 2 if dist.get_rank() == 0 else [_broken(_randn(5, K), 3, float("inf"))]
@@ -382,7 +413,7 @@ def _one_rank_has_bad_data() -> None:
 
 def test_all_ranks_raise_for_the_data_of_one() -> None:
     for error in run_ranks_catching(2, _one_rank_has_bad_data):
-        assert error.startswith("RuntimeError: q.weight: its input holds 3 values that are not finite in 1 batches"), (
+        assert error.startswith("RuntimeError: q.weight: its input holds 3 values that are not finite in 1 batch"), (
             error
         )
 

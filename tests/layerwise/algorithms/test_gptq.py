@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerwise.algorithms import gptq
 from layerwise.algorithms.algorithm import HESSIAN, Decision, Group, Inputs, Linear
 from layerwise.algorithms.gptq import GPTQ
+from layerwise.algorithms.mse import Mse
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
@@ -121,6 +123,20 @@ def test_the_output_is_nearer_than_with_rounding_to_nearest(recipe: Recipe) -> N
 
 
 @every_recipe
+def test_scales_of_mse(recipe: Recipe) -> None:
+    weight = _randn(64, K) ** 3  # with outliers, for which clipping pays
+    group = _group(recipe, weight, weight * 2, hessian=_hessian())
+    from_mse = Mse().decide(group, recipe)
+    for decision, mse in zip(GPTQ(scales="mse").decide(group, recipe), from_mse, strict=True):
+        for name, value in mse.quantizer.items():
+            assert torch.equal(decision.quantizer[name].float(), value.float()), name
+    if not isinstance(recipe, MXFP8BlockScaling):  # among its scales, powers of two, none is better than Max's here
+        (from_max, _) = GPTQ().decide(group, recipe)
+        found = from_mse[0].quantizer
+        assert any(not torch.equal(from_max.quantizer[name].float(), value.float()) for name, value in found.items())
+
+
+@every_recipe
 @pytest.mark.parametrize("act_order", [False, True])
 def test_what_is_stored_is_what_was_made_up_for(recipe: Recipe, act_order: bool) -> None:
     """Each column's value follows from the stored elements of those before it; one other element would show."""
@@ -149,21 +165,35 @@ def test_linears_of_one_group_are_decided_as_if_alone(recipe: Recipe) -> None:
     assert all(torch.equal(*both) for both in zip(weights, before[1], strict=True))
 
 
-@every_recipe
-def test_the_threads_of_the_caller_do_not_matter_and_come_back(recipe: Recipe) -> None:
-    threads = torch.get_num_threads()
-    weight, hessian = _randn(64, 256) * 0.02, _hessian(256)
+def test_it_computes_in_one_way_whatever_the_caller_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def watched(hessian: Tensor, damping: float) -> Tensor | None:
+        seen.append((torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision))
+        return inverse_factor(hessian, damping)
+
+    inverse_factor = gptq._inverse_factor
+    monkeypatch.setattr(gptq, "_inverse_factor", watched)
+    recipe = RECIPES["nvfp4-row"]
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     found = []
+    group = _group(recipe, _randn(64, 256) * 0.02, hessian=_hessian(256))
     try:
-        for count in (1, 2):
+        for count, allowed in ((1, "highest"), (2, "medium")):
             torch.set_num_threads(count)
-            (decision,) = GPTQ().decide(_group(recipe, weight, hessian=hessian), recipe)
+            torch.set_float32_matmul_precision(allowed)
+            with torch.autocast("cpu", torch.bfloat16, enabled=count == 2):
+                (decision,) = GPTQ().decide(group, recipe)
             assert decision.weight is not None
             found.append(decision.weight.numpy().tobytes())
-            assert torch.get_num_threads() == count
+            with pytest.raises(RuntimeError, match="not positive definite"):
+                GPTQ().decide(_group(recipe, _randn(32, K), hessian=_indefinite(50.0)), recipe)
+            assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (count, allowed)
     finally:
         torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
     assert found[0] == found[1]
+    assert set(seen) == {(1, "ieee")}
 
 
 def test_the_block_is_a_matter_of_speed() -> None:

@@ -1,0 +1,26 @@
+"""Max: every scale from the largest magnitude under it, as `quantize` makes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from layerwise.algorithms.algorithm import Algorithm, Decision, Group
+from qtensor.formats import format_of
+from qtensor.recipes import Recipe
+
+__all__ = ["Max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Max(Algorithm):
+    """Scales from the amax of the weights: the bytes of `quantize`."""
+
+    writes_weights: ClassVar[bool] = False
+
+    def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
+        """The quantizer of each weight's own amax."""
+        fmt = format_of(recipe)
+        return [
+            Decision(quantizer=fmt.quantizer(linear.weight.detach().float(), recipe, linear.amax))
+            for linear in group.linears
+        ]

@@ -1,0 +1,169 @@
+"""The search for better scales: every candidate of the format, the error of each, the best for whatever shares a scale.
+
+    error(scale) = sum over all that shares it of e_b^T H_b e_b,   e = decoded - weight, H_b = 1 or of a block's inputs
+
+What shares a scale is a block of 16 or 32, the rows of a square block, a row, or the whole tensor. The rules:
+
+    a candidate must beat the scale of the amax by more than rounding (`BETTER`), or that is kept: never worse than Max
+    of candidates with equal errors the smallest scale wins
+
+Nothing is packed into payloads: an error needs `Format.snap` alone. Rows are taken a few at a time, so that all passes
+over them stay in the processor's cache, and transposed, [K, rows], so that one scale lies beside the next.
+
+Without H, each element's error counts by itself, and two kinds of candidates are not even tried. What doubled scales
+lose is the format's to know (`candidates(elementwise=True)`); that is exact but for elements beside a tie, which the
+rounding of weight / scale, 2^-23 of it, may send to either side. And a scale that is too small saturates the largest
+element: its (amax - largest * dec)^2 is one term of the error, so where that alone is more than the best error so far,
+this candidate loses, and so do all that follow, whose scales are smaller. Computed sums are no less than their computed
+terms, for rounding is monotonic: this changes no choice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerwise.algorithms.algorithm import SUB_BLOCK
+from qtensor.blocks import FLT_MAX, finite_amax, power_of_two_floor, quotient
+from qtensor.formats import Format, format_of, row_multiple, specs_of
+from qtensor.recipes import Recipe
+
+__all__ = ["search"]
+
+# Errors are sums of 16 terms in fp32, the rest in fp64: off by less than 20 * 2^-24 of themselves, and so is Max's.
+BETTER = 1 - 2.0**-18
+ROWS = 64  # rows are taken in multiples of it: whole square blocks, whole vector registers
+CPU_ELEMENTS, ELEMENTS = 2**16, 2**24  # taken at once, about: a few such fp32 tensors fit into a cache of 1 MiB
+
+Quantizer = Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def search(
+    weight: Tensor, recipe: Recipe, amax: Tensor | None, hessian: Tensor | None = None
+) -> tuple[dict[str, Tensor], float]:
+    """The quantizer of least error among Max's and the format's candidates.
+
+    Args:
+        weight: [N, K]; elements that are not finite do not count.
+        recipe: how it is quantized.
+        amax: what decides its shared scale, None for formats without.
+        hessian: fp32 [ceil(K / 16), 16, 16], what errors of 16 columns each are weighed with; None for squared errors.
+
+    Returns:
+        The quantizer, and the mean ratio of its scales to Max's.
+    """
+    fmt = format_of(recipe)
+    if weight.numel() == 0:
+        return fmt.quantizer(weight.float(), recipe, amax), 1.0
+    unit = quotient(1.0, power_of_two_floor(finite_amax(weight).float().clamp(2.0**-126, 2.0**126)))
+    found, ratios = [], []
+    for rows in _row_ranges(weight, recipe):
+        x = weight[rows].float()
+        x = torch.where(torch.isfinite(x), x, torch.zeros_like(x))
+        shared = amax[rows] if amax is not None and amax.ndim else amax
+        own = fmt.quantizer(x, recipe, shared)
+        candidates = fmt.candidates(x, recipe, shared, elementwise=hessian is None)
+        best = _best(_Span(x, recipe, own, unit, hessian), own, candidates)
+        found.append(best)
+        before, after = (fmt.grid(recipe, quantizer)[1].double() for quantizer in (own, best))
+        ratios.append(torch.stack([(after / before)[before > 0].sum(), (before > 0).sum()]))
+    total, count = torch.stack(ratios).sum(dim=0).tolist()
+    quantizer = {
+        name: torch.cat([each[name] for each in found]) if part.ndim else part for name, part in found[0].items()
+    }
+    return quantizer, total / count if count else 1.0
+
+
+def _row_ranges(weight: Tensor, recipe: Recipe) -> Iterator[slice]:
+    """The rows to search together, few at a time unless all share one scale."""
+    whole = not any(spec.per_row for spec in specs_of(recipe)[1:])
+    step = len(weight) if whole else _rows_at_once(weight)
+    for start in range(0, len(weight), step):
+        yield slice(start, start + step)
+
+
+def _rows_at_once(weight: Tensor) -> int:
+    elements = CPU_ELEMENTS if weight.device.type == "cpu" else ELEMENTS
+    return max(elements // weight.shape[1] // ROWS, 1) * ROWS
+
+
+class _Span:
+    """Rows of a weight that share no scale with others, laid out for many roundings."""
+
+    def __init__(self, x: Tensor, recipe: Recipe, own: Quantizer, unit: Tensor, hessian: Tensor | None) -> None:
+        """x: fp32 [R, K], finite; own: Max's quantizer; unit: fp32 [], a power of two that brings errors near 1."""
+        self.recipe, self.unit, self.hessian = recipe, unit, hessian
+        self.fmt: Format = format_of(recipe)
+        missing = -x.shape[1] % SUB_BLOCK
+        padded = F.pad(x, (0, missing)) if missing else x
+        self.tiles = [
+            tile.t().clone(memory_format=torch.contiguous_format).mul_(unit) for tile in padded.split(_rows_at_once(x))
+        ]  # [K, rows] each
+        scale, _ = self.fmt.grid(recipe, own)
+        self.scales = scale.shape[1] if scale.ndim else 0  # a row has, 0: all share one
+        self.amax = self._shared([self._blocks(tile).abs().amax(dim=1).t() for tile in self.tiles], torch.amax)
+        self.largest = self.fmt.snap(torch.full_like(unit, torch.inf), recipe)
+
+    def errors(self, quantizer: Quantizer) -> Tensor:
+        """fp64, one for each scale."""
+        grid = [self._per_tile(scale) for scale in self._grid(quantizer)]
+        return self._shared([self._errors(*each) for each in zip(self.tiles, *grid, strict=True)], torch.sum)
+
+    def saturation_errors(self, quantizer: Quantizer) -> Tensor:
+        """What of it the largest element under each scale has for being too large; 0 where it is not."""
+        _, dec = self._grid(quantizer)
+        too_large: Tensor = self.amax - self.largest * dec
+        return too_large.clamp_(min=0).square_()
+
+    def _grid(self, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+        enc, dec = self.fmt.grid(self.recipe, quantizer)
+        return (enc / self.unit).clamp(max=FLT_MAX), dec * self.unit
+
+    def _per_tile(self, scale: Tensor) -> list[Tensor]:
+        """[scales, 1, rows] for each tile."""
+        if not self.scales:
+            return [scale.view(1, 1, 1)] * len(self.tiles)
+        return [part.t().unsqueeze(1).contiguous() for part in scale.split(self.tiles[0].shape[1])]
+
+    def _blocks(self, tile: Tensor) -> Tensor:
+        """[K, rows], or [K // 16, rows] -> [scales, what each has of it, rows]."""
+        return tile.view(self.scales or 1, -1, tile.shape[1])
+
+    def _errors(self, tile: Tensor, enc: Tensor, dec: Tensor) -> Tensor:
+        """[rows, scales]."""
+        blocks = self._blocks(tile)
+        error = self.fmt.snap(blocks * enc, self.recipe).mul_(dec).sub_(blocks).view(-1, SUB_BLOCK, tile.shape[1])
+        weighed = error if self.hessian is None else torch.bmm(self.hessian, error)
+        sums = (error * weighed).sum(dim=1).double()  # [K // 16, rows]
+        return self._blocks(sums).sum(dim=1).t()
+
+    def _shared(self, per_tile: list[Tensor], reduce: Callable[..., Tensor]) -> Tensor:
+        """[rows, scales] of each tile, reduced over the rows that share a scale; all rows of a square block get it."""
+        per_row, rows = torch.cat(per_tile), row_multiple(self.recipe)
+        if not self.scales:
+            return reduce(per_row)
+        if rows == 1:
+            return per_row
+        groups = F.pad(per_row, (0, 0, 0, -len(per_row) % rows)).unflatten(0, (-1, rows))  # the last may be short
+        return reduce(groups, dim=1, keepdim=True).expand_as(groups).flatten(0, 1)[: len(per_row)]
+
+
+def _best(span: _Span, own: Quantizer, candidates: Iterator[dict[str, Tensor]]) -> Quantizer:
+    """The best for each scale: `own`, or the last of the least errors among candidates, whose scales fall."""
+    best, least = own, span.errors(own)
+    enough = least * BETTER
+    for candidate in candidates:
+        if span.hessian is None:
+            saturation = span.saturation_errors(candidate)
+            if not ((saturation < enough) & (saturation <= least)).any():
+                break
+        errors = span.errors(candidate)
+        better = (errors < enough) & (errors <= least)
+        least = torch.where(better, errors, least)
+        best = {  # what is shared beyond the scales searched for, such as a global scale, is the same in all
+            name: torch.where(better, part, best[name]) if part.shape == better.shape else part
+            for name, part in candidate.items()
+        }
+    return best
