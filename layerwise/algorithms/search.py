@@ -97,10 +97,8 @@ class _Span:
         self.recipe, self.unit, self.hessian = recipe, unit, hessian
         self.fmt: Format = format_of(recipe)
         missing = -x.shape[1] % SUB_BLOCK
-        padded = F.pad(x, (0, missing)) if missing else x
-        self.tiles = [
-            tile.t().clone(memory_format=torch.contiguous_format).mul_(unit) for tile in padded.split(_rows_at_once(x))
-        ]  # [K, rows] each
+        rows = (F.pad(x, (0, missing)) if missing else x).split(_rows_at_once(x))
+        self.tiles = [(few * unit).t().contiguous() for few in rows]  # [K, rows] each
         scale, _ = self.fmt.grid(recipe, own)
         self.scales = scale.shape[1] if scale.ndim else 0  # a row has, 0: all share one
         self.amax = self._shared([self._blocks(tile).abs().amax(dim=1).t() for tile in self.tiles], torch.amax)

@@ -1,0 +1,109 @@
+"""The errors of all scales, as the definitions have them: every candidate, one after the other, in numpy.
+
+Rounding is that of the formats in fp32, by ml_dtypes; errors are summed in fp64.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from qtensor import Float8CurrentScaling, NVFP4BlockScaling
+
+F32 = np.float32
+FLT_MAX = np.finfo(F32).max
+MULTIPLES = np.linspace(0.25, 4, 39)
+ELEMENTS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 8), "e5m2": (ml_dtypes.float8_e5m2, 57344.0, 15)}
+
+Array = Any
+
+
+def block_shape(x: Array, recipe: Any) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    if isinstance(recipe, Float8CurrentScaling):
+        return (1 if recipe.granularity == "row" else x.shape[0]), x.shape[1]
+    size = 16 if isinstance(recipe, NVFP4BlockScaling) else 32
+    return (size if recipe.blocks == "square" else 1), size
+
+
+def amaxes(x: Array, recipe: Any) -> Array:
+    rows, columns = block_shape(x, recipe)
+    return np.abs(x).reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).max(axis=(1, 3))
+
+
+def float8_scale(amax: Array, recipe: Any) -> Array:
+    enc = np.where(amax == 0, F32(1), np.minimum(F32(ELEMENTS[recipe.element][1]) / amax, FLT_MAX)).astype(F32)
+    if recipe.power_of_two:
+        enc = np.ldexp(F32(0.5), np.frexp(enc)[1]).astype(F32)
+    return enc
+
+
+def mxfp8_code(amax: Array, recipe: Any) -> Array:
+    _, largest, emax = ELEMENTS[recipe.element]
+    if recipe.scale_rounding == "up":
+        mantissa, exponent = np.frexp(amax.astype(F32) * F32(1 / largest))
+        exponent = exponent - (mantissa == 0.5)
+    else:
+        exponent = np.frexp(amax.astype(F32))[1] - 1 - emax
+    return np.where(amax == 0, 0, np.clip(exponent + 127, 0, 254))
+
+
+def global_scale(x: Array) -> tuple[Array, Array]:
+    """(enc, dec)."""
+    amax = np.abs(x).max()
+    enc = F32(1) if amax == 0 else np.minimum(F32(2688) / amax, FLT_MAX)
+    return enc, F32(1) / enc
+
+
+def own_scale(x: Array, recipe: Any) -> tuple[Array, Array]:
+    """(enc, dec) of Max, one for each block."""
+    amax = amaxes(x, recipe)
+    if isinstance(recipe, Float8CurrentScaling):
+        enc = float8_scale(amax, recipe)
+        return enc, F32(1) / enc
+    if not isinstance(recipe, NVFP4BlockScaling):
+        code = mxfp8_code(amax, recipe)
+        return np.ldexp(F32(1), 127 - code), np.ldexp(F32(1), code - 127)
+    global_enc, global_dec = global_scale(x)
+    scale = np.clip(amax * (global_enc * F32(1 / 6)), 0, 448).astype(ml_dtypes.float8_e4m3fn).astype(F32)
+    return nvfp4_grid(scale, global_dec)
+
+
+def nvfp4_grid(scale: Array, g: Array) -> tuple[Array, Array]:
+    dec = (scale * g).astype(F32)
+    return np.minimum(F32(1) / dec, FLT_MAX).astype(F32), dec
+
+
+def candidate_scales(x: Array, recipe: Any) -> Iterator[tuple[Array, Array]]:
+    """(enc, dec) of every candidate of the definition, one for each block."""
+    amax = amaxes(x, recipe)
+    if isinstance(recipe, NVFP4BlockScaling):
+        for code in range(1, 127):
+            scale = np.uint8(code).view(ml_dtypes.float8_e4m3fn).astype(F32)
+            yield nvfp4_grid(np.full_like(amax, scale), global_scale(x)[1])
+        return
+    for multiple in MULTIPLES:
+        if isinstance(recipe, Float8CurrentScaling):
+            enc = float8_scale(amax * F32(multiple), recipe)
+            yield enc, F32(1) / enc
+        else:
+            code = mxfp8_code(amax * F32(multiple), recipe)
+            yield np.ldexp(F32(1), 127 - code), np.ldexp(F32(1), code - 127)
+
+
+def errors(x: Array, recipe: Any, enc: Array, dec: Array, hessian: Array | None = None) -> Array:
+    """fp64, of each block, as one scale each of `enc`, `dec` gives."""
+    rows, columns = block_shape(x, recipe)
+    enc, dec = (np.repeat(np.repeat(each, rows, axis=0), columns, axis=1) for each in (enc, dec))
+    nvfp4 = isinstance(recipe, NVFP4BlockScaling)
+    dtype, largest = (ml_dtypes.float4_e2m1fn, 6.0) if nvfp4 else ELEMENTS[recipe.element][:2]
+    decoded = np.clip(x * enc, F32(-largest), F32(largest)).astype(dtype).astype(F32) * dec
+    error = decoded.astype(np.float64) - x.astype(np.float64)
+    if hessian is None:
+        terms = error**2
+        return terms.reshape(x.shape[0] // rows, rows, -1, columns).sum(axis=(1, 3))
+    padded = np.pad(error, ((0, 0), (0, -x.shape[1] % 16))).reshape(x.shape[0], -1, 16)
+    terms = np.einsum("nbi,bij,nbj->nb", padded, hessian.astype(np.float64), padded)
+    blocks = x.shape[1] // columns
+    return terms.reshape(x.shape[0] // rows, rows, blocks, -1).sum(axis=(1, 3))

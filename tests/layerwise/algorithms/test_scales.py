@@ -1,0 +1,268 @@
+"""Max, Mse and LocalHessian: the scales of the definitions, found without trying all of them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.algorithms import search as search_module
+from layerwise.algorithms.algorithm import LOCAL_HESSIAN, Decision, Group, Inputs, Linear
+from layerwise.algorithms.local_hessian import LocalHessian
+from layerwise.algorithms.maximum import Max
+from layerwise.algorithms.mse import Mse
+from layerwise.algorithms.search import search
+from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor.formats import format_of
+from tests.layerwise.algorithms import naive_scales as naive
+from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, weight
+
+# What fp32 sums of 16 terms can be off by (and, with a Hessian, what cancels in them): closer errors are equal.
+CLOSE = 1e-5
+
+
+def trained(rows: int = 64, columns: int = 96, seed: int = 0) -> Tensor:
+    """bf16: channels of different sizes, outliers, zeros, blocks of zeros and of tiny values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = weight(rows, columns, torch.float32, seed=seed) * torch.exp(torch.randn(columns, generator=generator) / 2)
+    x[:, 5] = 0.0
+    x[:32, :32] = 0.0
+    x[32:, 32:64] *= 2.0**-12
+    return x.bfloat16()
+
+
+def on_the_grid(recipe: Any) -> Tensor:
+    """Values that quantize exactly, so that many scales have the same errors."""
+    return quantize(trained(), recipe).dequantize(torch.float32)
+
+
+def hessian(columns: int = 96, seed: int = 0) -> Tensor:
+    """Of inputs with correlated channels of very different sizes; the last block has fewer tokens than columns."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(256, -(-columns // 16) * 16, generator=generator)
+    x = (x + x.roll(1, 1)) * torch.exp(torch.randn(x.shape[1], generator=generator))
+    x[:, columns:] = 0.0
+    x[7:, -16:] = 0.0
+    blocks = x.view(256, -1, 16)
+    return torch.einsum("tbi,tbj->bij", blocks, blocks) / 256
+
+
+def linear(x: Tensor, recipe: Any) -> Linear:
+    return Linear("layers.0.weight", x, format_of(recipe).shared_amax(x.detach().float(), recipe))
+
+
+def decided(algorithm: Any, x: Tensor, recipe: Any, inputs: Inputs | None = None) -> Decision:
+    (decision,) = algorithm.decide(Group((linear(x, recipe),), inputs), recipe)
+    return decision
+
+
+def inputs_with(local_hessian: Tensor) -> Inputs:
+    return Inputs(tokens=256, amax=torch.tensor(1.0), local_hessian=local_hessian)
+
+
+def one_a_block(scale: Tensor, x: Tensor, recipe: Any) -> np.ndarray:
+    """[.., N, K // block] as the formats have it -> one entry for each scale; rows of a square block must agree."""
+    rows, columns = naive.block_shape(x, recipe)
+    if scale.ndim == 0:
+        return scale.reshape(1, 1).numpy()
+    assert scale.shape == (len(x), x.shape[1] // columns)
+    groups = scale.view(-1, rows, scale.shape[1])
+    assert torch.equal(groups, groups[:, :1].expand_as(groups))
+    return groups[:, 0].numpy()
+
+
+def grid_of(quantizer: Any, x: Tensor, recipe: Any) -> tuple[np.ndarray, np.ndarray]:
+    enc, dec = (one_a_block(scale, x, recipe) for scale in format_of(recipe).grid(recipe, quantizer))
+    return enc, dec
+
+
+# -- Max -----------------------------------------------------------------------------------------------------------
+
+
+@all_recipes
+def test_max_gives_the_bytes_of_quantize(recipe: Any) -> None:
+    x = trained()
+    x[3, 7], x[40, 70] = torch.nan, torch.inf
+    decision = decided(Max(), torch.nn.Parameter(x), recipe)
+    parts, expected = format_of(recipe).encode_with(x.float(), recipe, decision.quantizer), quantize(x, recipe).parts()
+    assert parts.keys() == expected.keys()
+    for name, part in expected.items():
+        assert same_bytes(parts[name], part), name
+    assert decision.weight is None
+    assert not any(part.requires_grad for part in decision.quantizer.values())
+
+
+def test_max_takes_the_amax_that_siblings_agreed_on() -> None:
+    recipe, x = NVFP4BlockScaling(), trained()
+    agreed = Linear("q.weight", x, torch.tensor(100.0))
+    (decision,) = Max().decide(Group((agreed,)), recipe)
+    assert decision.quantizer["global_scale"] == torch.tensor(1.0) / (torch.tensor(2688.0) / torch.tensor(100.0))
+
+
+# -- the scales of the definitions -------------------------------------------------------------------------------------
+
+
+def assert_best(x: Tensor, recipe: Any, quantizer: Any, weights: Tensor | None = None) -> None:
+    """The chosen scales are candidates or Max's, none has a smaller error; of equal ones Max's, else the smallest."""
+    array, h = x.float().numpy(), None if weights is None else weights.numpy()
+    with np.errstate(all="ignore"):
+        own = naive.own_scale(array, recipe)
+        tried = [own, *naive.candidate_scales(array, recipe)]
+        errors = np.stack([naive.errors(array, recipe, *each, h) for each in tried])  # [candidates, .., ..]
+        enc, dec = grid_of(quantizer, x, recipe)
+        chosen = naive.errors(array, recipe, enc, dec, h)
+    scales = np.stack([each[1] for each in tried])
+    assert (scales == dec).any(axis=0).all(), "a scale that is no candidate"
+    assert (chosen <= errors[0] * (1 if h is None else 1 + CLOSE)).all(), "worse than Max"
+    least = errors.min(axis=0)
+    assert (chosen <= least * (1 + CLOSE)).all(), "not the least error"
+    others = np.where(scales == dec, np.inf, errors)
+    kept = (others.min(axis=0) >= errors[0]) & (errors[0] <= least)
+    assert (dec[kept] == own[1][kept]).all(), "not Max's, though none is better"
+    tied = (errors == least) & (least * (1 + CLOSE) < errors[0])
+    smallest = np.where(tied, scales, np.inf).min(axis=0)
+    several = np.isfinite(smallest) & (np.where(tied, np.inf, errors).min(axis=0) > least * (1 + CLOSE))
+    assert (dec[several] == smallest[several]).all(), "not the smallest of equal ones"
+
+
+@all_recipes
+@pytest.mark.parametrize("kind", ["trained", "on the grid"])
+def test_mse_finds_what_trying_every_candidate_finds(recipe: Any, kind: str) -> None:
+    x = trained() if kind == "trained" else on_the_grid(recipe) * 1.25
+    assert_best(x, recipe, decided(Mse(), x, recipe).quantizer)
+
+
+@all_recipes
+def test_local_hessian_finds_what_trying_every_candidate_finds(recipe: Any) -> None:
+    x, h = trained(), hessian()
+    decision = decided(LocalHessian(), x, recipe, inputs_with(h))
+    assert_best(x, recipe, decision.quantizer, h)
+    assert decision.notes.keys() == {"clip"}
+
+
+def test_inputs_change_what_is_best() -> None:
+    """One column of the inputs is all there is, so its weights become exact, or as near as any scale brings them."""
+    recipe, h = NVFP4BlockScaling(), torch.zeros(1, 16, 16)
+    x = torch.rand(64, 16, generator=torch.Generator().manual_seed(0)) + 0.5
+    h[:, 9, 9] = 1.0
+    fmt, quantizer = format_of(recipe), decided(LocalHessian(), x, recipe, inputs_with(h)).quantizer
+    decoded = fmt.decode(fmt.encode_with(x, recipe, quantizer), recipe)
+    by_weights = quantize(x, recipe).dequantize()
+    mine, theirs = (decoded - x).abs(), (by_weights - x).abs()
+    assert (mine[:, 9] <= theirs[:, 9]).all()
+    assert (mine[:, 9] < theirs[:, 9] / 4).sum() > 32
+    assert mine.norm() > theirs.norm()
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8CurrentScaling(granularity="tensor")])
+def test_columns_that_are_no_multiple_of_a_sub_block_take_part(recipe: Any) -> None:
+    x, h = trained(48, 41), hessian(41)
+    assert_best(x, recipe, decided(Mse(), x, recipe).quantizer)
+    assert_best(x, recipe, decided(LocalHessian(), x, recipe, inputs_with(h)).quantizer, h)
+
+
+# -- what must not change the outcome --------------------------------------------------------------------------------
+
+
+@all_recipes
+@pytest.mark.parametrize("seed", [0, 1])
+def test_leaving_out_what_can_not_win_changes_nothing(recipe: Any, seed: int) -> None:
+    """A Hessian of 1 gives the same sums, and with one nothing is left out."""
+    for x in (trained(256, 192, seed), on_the_grid(recipe) * 0.7, torch.randn(32, 64).abs() + 1):
+        eye = torch.eye(16).expand(x.shape[1] // 16, 16, 16)
+        amax = linear(x, recipe).amax
+        (pruned, clip), (full, full_clip) = search(x, recipe, amax), search(x, recipe, amax, eye)
+        assert clip == full_clip
+        for name, part in full.items():
+            assert same_bytes(pruned[name], part), name
+
+
+@all_recipes
+def test_the_number_of_rows_at_once_changes_nothing(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, h = trained(176, 96), hessian()
+    amax = linear(x, recipe).amax
+    whole = [search(x, recipe, amax)[0], search(x, recipe, amax, h)[0]]
+    monkeypatch.setattr(search_module, "CPU_ELEMENTS", 1)
+    for expected, found in zip(whole, [search(x, recipe, amax)[0], search(x, recipe, amax, h)[0]], strict=True):
+        for name, part in expected.items():
+            assert same_bytes(found[name], part), name
+
+
+@all_recipes
+@pytest.mark.parametrize("exponent", [-70, 70])
+def test_the_magnitude_of_weights_changes_nothing(recipe: Any, exponent: int) -> None:
+    """Squares of such errors are beyond fp32."""
+    x = trained().float()
+    far = torch.ldexp(x, torch.tensor(exponent))
+    near, moved = decided(Mse(), x, recipe), decided(Mse(), far, recipe)
+    assert moved.notes == near.notes
+    dec, expected = (format_of(recipe).grid(recipe, each.quantizer)[1].double() for each in (moved, near))
+    blocks_of_zeros = expected <= 2.0**-126  # have the smallest scale there is, whatever the exponent
+    expected = torch.where(blocks_of_zeros, expected, torch.ldexp(expected, torch.tensor(exponent)))
+    assert torch.equal(dec, expected)
+
+
+@all_recipes
+def test_elements_that_are_not_finite_do_not_count(recipe: Any) -> None:
+    x = trained()
+    without, broken = x.clone(), x.clone()
+    without[40, 50], broken[40, 50] = 0.0, torch.nan
+    without[41, 90], broken[41, 90] = 0.0, -torch.inf
+    expected, found = decided(Mse(), without, recipe), decided(Mse(), broken, recipe)
+    for name, part in expected.quantizer.items():
+        assert same_bytes(found.quantizer[name], part), name
+
+
+@all_recipes
+def test_weights_that_quantize_exactly_keep_their_scales(recipe: Any) -> None:
+    """All that other scales could do is as well, and Max's is kept."""
+    x = on_the_grid(recipe)
+    assert_best(x, recipe, decided(Mse(), x, recipe).quantizer)
+    zeros = torch.zeros(32, 64)
+    decision = decided(Mse(), zeros, recipe)
+    for name, part in decided(Max(), zeros, recipe).quantizer.items():
+        assert same_bytes(decision.quantizer[name], part), name
+    assert decision.notes == {"clip": 1.0}
+
+
+@all_recipes
+def test_a_weight_without_rows_has_a_quantizer(recipe: Any) -> None:
+    empty = torch.zeros(0, 64)
+    decision = decided(Mse(), empty, recipe)
+    parts = format_of(recipe).encode_with(empty, recipe, decision.quantizer)
+    assert parts["payload"].shape[0] == 0
+
+
+# -- notes ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_clip_is_the_mean_ratio_of_scales() -> None:
+    recipe, x = MXFP8BlockScaling(scale_rounding="floor"), trained(64, 64)
+    own, decision = decided(Max(), x, recipe), decided(Mse(), x, recipe)
+    moved = decision.quantizer["scale"].double() - own.quantizer["scale"].double()
+    assert moved.unique().numel() > 1
+    assert decision.notes["clip"] == pytest.approx(torch.exp2(moved).mean().item(), rel=1e-12)
+
+
+def test_local_hessian_falls_back_to_the_weights_and_says_so() -> None:
+    recipe, x = RECIPES["nvfp4_row"], trained()
+    expected, found = decided(Mse(), x, recipe), decided(LocalHessian(), x, recipe)
+    for name, part in expected.quantizer.items():
+        assert same_bytes(found.quantizer[name], part), name
+    assert found.notes == {
+        **expected.notes,
+        "warning": "no token reached it; its scales have the least weight error",
+    }
+
+
+def test_what_the_algorithms_are() -> None:
+    assert [kind.writes_weights for kind in (Max, Mse, LocalHessian)] == [False, False, False]
+    assert [kind().needs for kind in (Max, Mse, LocalHessian)] == [frozenset(), frozenset(), frozenset({LOCAL_HESSIAN})]
+    assert [kind().to_json() for kind in (Max, Mse)] == [{"type": "Max"}, {"type": "Mse"}]
+    x = trained()
+    several = Group((linear(x, RECIPES["nvfp4_row"]), linear(x * 2, RECIPES["nvfp4_row"])), inputs_with(hessian()))
+    for algorithm in (Max(), Mse(), LocalHessian()):
+        one, two = algorithm.decide(several, RECIPES["nvfp4_row"])
+        assert same_bytes(one.quantizer["scale"], two.quantizer["scale"])
+        assert one.quantizer["global_scale"] * 2 == two.quantizer["global_scale"]
