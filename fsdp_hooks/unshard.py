@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.digest import digest
 
-__all__ = ["unsharded"]
+__all__ = ["holding", "unsharded"]
 
 # FSDP modules inside some unsharded() at this moment; an inner one leaves them to the outer.
 _held: WeakSet[Any] = WeakSet()
@@ -77,14 +77,21 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
             sharded again by the body.
         ValueError: a changed parameter is gone or has another shape than before (nothing was stored).
     """
-    groups = [child for child in module.modules() if isinstance(child, FSDPModule) and child not in _held]
-    if not groups:
+    with holding(module, [child for child in module.modules() if isinstance(child, FSDPModule)], writeback=writeback):
         yield module
+
+
+@contextmanager
+def holding(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool) -> Iterator[None]:
+    """`unsharded` for some of the FSDP modules in `module` only, such as a root without its layers."""
+    groups = [group for group in groups if group not in _held]
+    if not groups:
+        yield
         return
     slots = _gather(module, groups)
     _held.update(groups)
     try:
-        yield module
+        yield
         changed = [slot for slot in slots if slot.changed()]
         if changed and not writeback:
             raise RuntimeError(

@@ -31,6 +31,7 @@ __all__ = [
     "Float8Tensor",
     "multiply",
     "rounded",
+    "snapped",
 ]
 
 # element name -> (dtype, largest finite value)
@@ -81,12 +82,32 @@ class Float8:
 
     def encode(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
         """Parts under the scale that the amax gives."""
-        _, largest = FLOAT8_ELEMENTS[recipe.element]
+        return self.encode_with(x, recipe, self.quantizer(x, recipe, amax))
+
+    def quantizer(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
+        """The amax itself: fp32 [] or [.., 1]."""
         assert amax is not None
+        return {"amax": amax}
+
+    def encode_with(
+        self, x: Tensor, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Parts under the scale that the quantizer's amax gives."""
+        enc, dec = self.grid(recipe, quantizer)
+        return {"payload": rounded(x * enc, x, recipe.element), "scale": dec}
+
+    def grid(self, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """1 / scale and scale, shaped like the amax."""
+        _, largest = FLOAT8_ELEMENTS[recipe.element]
+        amax = quantizer["amax"]
         enc = torch.where(amax == 0, torch.ones_like(amax), quotient(largest, amax)).clamp(max=FLT_MAX)
         if recipe.power_of_two:
             enc = power_of_two_floor(enc)
-        return {"payload": rounded(x * enc, x, recipe.element), "scale": quotient(1.0, enc)}
+        return enc, quotient(1.0, enc)
+
+    def snap(self, scaled: Tensor, recipe: Float8CurrentScaling) -> Tensor:
+        """Nearest E4M3 or E5M2 values."""
+        return snapped(scaled, recipe.element)
 
     def adopt(self, x: Tensor, recipe: Float8CurrentScaling, scale: Tensor) -> dict[str, Tensor]:
         """Parts under a scale."""
@@ -102,6 +123,12 @@ def rounded(scaled: Tensor, x: Tensor, element: str) -> Tensor:
     dtype, largest = FLOAT8_ELEMENTS[element]
     bounded = onto_grid(scaled.clamp(-largest, largest), torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal)
     return torch.where(torch.isfinite(x), bounded, torch.full_like(x, torch.nan)).to(dtype)
+
+
+def snapped(scaled: Tensor, element: str) -> Tensor:
+    """`scaled` rounded to float8, saturating, as fp32 again."""
+    dtype, largest = FLOAT8_ELEMENTS[element]
+    return scaled.clamp(-largest, largest).to(dtype).float()
 
 
 class Float8Tensor(QuantizedTensor):

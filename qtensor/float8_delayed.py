@@ -14,6 +14,7 @@ What a step is, decides the caller: MasterWeightOptimizer's writes are steps. An
 so that values of another magnitude are never clamped to an old scale.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,11 +84,18 @@ class _Float8Delayed(Float8):
     def shared_amax(self, x: Tensor, recipe: Float8DelayedScaling) -> Tensor | None:  # type: ignore[override]
         return finite_amax(x)
 
-    def encode(self, x: Tensor, recipe: Float8DelayedScaling, amax: Tensor | None) -> dict[str, Tensor]:  # type: ignore[override]
-        """Parts of x with a history that begins with its amax."""
-        assert amax is not None
-        history = torch.nn.functional.pad(amax.reshape(1), (0, recipe.amax_history_len - 1))
-        return self.quantized(x, recipe, _enc(history, torch.ones_like(amax), recipe), history)
+    def encode_with(  # type: ignore[override]
+        self, x: Tensor, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Parts of x with a history that begins with the quantizer's amax."""
+        enc, _ = self.grid(recipe, quantizer)
+        return self.quantized(x, recipe, enc, _history(quantizer["amax"], recipe))
+
+    def grid(self, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """1 / scale and scale, fp32 []."""
+        amax = quantizer["amax"]
+        enc = _enc(_history(amax, recipe), torch.ones_like(amax), recipe)
+        return enc, quotient(1.0, enc)
 
     def step(
         self, x: Tensor, recipe: Float8DelayedScaling, amax: Tensor, scale: Tensor, history: Tensor
@@ -98,6 +106,11 @@ class _Float8Delayed(Float8):
 
     def quantized(self, x: Tensor, recipe: Float8DelayedScaling, enc: Tensor, history: Tensor) -> dict[str, Tensor]:
         return {"payload": rounded(x * enc, x, recipe.element), "scale": quotient(1.0, enc), "amax_history": history}
+
+
+def _history(amax: Tensor, recipe: Float8DelayedScaling) -> Tensor:
+    """A history that begins with the amax."""
+    return torch.nn.functional.pad(amax.reshape(1), (0, recipe.amax_history_len - 1))
 
 
 def _enc(history: Tensor, previous: Tensor, recipe: Float8DelayedScaling) -> Tensor:
@@ -118,7 +131,7 @@ class DelayedFloat8Tensor(Float8Tensor):
         assert isinstance(self.recipe, Float8DelayedScaling)
         assert amax is not None
         if not step:
-            return FORMAT.encode(x, self.recipe, amax)
+            return FORMAT.encode_with(x, self.recipe, {"amax": amax})
         return FORMAT.step(x, self.recipe, amax, self.scale, self.amax_history)
 
 

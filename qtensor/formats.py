@@ -73,6 +73,11 @@ class Format(Protocol):
 
     Called in this order when writing: `shared_amax` (agreed over the shards that share the scale, where there are
     several), then `encode`. `adopt` is `encode` onto a scale that is already decided; `decode` is the way back.
+
+    A quantizer is what decides every scale, before any element is rounded, as plain tensors by name:
+
+        encode(x, recipe, amax) == encode_with(x, recipe, quantizer(x, recipe, amax))                 bit for bit
+        decode(encode_with(x, recipe, q)) == snap(x * enc, recipe) * dec, enc, dec = grid(recipe, q)  the same, finite x
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
@@ -86,6 +91,21 @@ class Format(Protocol):
 
     def encode(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
         """Parts of x, the shared scales made from `amax` (what shared_amax returned, or what was agreed on)."""
+
+    def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
+        """What decides the scales of x; elements that are not finite do not count."""
+
+    def encode_with(self, x: Tensor, recipe: Any, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parts of x under any quantizer of its shape; what is not finite in x is marked in them."""
+
+    def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(enc, dec), fp32: what x is multiplied by before rounding, and its elements after it.
+
+        One entry for each scale: [], [.., N, 1] or [.., N, K // block].
+        """
+
+    def snap(self, scaled: Tensor, recipe: Any) -> Tensor:
+        """The value of the element nearest to each of `scaled`, ties to even, saturating; fp32, finite or infinite."""
 
     def adopt(self, x: Tensor, recipe: Any, scale: Tensor) -> dict[str, Tensor]:
         """Parts of x under the given scale, shaped like the amax."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from qtensor.blocks import finite_magnitude, scatter_blocks, tile
-from qtensor.float8 import FLOAT8_ELEMENTS
+from qtensor.float8 import FLOAT8_ELEMENTS, snapped
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route, swizzled
 from qtensor.recipes import Recipe, check_choice
@@ -68,21 +68,33 @@ class _MXFP8:
         return None
 
     def encode(self, x: Tensor, recipe: MXFP8BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
+        return self.encode_with(x, recipe, self.quantizer(x, recipe, amax))
+
+    def quantizer(self, x: Tensor, recipe: MXFP8BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
+        return {"scale": _code(_block_amax(x, recipe), recipe).to(torch.uint8)}
+
+    def encode_with(self, x: Tensor, recipe: MXFP8BlockScaling, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype, largest = FLOAT8_ELEMENTS[recipe.element]
+        enc, _ = self.grid(recipe, quantizer)
         blocks = tile(x, BLOCK)  # [.., K // 32, 32]
-        block_amax = finite_magnitude(blocks).amax(dim=-1)  # [.., K // 32]
         finite = torch.isfinite(blocks)
         broken = ~finite.all(dim=-1)
         if recipe.blocks == "square":
-            block_amax = scatter_blocks(block_amax, BLOCK)
             broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
-        code = _code_up(block_amax, recipe) if recipe.scale_rounding == "up" else _code_floor(block_amax, recipe)
-        scaled = blocks * _power_of_two(254 - code).unsqueeze(-1)
+        scaled = blocks * enc.unsqueeze(-1)
         element = torch.finfo(dtype)
         elements = onto_grid(scaled.clamp(-largest, largest), element.eps, element.smallest_normal)
         bounded = torch.where(finite, elements, torch.full_like(scaled, torch.nan))
         payload = bounded.to(dtype).reshape(x.shape)
-        return {"payload": payload, "scale": torch.where(broken, torch.full_like(code, NAN_CODE), code).to(torch.uint8)}
+        code = quantizer["scale"]
+        return {"payload": payload, "scale": torch.where(broken, torch.full_like(code, NAN_CODE), code)}
+
+    def grid(self, recipe: MXFP8BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        code = quantizer["scale"].to(torch.int32)
+        return _power_of_two(254 - code), _power_of_two(code)
+
+    def snap(self, scaled: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
+        return snapped(scaled, recipe.element)
 
     def adopt(self, x: Tensor, recipe: MXFP8BlockScaling, scale: Tensor) -> dict[str, Tensor]:
         raise AssertionError("MXFP8 has no tensor-wide scale")
@@ -93,6 +105,17 @@ class _MXFP8:
         scale = torch.where(code == NAN_CODE, torch.full_like(scale, torch.nan), scale)  # [.., K // 32]
         values = tile(parts["payload"].float(), BLOCK).mul_(scale.unsqueeze(-1))
         return values.reshape(parts["payload"].shape)
+
+
+def _block_amax(x: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
+    """[.., K // 32]: largest finite |x| of each block, that of a square one in each of its rows."""
+    amax = finite_magnitude(tile(x, BLOCK)).amax(dim=-1)
+    return scatter_blocks(amax, BLOCK) if recipe.blocks == "square" else amax
+
+
+def _code(amax: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
+    """The code (int32) that the recipe gives to blocks of this amax."""
+    return _code_up(amax, recipe) if recipe.scale_rounding == "up" else _code_floor(amax, recipe)
 
 
 def _code_up(amax: Tensor, recipe: MXFP8BlockScaling) -> Tensor:

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from qtensor.blocks import FLT_MAX, finite_amax, finite_magnitude, quotient, scatter_blocks, tile
+from qtensor.blocks import (
+    FLT_MAX,
+    finite_amax,
+    finite_magnitude,
+    power_of_two_floor,
+    quotient,
+    scatter_blocks,
+    tile,
+)
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route, swizzled
 from qtensor.recipes import Recipe, check_choice
@@ -68,39 +76,66 @@ class _NVFP4:
         return finite_amax(x)
 
     def encode(self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
+        return self.encode_with(x, recipe, self.quantizer(x, recipe, amax))
+
+    def quantizer(self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
         assert amax is not None
         enc = quotient(LARGEST_SCALE * LARGEST, amax).clamp(max=FLT_MAX)
         enc = torch.where(amax == 0, torch.ones_like(amax), enc)
-        return _blocks(x, recipe, enc, quotient(1.0, enc))
+        return _under_global_scale(x, recipe, enc, quotient(1.0, enc))
+
+    def encode_with(self, x: Tensor, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        scale = quantizer["scale"]
+        enc, _ = self.grid(recipe, quantizer)
+        blocks = tile(x, BLOCK)  # [.., K // 16, 16]
+        finite = torch.isfinite(blocks)
+        broken = ~finite.all(dim=-1)
+        if recipe.blocks == "square":
+            broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
+        scaled = (blocks * enc.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
+        codes = _nearest_code(onto_grid(scaled, EPS, SMALLEST_NORMAL))
+        nibbles = torch.where(finite, codes, torch.zeros_like(codes)).reshape(x.shape)
+        payload = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+        marked = torch.where(broken, torch.full_like(enc, torch.nan), scale.float()).to(torch.float8_e4m3fn)
+        return {"payload": payload, "scale": marked, "global_scale": quantizer["global_scale"]}
+
+    def grid(self, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        dec = _dec(quantizer)
+        return quotient(1.0, dec).clamp(max=FLT_MAX), dec
+
+    def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
+        # Adding 2^23 steps leaves no bits for less than a step, so the sum is rounded to one, ties to even; a step is
+        # half the power of two below, at least 0.5.
+        magnitude = scaled.abs().clamp_(max=LARGEST)
+        steps = power_of_two_floor(magnitude).clamp_(min=SMALLEST_NORMAL).mul_(EPS * 2.0**23)
+        return magnitude.add_(steps).sub_(steps).copysign_(scaled)
 
     def adopt(self, x: Tensor, recipe: NVFP4BlockScaling, scale: Tensor) -> dict[str, Tensor]:
-        return _blocks(x, recipe, quotient(1.0, scale).clamp(max=FLT_MAX), scale.clone())
+        enc = quotient(1.0, scale).clamp(max=FLT_MAX)
+        return self.encode_with(x, recipe, _under_global_scale(x, recipe, enc, scale.clone()))
 
     def decode(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
         codes = torch.stack([parts["payload"] & 0xF, parts["payload"] >> 4], dim=-1).flatten(-2)  # [.., K]
         table = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.float32, device=codes.device)
         values = table[codes.int()]
-        scale = parts["scale"].float() * parts["global_scale"]  # [.., K // 16]
-        return (tile(values, BLOCK) * scale.unsqueeze(-1)).reshape(values.shape)
+        return (tile(values, BLOCK) * _dec(parts).unsqueeze(-1)).reshape(values.shape)
 
 
-def _blocks(x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
-    """Parts of x under a global scale (`enc` is what it is the reciprocal of, both [] fp32)."""
-    blocks = tile(x, BLOCK)  # [.., K // 16, 16]
-    amax = finite_magnitude(blocks).amax(dim=-1)
-    finite = torch.isfinite(blocks)
-    broken = ~finite.all(dim=-1)
-    if recipe.blocks == "square":
-        amax = scatter_blocks(amax, BLOCK)
-        broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
-    scale = (amax * (enc * SIXTH)).clamp(max=FLT_MAX).clamp(0.0, LARGEST_SCALE).to(torch.float8_e4m3fn)
-    block_enc = quotient(1.0, scale.float() * global_scale).clamp(max=FLT_MAX)
-    scaled = (blocks * block_enc.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
-    codes = _nearest_code(onto_grid(scaled, EPS, SMALLEST_NORMAL))
-    nibbles = torch.where(finite, codes, torch.zeros_like(codes)).reshape(x.shape)
-    payload = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
-    marked = torch.where(broken, torch.full_like(amax, torch.nan), scale.float()).to(torch.float8_e4m3fn)
-    return {"payload": payload, "scale": marked, "global_scale": global_scale}
+def _dec(scales: Mapping[str, Tensor]) -> Tensor:
+    """[.., K // 16]: what one unit of each block's elements is worth."""
+    return scales["scale"].float() * scales["global_scale"]
+
+
+def _under_global_scale(x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
+    """The quantizer of x under a global scale (`enc` is what it is the reciprocal of, both [] fp32)."""
+    scale = (_block_amax(x, recipe) * (enc * SIXTH)).clamp(max=FLT_MAX).clamp(0.0, LARGEST_SCALE)
+    return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": global_scale}
+
+
+def _block_amax(x: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
+    """[.., K // 16]: largest finite |x| of each block, that of a square one in each of its rows."""
+    amax = finite_magnitude(tile(x, BLOCK)).amax(dim=-1)
+    return scatter_blocks(amax, BLOCK) if recipe.blocks == "square" else amax
 
 
 def _nearest_code(scaled: Tensor) -> Tensor:

@@ -105,6 +105,11 @@ class Algorithm:
         """Which statistics of inputs it reads: any of COLUMNS, LOCAL_HESSIAN, HESSIAN."""
         return frozenset()
 
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether to hold only one group's Hessian at a time, and to run the batches once more for each group."""
+        return False
+
     def smooth(self, group: Group, recipe: Recipe) -> Tensor | None:
         """fp32 [K], factors for the columns of the group's weights (their input is divided by them); None for none.
 

@@ -1,0 +1,190 @@
+"""AWQ: weights whose inputs are large are scaled up before rounding, and scales are clipped, as far as outputs gain.
+
+    smooth   for alpha in 0, 0.1, .. 1:  s = act^alpha / w^(1 - alpha), clamped to [1e-4, 1e4], over sqrt(max * min)
+             act: the mean of |X| in each column
+             w: the mean over all rows of the group of |W| / (the largest |W| in its scale's block)
+             the s of least output error, or none: none is always tried, so AWQ is never worse than Max
+    clip     for each scale the fraction of its amax with the least local error (see clipping.py)
+
+The output error of values W' in place of W, over all tokens of all ranks, comes from the Hessian H = 2 X^T X / n:
+
+    |X (W' - W)^T|^2 = n / 2 * tr((W' - W) H (W' - W)^T)
+
+so no token is needed again and no rank decides by itself. Scales and activations are those of Lin et al., 2023
+(arXiv:2306.00978); weights relative to their block's largest are what the authors' code and NVIDIA's ModelOpt use.
+A column without a value in X or in the weights has nothing to balance and takes no part: s = 1.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group
+from layerwise.algorithms.clipping import best_clips, finite, local_of, rounded, sharing
+from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
+from qtensor.blocks import tile
+from qtensor.formats import block_multiple, format_of
+from qtensor.recipes import Recipe, check_choice
+
+__all__ = ["AWQ"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AWQ(Algorithm):
+    """Activation-aware scaling of columns, clipping of scales, or both.
+
+    Args:
+        variant: "lite" scales columns where that can be folded, "clip" clips, "full" does both.
+        alpha_step: between the exponents that are tried, from 0 to 1.
+        least_clip: the smallest clip ratio.
+        clip_step: between the clip ratios that are tried, from 1 down.
+
+    Raises:
+        ValueError: another variant, or a number that is not above 0 and at most 1.
+    """
+
+    writes_weights: ClassVar[bool] = True
+
+    variant: str = "full"
+    alpha_step: float = 0.1
+    least_clip: float = 0.5
+    clip_step: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_choice(self, "variant", ("full", "lite", "clip"))
+        for name in ("alpha_step", "least_clip", "clip_step"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ValueError(f"AWQ: {name}={value!r} is not above 0 and at most 1")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its variant reads; the local Hessian of "full" is cut out of the full one."""
+        return frozenset({LOCAL_HESSIAN} if self.variant == "clip" else {COLUMNS, HESSIAN})
+
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        """The exponents, 0 first."""
+        steps = round(1 / self.alpha_step)
+        return tuple(min(1.0, round(i * self.alpha_step, 6)) for i in range(steps + 1))
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The clip ratios, 1 first."""
+        steps = int((1 - self.least_clip) / self.clip_step + 1e-6)
+        return tuple(round(1 - i * self.clip_step, 6) for i in range(steps + 1))
+
+    def smooth(self, group: Group, recipe: Recipe) -> Tensor | None:
+        """The factors of least output error, fp32 [K]; None where not scaling is best."""
+        return self.search(group, recipe)[1]
+
+    def search(self, group: Group, recipe: Recipe) -> tuple[float | None, Tensor | None]:
+        """The best alpha and its factors; (None, None) where not scaling is best, or nothing is known of the input."""
+        if group.inputs is None or self.variant == "clip":
+            return None, None
+        activations, hessian = group.inputs.column_mean, group.inputs.hessian
+        assert activations is not None
+        assert hessian is not None
+        sizes = _relative_sizes(group, recipe)
+        best: tuple[float | None, Tensor | None] = None, None
+        least = _scaled_error(group, recipe, hessian, None)
+        for alpha in self.alphas:
+            factors = _factors(activations, sizes, alpha)
+            error = _scaled_error(group, recipe, hessian, factors)
+            if error < least:
+                least, best = error, (alpha, factors)
+        return best
+
+    def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
+        """The scales of the weights' own amaxes, or clipped ones; a warning where no token was seen."""
+        fmt = format_of(recipe)
+        unclipped = [fmt.quantizer(one.weight.float(), recipe, one.amax) for one in group.linears]
+        if group.inputs is None:
+            warning = "no token reached it: quantized without activations, as Max does"
+            return [Decision(quantizer, notes={"warning": warning}) for quantizer in unclipped]
+        if self.variant == "lite":
+            return [Decision(quantizer) for quantizer in unclipped]
+        hessian, local = group.inputs.hessian, group.inputs.local_hessian
+        if local is None:
+            assert hessian is not None
+            local = local_of(hessian)
+        clipped = best_clips(group, recipe, local, self.ratios)
+        # The local error leaves out what blocks do to each other. Where all of it is known, clipping has to pass it.
+        kept = [True] * len(clipped)
+        if self.variant == "full" and hessian is not None:
+            for members in sharing(group.linears):
+                with_clips = _error_of(group, recipe, hessian, members, [clipped[i].quantizer for i in members])
+                without = _error_of(group, recipe, hessian, members, [unclipped[i] for i in members])
+                for i in members:
+                    kept[i] = with_clips < without
+        return [
+            Decision(one.quantizer, notes={"clip": float(one.ratios.mean())})
+            if keep
+            else Decision(quantizer, notes={"clip": 1.0})
+            for one, quantizer, keep in zip(clipped, unclipped, kept, strict=True)
+        ]
+
+
+def _relative_sizes(group: Group, recipe: Recipe) -> Tensor:
+    """fp32 [K]: how large each column is, on average over all rows, beside the largest value of its block.
+
+    The block is the columns of one scale; a row where scales serve whole rows or the tensor.
+    """
+    block = block_multiple(recipe)
+    weights = torch.cat([finite(one.weight).abs() for one in group.linears])  # [rows, K]
+    blocks = tile(weights, weights.shape[-1] if block == 1 else block)
+    largest = blocks.amax(dim=-1, keepdim=True)
+    relative = torch.where(largest > 0, blocks / largest, torch.zeros_like(blocks))
+    return relative.reshape(weights.shape).mean(dim=0)
+
+
+def _factors(activations: Tensor, sizes: Tensor, alpha: float) -> Tensor:
+    """fp32 [K], those of live columns spread around 1 (the geometric mean of the largest and the smallest)."""
+    live = (activations > 0) & (sizes > 0)
+    if not bool(live.any()):
+        return torch.ones_like(activations)
+    raw = (activations.pow(alpha) / sizes.pow(1 - alpha)).clamp(SMALLEST_FACTOR, LARGEST_FACTOR)
+    middle = (raw[live].max() * raw[live].min()).sqrt()
+    return torch.where(live, raw / middle, torch.ones_like(raw))
+
+
+def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor | None) -> float:
+    """tr(dW H dW^T) over the group, its columns scaled before rounding and back after it.
+
+    Scaled weights are rounded to their dtype first, as folding stores them; inf where they leave its range.
+    """
+    fmt, total = format_of(recipe), 0.0
+    for members in sharing(group.linears):
+        linears = [group.linears[i] for i in members]
+        weights, amaxes = [finite(one.weight) for one in linears], [one.amax for one in linears]
+        if factors is not None:
+            weights = [(w * factors).to(one.weight.dtype).float() for w, one in zip(weights, linears, strict=True)]
+            if not all(bool(torch.isfinite(w).all()) for w in weights):
+                return math.inf
+            amaxes = [fmt.shared_amax(w, recipe) for w in weights]
+            if len(members) > 1:
+                amaxes = [torch.stack([a for a in amaxes if a is not None]).amax()] * len(members)
+        for one, w, amax in zip(linears, weights, amaxes, strict=True):
+            values = rounded(w, recipe, fmt.quantizer(w, recipe, amax))
+            total += _output_error((values if factors is None else values / factors) - finite(one.weight), hessian)
+    return total
+
+
+def _error_of(
+    group: Group, recipe: Recipe, hessian: Tensor, members: Sequence[int], quantizers: Sequence[dict[str, Tensor]]
+) -> float:
+    """tr(dW H dW^T) of some linears under some quantizers."""
+    weights = [finite(group.linears[i].weight) for i in members]
+    return sum(
+        _output_error(rounded(w, recipe, quantizer) - w, hessian)
+        for w, quantizer in zip(weights, quantizers, strict=True)
+    )
+
+
+def _output_error(off: Tensor, hessian: Tensor) -> float:
+    """tr(off H off^T)."""
+    return float(((off @ hessian) * off).sum(dtype=torch.float64))

@@ -1,0 +1,159 @@
+"""Clip ratios: scales made from a fraction of the amax, so that most values get a finer grid and a few saturate.
+
+For each scale, ratio r of 1, 0.95, .. 0.5: the values that the scale serves are rounded under the scale that r * amax
+gives; the ratio with the least output error wins, 1 on a tie. What a scale serves depends on the format:
+
+    blocks   r * the block's amax; the tensor-wide scale above them (NVFP4's) stays what it was
+    rows     r * the row's amax
+    tensor   r * the tensor's amax, one ratio for all linears whose amaxes were agreed (they share the scale)
+
+The error is that of the local Hessian, the sum of dW_b^T H_b dW_b over the 16-column blocks that the scale serves:
+what the output error would be if the inputs of different blocks were uncorrelated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerwise.algorithms.algorithm import SUB_BLOCK, Group, Linear
+from qtensor.blocks import finite_magnitude, scatter_blocks, tile
+from qtensor.formats import format_of, row_multiple, specs_of
+from qtensor.recipes import Recipe
+
+__all__ = ["Clipped", "best_clips", "finite", "local_of", "rounded", "sharing"]
+
+Quantizer = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Clipped:
+    """The scales of one weight after the search.
+
+    Attributes:
+        quantizer: as `Format.quantizer` returns it.
+        ratios: fp32, one for each scale: [], [N, 1] or [N, K // block].
+    """
+
+    quantizer: Quantizer
+    ratios: Tensor
+
+
+def finite(weight: Tensor) -> Tensor:
+    """fp32, with 0 for what is not finite: such a value is marked when it is stored and decides nothing."""
+    values = weight.float()
+    return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
+
+
+def rounded(x: Tensor, recipe: Recipe, quantizer: Quantizer) -> Tensor:
+    """fp32 [N, K], what x is once it is stored under this quantizer."""
+    fmt = format_of(recipe)
+    enc, dec = (_spread(scales, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
+    return fmt.snap(x * enc, recipe) * dec
+
+
+def sharing(linears: Sequence[Linear]) -> list[list[int]]:
+    """Indices of linears that share a tensor-wide scale (their amaxes were agreed, so are equal); else one by one."""
+    sets: list[list[int]] = []
+    for i, one in enumerate(linears):
+        for members in sets:
+            other = linears[members[0]].amax
+            if one.amax is not None and other is not None and one.amax.ndim == 0 and torch.equal(one.amax, other):
+                members.append(i)
+                break
+        else:
+            sets.append([i])
+    return sets
+
+
+def local_of(hessian: Tensor) -> Tensor:
+    """The local Hessian [ceil(K / 16), 16, 16] inside a full one, 2 X^T X / tokens."""
+    columns = hessian.shape[0]
+    padding = -columns % SUB_BLOCK
+    blocks = (columns + padding) // SUB_BLOCK
+    tiles = F.pad(hessian, (0, padding, 0, padding)).reshape(blocks, SUB_BLOCK, blocks, SUB_BLOCK)
+    return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1) / 2  # [b, 16, 16]
+
+
+def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequence[float]) -> list[Clipped]:
+    """For each linear, the ratio of every scale that gives the least local error.
+
+    Args:
+        group: with the amaxes of its linears, where the format has shared scales.
+        recipe: of all of them.
+        local_hessian: fp32 [ceil(K / 16), 16, 16].
+        ratios: in falling order, beginning with 1.
+    """
+    found: list[Clipped | None] = [None] * len(group.linears)
+    for members in sharing(group.linears) if _served(recipe) is None else [[i] for i in range(len(group.linears))]:
+        linears = [group.linears[i] for i in members]
+        weights = [finite(one.weight) for one in linears]
+        best = [torch.ones_like(_amax(w, recipe, one.amax)) for w, one in zip(weights, linears, strict=True)]
+        least: list[Tensor] = []
+        for ratio in ratios:
+            errors = []
+            for w, one in zip(weights, linears, strict=True):
+                quantizer = clipped_quantizer(w, recipe, one.amax, torch.tensor(ratio, device=w.device))
+                errors.append(_error(rounded(w, recipe, quantizer) - w, recipe, local_hessian))
+            if _served(recipe) is None:
+                errors = [torch.stack(errors).sum(dim=0)] * len(errors)
+            if not least:
+                least = errors
+            better = [new < old for new, old in zip(errors, least, strict=True)]
+            best = [torch.where(b, ratio, old) for b, old in zip(better, best, strict=True)]
+            least = [torch.where(b, new, old) for b, new, old in zip(better, errors, least, strict=True)]
+        for i, one, w, chosen in zip(members, linears, weights, best, strict=True):
+            found[i] = Clipped(clipped_quantizer(w, recipe, one.amax, chosen), chosen)
+    return [one for one in found if one is not None]
+
+
+def clipped_quantizer(w: Tensor, recipe: Recipe, amax: Tensor | None, ratios: Tensor) -> Quantizer:
+    """The quantizer of w with every amax that decides one of its scales multiplied by its ratio (one, or one each)."""
+    fmt = format_of(recipe)
+    limits = _amax(w, recipe, amax) * ratios
+    if not _served(recipe):  # the shared amax is the one that decides
+        return fmt.quantizer(w, recipe, limits)
+    spread = _spread(limits, w.shape[-1])
+    return fmt.quantizer(torch.maximum(torch.minimum(w, spread), -spread), recipe, amax)
+
+
+def _served(recipe: Recipe) -> int | None:
+    """Columns that one scale serves; 0 for all of a row, None for all of the tensor."""
+    spec = next(spec for spec in specs_of(recipe) if spec.name == "scale")
+    return spec.block if spec.per_row else None
+
+
+def _amax(w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
+    """What decides each scale: [], [N, 1] or [N, K // block]."""
+    block = _served(recipe)
+    if not block:
+        assert amax is not None
+        return amax
+    own = finite_magnitude(tile(w, block)).amax(dim=-1)
+    return scatter_blocks(own, block) if row_multiple(recipe) > 1 else own
+
+
+def _error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
+    """The local error of `off` [N, K] for each scale, shaped like the amaxes."""
+    block = _served(recipe)
+    tiles = tile(F.pad(off, (0, -off.shape[-1] % SUB_BLOCK)), SUB_BLOCK).transpose(0, 1)  # [b, N, 16]
+    each = (torch.bmm(tiles, local_hessian) * tiles).sum(dim=-1).t()  # [N, b]
+    if block is None:
+        return each.sum()
+    if block == 0:
+        return each.sum(dim=-1, keepdim=True)
+    errors = tile(each, block // SUB_BLOCK).sum(dim=-1)  # [N, K // block]
+    rows = row_multiple(recipe)
+    if rows == 1:
+        return errors
+    square = errors.reshape(-1, rows, errors.shape[-1]).sum(dim=1)  # [N // rows, K // block]
+    return square.repeat_interleave(rows, dim=0)
+
+
+def _spread(scales: Tensor, columns: int) -> Tensor:
+    """One value for each scale -> something that multiplies [N, K]."""
+    if scales.ndim == 0 or scales.shape[-1] == 1:
+        return scales
+    return scales.repeat_interleave(columns // scales.shape[-1], dim=-1)

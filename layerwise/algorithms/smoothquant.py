@@ -1,0 +1,66 @@
+"""SmoothQuant: columns that are large in the input are made smaller there and larger in the weight.
+
+    s = clamp(Xamax^alpha / Wamax^(1 - alpha), 1e-4, 1e4)    for each column; W * s, X / s; then as Max
+
+Wamax is the largest magnitude of the column over all linears that take X. A column without a value in X or in the
+weights has nothing to balance: s = 1. (Xiao et al., 2022, arXiv:2211.10438, equation 4.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from layerwise.algorithms.algorithm import COLUMNS, Algorithm, Decision, Group
+from qtensor.blocks import finite_magnitude
+from qtensor.formats import format_of
+from qtensor.recipes import Recipe
+
+__all__ = ["LARGEST_FACTOR", "SMALLEST_FACTOR", "SmoothQuant"]
+
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-4, 1e4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothQuant(Algorithm):
+    """Balances columns between inputs and weights where that can be folded, then quantizes as Max does.
+
+    Args:
+        alpha: from 0 (inputs keep their range as the weights get even) to 1 (inputs get even).
+
+    Raises:
+        ValueError: alpha is not between 0 and 1.
+    """
+
+    writes_weights: ClassVar[bool] = True
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"SmoothQuant: alpha={self.alpha!r} is not between 0 and 1")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The largest magnitude of each column."""
+        return frozenset({COLUMNS})
+
+    def smooth(self, group: Group, recipe: Recipe) -> Tensor | None:
+        """The factors, fp32 [K]; None where no token was seen."""
+        if group.inputs is None:
+            return None
+        of_input = group.inputs.column_amax
+        assert of_input is not None
+        of_weights = torch.stack([finite_magnitude(one.weight.float()).amax(dim=0) for one in group.linears]).amax(
+            dim=0
+        )
+        factors = of_input.pow(self.alpha) / of_weights.pow(1 - self.alpha)
+        live = (of_input > 0) & (of_weights > 0)
+        return torch.where(live, factors.clamp(SMALLEST_FACTOR, LARGEST_FACTOR), torch.ones_like(factors))
+
+    def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
+        """The scales that the weights' own amaxes give."""
+        fmt = format_of(recipe)
+        return [Decision(fmt.quantizer(one.weight.float(), recipe, one.amax)) for one in group.linears]

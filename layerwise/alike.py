@@ -1,0 +1,135 @@
+"""Steps that touch files, taken so that all ranks go on or all raise the same error.
+
+    on_first   rank 0 of the group takes the step; the others get its value, or its error
+    on_all     every rank takes the step; all get all values, or the error of the first rank that failed
+    alike      a block without collectives that may raise on some ranks
+    any_of     whether something holds on any rank
+
+An error that only one rank sees (a full disk, a missing permission) would leave the others in their next collective.
+Without a process group there is one rank. `group` is None for the default group; no other group is ever used.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["alike", "any_of", "is_first", "on_all", "on_first", "rank_of", "ranks_of"]
+
+T = TypeVar("T")
+KEPT = (ValueError, FileNotFoundError, PermissionError, OSError, TypeError)  # types that reach the other ranks
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An error on its way to the other ranks."""
+
+    kind: str
+    text: str
+
+    def error(self) -> Exception:
+        kept: dict[str, type[Exception]] = {kind.__name__: kind for kind in KEPT}
+        return kept.get(self.kind, RuntimeError)(self.text)
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> int:
+    """How many ranks there are; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank_of(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in the group; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is the rank that writes for all."""
+    return rank_of(group) == 0
+
+
+def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
+    """What `step` returns on rank 0, on all ranks; its value must be picklable.
+
+    Raises:
+        Exception: what it raised there, with the same text on all ranks; a RuntimeError if its type is none of KEPT.
+    """
+    outcome: Any = None
+    if is_first(group):
+        try:
+            outcome = step()
+        except Exception as error:  # noqa: BLE001 - handed to all ranks, which raise it
+            outcome = _failed(error)
+    if ranks_of(group) > 1:
+        held = [outcome]
+        source = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.broadcast_object_list(held, src=source, group=group)
+        outcome = held[0]
+    if isinstance(outcome, _Failed):
+        raise outcome.error()
+    return outcome  # type: ignore[no-any-return]
+
+
+def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
+    """What `step` returns on each rank, in rank order, on all ranks; the values must be picklable.
+
+    Raises:
+        Exception: what it raised on the first rank that failed, with that rank in front where there are several.
+    """
+    try:
+        own: Any = step()
+    except Exception as error:  # noqa: BLE001 - handed to all ranks, which raise it
+        own = _failed(error, f"rank {rank_of(group)}: " if ranks_of(group) > 1 else "")
+    outcomes = [own]
+    if ranks_of(group) > 1:
+        outcomes = [None] * ranks_of(group)
+        dist.all_gather_object(outcomes, own, group=group)
+    for outcome in outcomes:
+        if isinstance(outcome, _Failed):
+            raise outcome.error()
+    return outcomes
+
+
+@contextmanager
+def alike(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A block in which ranks do work of their own, without collectives; if it raises on some, it raises on all.
+
+    A rank that failed raises its own error, the others a RuntimeError with the text of the first that did. Here `group`
+    is None for no ranks but this one.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if group is None:
+            raise
+        failed = error
+    if group is None:
+        return
+    if not any_of(group, failed is not None):
+        return
+    outcomes: list[Any] = [None] * group.size()
+    dist.all_gather_object(outcomes, None if failed is None else f"{type(failed).__name__}: {failed}", group=group)
+    if failed is not None:
+        raise failed
+    rank, text = next((rank, text) for rank, text in enumerate(outcomes) if text is not None)
+    raise RuntimeError(f"rank {rank}: {text}")
+
+
+def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT001 - a value, not an option
+    """Whether `holds` on any rank of the group; with None on this one."""
+    if group is None:
+        return holds
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    found = torch.tensor(int(holds), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return bool(found)
+
+
+def _failed(error: Exception, where: str = "") -> _Failed:
+    kind = next((kind.__name__ for kind in KEPT if type(error) is kind), None)
+    if kind is None and isinstance(error, OSError):
+        kind = "OSError"
+    return _Failed(kind or "RuntimeError", where + (str(error) if kind else f"{type(error).__name__}: {error}"))

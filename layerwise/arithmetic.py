@@ -1,0 +1,34 @@
+"""How calibration computes: products in full fp32, and on one thread where bytes depend on the order of additions."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["full_precision", "one_thread"]
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Products of fp32 matrices use no shorter format inside: no TF32, no bf16, no autocast."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """CPU kernels run on one thread inside: the only number of threads that every rank and every machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,133 @@
+"""`calibrate`: from a model and some data to quantized weights, one layer held at a time, resumable anywhere.
+
+    plan       options, layers and targets; refused here if anything does not fit                     (plan.py)
+    batches    what the model is called with, normalised and kept                                     (passes.py)
+    run        each stage held -> calibrated -> released -> own rows kept -> shards -> checkpoint     (run.py, stage.py)
+    result     quantized weights beside the shards, and a report                                      (result.py)
+
+Ranks go through the same stages together; how many batches each of them has is its own affair.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerwise.algorithms.algorithm import Algorithm
+from layerwise.algorithms.maximum import Max
+from layerwise.events import Event, observing
+from layerwise.passes import Batches
+from layerwise.plan import Options, planned
+from layerwise.result import CalibrationResult, result_of
+from layerwise.run import Run
+from qtensor.recipes import Recipe
+
+__all__ = ["calibrate"]
+
+MAX = Max()
+
+
+def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
+    model: nn.Module,
+    data: Iterable[Any] | Callable[[nn.Module], object] | None,
+    *,
+    recipe: Recipe,
+    algorithm: Algorithm = MAX,
+    layers: Any = None,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    inputs: str = "dynamic",
+    checkpoint_dir: str | Path | None = None,
+    save_every: int = 1,
+    on_event: Callable[[Event], object] | None = None,
+    progress: bool = True,
+    layer_inputs: str | None = None,
+    inputs_on: str = "device",
+    device: torch.device | str | None = None,
+    weights: str | Path | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> CalibrationResult:
+    """Quantize the linear weights of a model, layer by layer, each with scales (and values) fitted to data.
+
+    Call it on all ranks of the group. Only one layer's weights are gathered at a time; the batches run through it by
+    themselves, on the outputs of the layer before. Afterwards the model's weights equal the result's, dequantized and
+    cast to the parameters' dtype (in quantized storage they are the same bytes); inputs are not quantized by the model.
+
+    Args:
+        model: plain, or sharded by FSDP2 (dense or quantized storage, CPU offload), or on the meta device with
+            `weights`. It runs in eval mode.
+        data: an iterable of this rank's batches (a tensor, a tuple, or a dict of keyword arguments for the model), or
+            a function that calls the model it is given for each of them (which computes nothing then, and returns
+            None). Ranks may have different numbers of batches, or none.
+        recipe: the format of the weights.
+        algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), or one of your own.
+        layers: the layers, as names, glob patterns or modules; None, the largest list of modules; (), none: the whole
+            model at once.
+        include: globs over module fqns of what to quantize; each must match something.
+        exclude: globs over module fqns of what to leave alone; one that matches nothing warns.
+        inputs: "dynamic", or "static": the result holds a scale for each linear's input.
+        checkpoint_dir: where to keep finished layers; a run that finds its own there goes on behind them, on any
+            number of ranks, to the same bytes. A directory that all ranks share.
+        save_every: after how many layers to save.
+        on_event: called with every `Event`, on every rank.
+        progress: show a bar on rank 0, where it has a terminal.
+        layer_inputs: what layers are calibrated on: outputs of the "unquantized" or of the "quantized" layer before;
+            None, as the algorithm says ("quantized" for GPTQ).
+        inputs_on: where inputs of layers wait: "device", "cpu" or "disk".
+        device: where a model without FSDP computes; None, where its weights are.
+        weights: safetensors of a model on the meta device: a file, or a directory.
+        process_group: the ranks; None, all of them, or this process alone where there is no process group.
+
+    Returns:
+        The result; see `CalibrationResult.state_dict` and `.report`.
+
+    Raises:
+        ValueError, TypeError: options, patterns, shapes or a checkpoint that do not fit; nothing has been changed.
+        NotImplementedError: a model whose layers depend on each other in a way that can not be replayed, by name.
+        RuntimeError: weights were changed where the change would be lost; inputs that are not finite; a factorisation
+            that failed. Finished layers keep their results, and the model is sharded and usable.
+    """
+    options = Options(
+        recipe=recipe,
+        algorithm=algorithm,
+        inputs=inputs,
+        layer_inputs=layer_inputs,
+        inputs_on=inputs_on,
+        save_every=save_every,
+        device=None if device is None else torch.device(device),
+        weights=weights,
+    )
+    group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+    plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group)
+    decides = {
+        "stages": [stage.name for stage in plan.stages],
+        "targets": [target.name for stage in plan.stages for target in stage.targets],
+        "inputs": inputs,
+        "layer_inputs": "quantized" if options.quantized_onward else "unquantized",
+    }
+    bar = progress and (group is None or dist.get_rank(group) == 0)
+    with (
+        _evaluating(model),
+        observing(on_event, len(plan.stages), bar=bar) as observer,
+        Batches(plan, () if data is None else data, options) as batches,
+    ):
+        run = Run(plan, observer, batches)
+        run.finish(checkpoint_dir, save_every, decides)
+    return result_of(plan.stages, run.outcomes, recipe, range(run.resumed), static=inputs == "static")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model without dropout and gradients; afterwards every module trains again that did before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

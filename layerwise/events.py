@@ -1,0 +1,73 @@
+"""What a calibration tells while it runs: events for a callback on every rank, a progress bar on rank 0.
+
+    layer_start -> capture -> calibrate -> write -> metrics -> checkpoint          for each layer, in this order
+
+From layer_start to metrics the layer's weights are gathered and plain. A callback may change weights of the layer until
+"calibrate" has been told, if the algorithm is one that writes weights; any other change is refused, never lost. Do not
+call `model.state_dict()` there: it shards the layer again.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Event", "Observer", "observing"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step of a calibration.
+
+    Attributes:
+        kind: "layer_start", "capture", "calibrate", "write", "metrics", "checkpoint", or "resumed" for a layer whose
+            result came from a checkpoint.
+        layer: fqn of the layer; "" for what is outside of the layers.
+        index: its number, from 0.
+        count: how many there are.
+        data: with "metrics" the layer's report, with "checkpoint" the directory, else nothing.
+    """
+
+    kind: str
+    layer: str
+    index: int
+    count: int
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Observer:
+    """Passes events on to the callback and the bar."""
+
+    def __init__(self, on_event: Callable[[Event], object] | None, bar: Any) -> None:
+        self.on_event, self.bar = on_event, bar
+
+    def tell(self, event: Event) -> None:
+        """Show and pass on one event."""
+        if self.bar is not None:
+            self.bar.set_description(f"{event.layer or 'outside the layers'}: {event.kind}")
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def done(self) -> None:
+        """One layer more is finished."""
+        if self.bar is not None:
+            self.bar.update(1)
+
+
+@contextmanager
+def observing(on_event: Callable[[Event], object] | None, count: int, *, bar: bool) -> Iterator[Observer]:
+    """An observer for `count` layers; the bar appears on terminals where tqdm is installed."""
+    shown: Any = None
+    if bar and sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            shown = tqdm(total=count, unit="layer", file=sys.stderr)
+    try:
+        yield Observer(on_event, shown)
+    finally:
+        if shown is not None:
+            shown.close()

@@ -1,0 +1,104 @@
+"""Which modules of a model are the layers that are calibrated one after another.
+
+Nothing said: the children of the module list that holds the most parameters, among the outermost lists (the list of
+experts inside a layer is not one of them). Otherwise what the user names: fqns, glob patterns, modules, or the list.
+"""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+__all__ = ["find_layers"]
+
+LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def find_layers(
+    model: nn.Module, layers: str | nn.Module | Iterable[str | nn.Module] | None = None
+) -> list[tuple[str, nn.Module]]:
+    """The layers of a model, in the order in which they are called.
+
+    Args:
+        model: the whole model.
+        layers: None, or one or several of: the fqn of a module, a glob pattern over fqns (of its matches the outermost
+            count), a module of the model. A module list stands for its children.
+
+    Returns:
+        Their fqns with them; none where nothing was said and the model holds no module list.
+
+    Raises:
+        ValueError: something is not in the model, or one layer is inside another.
+        TypeError: something is neither a text nor a module.
+    """
+    fqns = {module: fqn for fqn, module in model.named_modules()}
+    if layers is None:
+        lists = _outermost_lists(model)
+        chosen = max(lists.values(), key=_numel, default=None)
+        found = list(chosen.children()) if chosen is not None else []
+    else:
+        wanted = [layers] if isinstance(layers, str | nn.Module) else list(layers)
+        found = [layer for one in wanted for match in _matches(model, fqns, one) for layer in _expand(match)]
+        found = list(dict.fromkeys(found))
+        if not found:
+            raise ValueError(f"layers={layers!r} selects no module; {_what_there_is(model)}")
+    _check_apart(fqns, found)
+    return [(fqns[layer], layer) for layer in found]
+
+
+def _outermost_lists(model: nn.Module, fqn: str = "") -> dict[str, nn.Module]:
+    if isinstance(model, LISTS):
+        return {fqn: model} if _numel(model) else {}
+    prefix = f"{fqn}." if fqn else ""
+    return {
+        name: found
+        for child_name, child in model.named_children()
+        for name, found in _outermost_lists(child, prefix + child_name).items()
+    }
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _expand(module: nn.Module) -> list[nn.Module]:
+    return list(module.children()) if isinstance(module, LISTS) else [module]
+
+
+def _matches(model: nn.Module, fqns: dict[nn.Module, str], wanted: object) -> list[nn.Module]:
+    if isinstance(wanted, nn.Module):
+        if wanted not in fqns:
+            raise ValueError(f"layers: a {type(wanted).__name__} was given that is not in the model")
+        return [wanted]
+    if not isinstance(wanted, str):
+        raise TypeError(
+            f"layers must be names, patterns or modules of the model, got a {type(wanted).__name__}: {wanted!r}"
+        )
+    exact = [module for module, fqn in fqns.items() if fqn == wanted]
+    if exact:
+        return exact
+    matching = {fqn: module for module, fqn in fqns.items() if fnmatchcase(fqn, wanted)}
+    if not matching:
+        raise ValueError(f"layers: {wanted!r} matches no module of the model; {_what_there_is(model)}")
+    return [module for fqn, module in matching.items() if not any(outer in matching for outer in _outside(fqn))]
+
+
+def _outside(fqn: str) -> list[str]:
+    """The fqns of all modules around this one, the model itself left out (a pattern like * means its children)."""
+    steps = fqn.split(".")
+    return [".".join(steps[:count]) for count in range(1, len(steps))]
+
+
+def _what_there_is(model: nn.Module) -> str:
+    lists = [f"{fqn!r} ({len(list(found.children()))} modules)" for fqn, found in _outermost_lists(model).items()]
+    return f"its module lists are {', '.join(lists)}" if lists else "it has no module list"
+
+
+def _check_apart(fqns: dict[nn.Module, str], layers: list[nn.Module]) -> None:
+    chosen = set(layers)
+    for layer in layers:
+        inner = next((child for child in layer.modules() if child is not layer and child in chosen), None)
+        if inner is not None:
+            raise ValueError(
+                f"layers: {fqns[inner]!r} is inside {fqns[layer]!r}; a layer is calibrated as a whole, name one of them"
+            )

@@ -1,0 +1,143 @@
+"""What is kept of a calibrated stage: this rank's rows of its result, as shards, checkpoints and results want it.
+
+    Calibrated (full, of the moment)  ->  Outcome (own rows)  ->  saved: quantizers only, or weights and what changed
+                                                              ->  applied to the shards  ->  CalibrationResult
+
+An algorithm that writes no weights is saved without any: the scales are, and the payload is rounded again from the
+weights of the model, which the fingerprint of the run says are the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.measure import Measured
+from layerwise.report import LinearReport
+from layerwise.shards import empty_quantizer, empty_weight, kept, kept_quantizer, rounded, store
+from layerwise.stage import Calibrated, Stage, params_of
+from layerwise.targets import Target
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["Outcome", "outcome_of", "placeholders", "restored"]
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A stage's result on this rank.
+
+    Attributes:
+        weights: name of a target -> its quantized weight, in the layout of the parameter.
+        quantizers: name of a target -> what decided its scales, likewise; empty where weights are saved.
+        dense: name of another parameter that was changed -> its value now, likewise.
+        input_amax: name of a target -> largest |input|; None where no token reached it.
+        measured: the figures of a report.
+    """
+
+    weights: Mapping[str, Tensor]
+    quantizers: Mapping[str, Mapping[str, Tensor]]
+    dense: Mapping[str, Tensor]
+    input_amax: Mapping[str, float | None]
+    measured: Measured = field(default_factory=Measured)
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of it."""
+        if self.quantizers:
+            return {f"{name}.{key}": value for name, own in self.quantizers.items() for key, value in own.items()}
+        return {**self.weights, **self.dense}
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint notes beside it; JSON numbers of Python give back the very float."""
+        return {
+            "dense": list(self.dense),
+            "input_amax": dict(self.input_amax),
+            "records": [asdict(record) for record in self.measured.records],
+            "output_snr": self.measured.output_snr,
+        }
+
+    def apply(self, stage: Stage) -> None:
+        """Put it into the model: call it while the stage is sharded."""
+        for target in stage.targets:
+            if not target.param.is_meta:
+                store(self.weights[target.name], target.param)
+        params = params_of(stage)
+        for name, value in self.dense.items():
+            if not params[name].is_meta:
+                params[name].data.copy_(value)
+
+    def install(self, stage: Stage) -> None:
+        """Put its values into a stage that is held and not sharded."""
+        params = params_of(stage)
+        for name, value in {**self.weights, **self.dense}.items():
+            q: Any = value
+            params[name].data.copy_(q.dequantize() if isinstance(q, QuantizedTensor) else q)
+
+
+def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) -> Outcome:
+    """This rank's rows of what a stage came to. Call it while the stage is sharded again."""
+    params = params_of(stage)
+    return Outcome(
+        weights={target.name: kept(calibrated.weights[target.name], target.param) for target in stage.targets},
+        quantizers={}
+        if writes_weights
+        else {t.name: kept_quantizer(calibrated.quantizers[t.name], t.param) for t in stage.targets},
+        dense={
+            name: held if params[name].is_meta else params[name].detach().clone()
+            for name, held in calibrated.changed.items()
+        },
+        input_amax={target.name: _largest(calibrated, target) for target in stage.targets},
+        measured=calibrated.measured,
+    )
+
+
+def placeholders(stage: Stage, recipe: Recipe, note: Mapping[str, Any], *, writes_weights: bool) -> dict[str, Tensor]:
+    """Uninitialised tensors to load a stage's saved state into."""
+    if not writes_weights:
+        return {
+            f"{target.name}.{key}": value
+            for target in stage.targets
+            for key, value in empty_quantizer(target.param, recipe).items()
+        }
+    params = params_of(stage)
+    return {
+        **{target.name: empty_weight(target.param, recipe) for target in stage.targets},
+        **{name: torch.empty_like(params[name], device=_home(params[name])) for name in note["dense"]},
+    }
+
+
+def restored(
+    stage: Stage, recipe: Recipe, note: Mapping[str, Any], state: Mapping[str, Tensor], values: Mapping[str, Tensor]
+) -> Outcome:
+    """The outcome of a stage from its saved state.
+
+    Args:
+        stage: sharded, with the weights it had before the calibration.
+        recipe: the format.
+        note: what `Outcome.to_json` gave.
+        state: what was loaded into `placeholders`.
+        values: name of a target -> its rows before the calibration, for a state of scales only.
+    """
+    measured = Measured(tuple(LinearReport(**record) for record in note["records"]), note["output_snr"])
+    weights = {target.name: state[target.name] for target in stage.targets if target.name in state}
+    quantizers: dict[str, dict[str, Tensor]] = {}
+    for target in stage.targets:
+        if target.name not in weights:
+            prefix = f"{target.name}."
+            own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            quantizers[target.name] = own
+            weights[target.name] = rounded(values[target.name], own, recipe, target.param)
+    dense = {name: state[name] for name in note["dense"]}
+    return Outcome(weights, quantizers, dense, note["input_amax"], measured)
+
+
+def _largest(calibrated: Calibrated, target: Target) -> float | None:
+    found = [calibrated.inputs[name] for name in target.linears()]
+    known = [float(inputs.amax) for inputs in found if inputs is not None]
+    return max(known) if known else None
+
+
+def _home(param: Tensor) -> torch.device:
+    return torch.device("cpu") if param.is_meta else param.device

@@ -1,0 +1,175 @@
+"""What a calibration is going to do, decided before anything runs: options, layers, targets, stages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from layerwise.algorithms.algorithm import Algorithm
+from layerwise.layers import find_layers
+from layerwise.on_disk import OnDisk
+from layerwise.result import check_static_inputs
+from layerwise.stage import Method, Stage
+from layerwise.stores import INPUTS_ON
+from layerwise.targets import find_targets
+from layerwise.weights import Resident, Sharded, Weights
+from qtensor.recipes import Recipe
+
+__all__ = ["Options", "Plan", "planned"]
+
+LAYER_INPUTS = ("unquantized", "quantized")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `calibrate` that say how, checked.
+
+    Raises:
+        ValueError, TypeError: one of them is none of what it may be, or they do not fit together.
+    """
+
+    recipe: Recipe
+    algorithm: Algorithm
+    inputs: str = "dynamic"
+    layer_inputs: str | None = None
+    inputs_on: str = "device"
+    save_every: int = 1
+    device: torch.device | None = None
+    weights: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, Algorithm):
+            raise TypeError(
+                f"calibrate: algorithm is {self.algorithm!r}; expected an instance, such as Max() or GPTQ(). "
+                "Algorithms that need the whole model at once (svdquant) are not layerwise"
+            )
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"calibrate: expected a recipe, got {type(self.recipe).__name__}: {self.recipe!r}")
+        for name, choices in (("inputs", ("dynamic", "static")), ("inputs_on", INPUTS_ON)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"calibrate: {name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}"
+                )
+        if self.layer_inputs not in (None, *LAYER_INPUTS):
+            raise ValueError(
+                f"calibrate: layer_inputs={self.layer_inputs!r} is not one of None, 'unquantized', 'quantized'"
+            )
+        if type(self.save_every) is not int or self.save_every < 1:
+            raise ValueError(f"calibrate: save_every={self.save_every!r} is not a positive number of layers")
+        if self.inputs == "static":
+            check_static_inputs(self.recipe)
+
+    @property
+    def quantized_onward(self) -> bool:
+        """Whether a layer is calibrated on the outputs of the quantized layer before it."""
+        return (self.layer_inputs or self.algorithm.layer_inputs) == "quantized"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The stages of a run and what brings in their weights.
+
+    Attributes:
+        model: all of it.
+        layers: the modules of the layer stages, in their order.
+        stages: the layers, and last, where there are targets or no layers, what is outside.
+        method: how each stage is calibrated.
+        weights: brings them in.
+        whole: the weights of some layer belong to a group outside of it, so the outside is held all the time.
+    """
+
+    model: nn.Module
+    layers: tuple[nn.Module, ...]
+    stages: tuple[Stage, ...]
+    method: Method
+    weights: Weights
+    whole: bool
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """All parameters at rest, by fqn; those on disk are read when they are asked for."""
+        names = dict(self.model.named_parameters())
+        if isinstance(self.weights, OnDisk):
+            return _Read(names, self.weights)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward leaves some gathered, such as a root's own
+        return dict(self.model.named_parameters())
+
+
+class _Read(Mapping[str, Tensor]):
+    """Parameters, read from disk one at a time."""
+
+    def __init__(self, params: Mapping[str, Tensor], weights: OnDisk) -> None:
+        self.params, self.weights = params, weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        param = self.params[name]
+        return self.weights.read(param) if param.is_meta else param
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.params)
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+
+def planned(  # noqa: PLR0913 - keyword-only
+    model: nn.Module,
+    options: Options,
+    *,
+    layers: Any,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    group: dist.ProcessGroup | None,
+) -> Plan:
+    """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
+    named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
+    targets = find_targets(model, options.recipe, include, exclude)
+    stages: list[Stage] = []
+    inside: set[int] = set()
+    for index, (fqn, layer) in enumerate(named):
+        owners = {id(child) for child in layer.modules()}
+        inside |= owners
+        own = tuple(target for target in targets if id(target.owner) in owners)
+        stages.append(Stage(index, fqn, layer, (), own))
+    rest = tuple(target for target in targets if id(target.owner) not in inside)
+    modules = tuple(layer for _, layer in named)
+    if rest or not stages:
+        stages.append(Stage(len(stages), "", model, modules, rest))
+    method = Method(options.algorithm, options.recipe, options.quantized_onward, group)
+    return Plan(model, modules, tuple(stages), method, _weights_of(model, options), _reaches_in(model, modules))
+
+
+def _weights_of(model: nn.Module, options: Options) -> Weights:
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    on_meta = [name for name, param in model.named_parameters() if param.is_meta]
+    if sharded:
+        if options.weights is not None or options.device is not None:
+            raise ValueError(
+                "calibrate: weights= and device= are for models without FSDP; a sharded model has its weights, on the "
+                "device of its mesh"
+            )
+        if on_meta:
+            raise ValueError(
+                f"calibrate: {on_meta[0]} is on the meta device; call to_empty() and load the weights first"
+            )
+        return Sharded(model)
+    if options.weights is not None:
+        return OnDisk(options.weights, model, options.device)
+    if on_meta:
+        raise ValueError(
+            f"calibrate: {on_meta[0]} is on the meta device; say where its values are: "
+            "weights=<directory of safetensors>, or load them"
+        )
+    return Resident(options.device)
+
+
+def _reaches_in(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Whether an FSDP module outside of the layers owns weights inside of one: then it has to be held for them."""
+    grouped = any(isinstance(module, FSDPModule) for module in model.modules())
+    return grouped and not all(isinstance(layer, FSDPModule) for layer in layers)

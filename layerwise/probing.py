@@ -1,0 +1,266 @@
+"""Finds the modules that column factors can be folded into, exactly, by probing.
+
+SmoothQuant and AWQ multiply the columns of weights by factors s [K], for which the input X has to be divided by s. That
+costs nothing where one module makes X, channel by channel, and nobody else sees it: the module's channels are divided
+once and for all. Which module that is can not be read off names. It is probed:
+
+    multiply the channels of a candidate P by powers of two p [K], divide the columns of the group's weights by p
+    -> run the layer on a few batches: its output must be the same, BIT FOR BIT
+    -> put the weights back
+
+Powers of two only move exponents, so every product and every sum inside the layer is what it was, unless another module
+sees P's output, or P's channels are mixed, permuted or bent on their way to the group: then bits change. (They also
+change where a value leaves the normal range of its dtype; such a fold is not used.)
+
+A module that the batches do not reach, as an expert without a token, would not show. So a candidate is accepted only if
+dividing the group's columns alone changes the output, and so does multiplying by p the columns of every other weight
+that could take P's output, one at a time, which is exactly what P would do to it. Where that is not seen the answer is
+to abstain, for other ranks to see more.
+
+    producers_of   the candidates of a layer
+    propose        on each rank: NO, YES or ABSTAIN for every group and candidate; to be reduced by MIN over ranks
+    choose         from the reduced answers: group -> producer
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.formats import APPEARANCE_DTYPES
+
+__all__ = ["ABSTAIN", "NO", "YES", "Producer", "choose", "find_folds", "producers_of", "propose"]
+
+# In this order, so that the least answer over ranks is theirs together: a NO anywhere refuses, a YES needs one rank.
+NO, YES, ABSTAIN = 0, 1, 2
+
+Run = Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Producer:
+    """A module whose output channels can be scaled through its parameters.
+
+    Attributes:
+        name: fqn of the module.
+        kind: "norm", whose gain is its weight [K]; "offset", a norm whose gain is 1 + weight (Gemma's); "linear", whose
+            channels are the rows of its weight [K, N].
+        weight: what makes the gain.
+        bias: [K], or None.
+    """
+
+    name: str
+    kind: Literal["norm", "offset", "linear"]
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def channels(self) -> int:
+        """How many channels it makes."""
+        return self.weight.shape[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that scaling the channels changes."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+def producers_of(layer: nn.Module) -> list[Producer]:
+    """All candidates in a layer, norms first. Call it while the layer's parameters are plain, full tensors.
+
+    A norm is any module with a 1-D weight; it is listed twice, as "norm" and as "offset", for at most one can pass. A
+    parameter that modules outside the layer use too must be left out by the caller: no probe of this layer sees them.
+    """
+    norms, linears = [], []
+    for name, module in layer.named_modules():
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        if weight is None or not _scalable(weight) or not (bias is None or _scalable(bias)):
+            continue
+        if isinstance(module, nn.Linear):
+            linears.append(Producer(name, "linear", weight, bias))
+        elif weight.ndim == 1 and (bias is None or bias.shape == weight.shape):
+            norms += [Producer(name, "norm", weight, bias), Producer(name, "offset", weight, bias)]
+    return [*norms, *linears]
+
+
+def _scalable(tensor: Tensor) -> bool:
+    """Whether powers of two scale it exactly: not where it is quantized, and not as a DTensor's local values."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in APPEARANCE_DTYPES
+
+
+def find_folds(
+    groups: Sequence[Sequence[str]], weights: Mapping[str, Tensor], producers: Sequence[Producer], run: Run
+) -> dict[int, Producer]:
+    """Index of group -> the producer its factors can be folded into, as this process sees it.
+
+    The arguments are those of `propose`; groups without a producer are left out.
+    """
+    return choose(propose(groups, weights, producers, run), producers)
+
+
+@torch.no_grad()
+def propose(
+    groups: Sequence[Sequence[str]], weights: Mapping[str, Tensor], producers: Sequence[Producer], run: Run
+) -> Tensor:
+    """What this rank's batches say about every group and candidate; no collective.
+
+    Args:
+        groups: names in `weights` of the linears that take the same input, one group each.
+        weights: all parameters of the layer by fqn, plain and full; they are changed while probing and put back bit
+            for bit, also when `run` raises.
+        producers: the candidates, as `producers_of` returns them; the same list on every rank.
+        run: runs the layer on a few local batches and returns everything that leaves it, caches too, as flat tensors;
+            nothing on a rank without data. It must run the same way every time: a layer whose output changes from run
+            to run gets only NO.
+
+    Returns:
+        int8 [groups, producers] of NO, YES and ABSTAIN. Only a fold seen to be exact with everything else that could
+        take the producer's output at work is a YES. Reduce by MIN over ranks, then `choose`.
+
+    Raises:
+        ValueError: the weights of a group have different K.
+    """
+    answers = torch.full((len(groups), len(producers)), NO, dtype=torch.int8)
+    asked = [(i, j) for i, group in enumerate(groups) for j in _candidates(group, weights, producers)]
+    if not asked:
+        return answers
+    probing = _Probing(weights, run)
+    for i, j in asked:
+        answers[i, j] = probing.answer(groups[i], producers[j])
+    return answers
+
+
+def choose(answers: Tensor, producers: Sequence[Producer]) -> dict[int, Producer]:
+    """Index of group -> producer: the first YES of each group, in the order of `producers`, each used once."""
+    chosen: dict[int, Producer] = {}
+    for j, producer in enumerate(producers):
+        for i in range(answers.shape[0]):
+            taken = i in chosen or any(producer.name == other.name for other in chosen.values())
+            if int(answers[i, j]) == YES and not taken:
+                chosen[i] = producer
+    return chosen
+
+
+def _candidates(group: Sequence[str], weights: Mapping[str, Tensor], producers: Sequence[Producer]) -> list[int]:
+    """Indices of the producers worth probing: every norm with K channels, and the linears with K that are nearest.
+
+    Names only save probes here (a layer with 128 experts would need 128 x 128): of the linears, those in the smallest
+    module around the group that holds any.
+    """
+    widths = {name: weights[name].shape[-1] for name in group}
+    if len(set(widths.values())) != 1:
+        raise ValueError(f"the weights of a group must have the same number of columns, found {widths}")
+    if not all(_scalable(weights[name]) for name in group):
+        return []
+    columns = next(iter(widths.values()))
+    members = {id(weights[name]) for name in group}
+    fitting = [
+        j for j, p in enumerate(producers) if p.channels == columns and members.isdisjoint(id(t) for t in p.tensors)
+    ]
+    norms = [j for j in fitting if producers[j].kind != "linear"]
+    linears = [j for j in fitting if producers[j].kind == "linear"]
+    paths = [name.split(".")[:-1] for name in group]  # of the modules that own the weights
+    shared = paths[0][:-1]
+    while shared and not all(path[: len(shared)] == shared for path in paths):
+        shared = shared[:-1]
+    for length in range(len(shared), -1, -1):
+        near = [j for j in linears if producers[j].name.split(".")[:length] == shared[:length]]
+        if near:
+            return norms + near
+    return norms
+
+
+class _Probing:
+    """Runs of the layer under changed weights, and what they have shown so far."""
+
+    def __init__(self, weights: Mapping[str, Tensor], run: Run) -> None:
+        self.weights, self.run = weights, run
+        self.plain = _copies(run())
+        self.repeatable = _same(self.plain, run())
+        self.seen: dict[tuple[str, ...], bool] = {}
+
+    def answer(self, group: Sequence[str], producer: Producer) -> int:
+        """NO, YES or ABSTAIN."""
+        if not self.plain:
+            return ABSTAIN
+        if not self.repeatable:
+            return NO
+        if producer.kind == "offset":
+            # (1 + w) * p - 1 is seldom a number of w's dtype. How the gain travels does not depend on w, so take w = 0.
+            with _changed([(producer.weight, torch.zeros_like(producer.weight))]):
+                return self._answer(group, producer, _copies(self.run()), producer.name)
+        return self._answer(group, producer, self.plain, "")
+
+    def _answer(self, group: Sequence[str], producer: Producer, before: Sequence[Tensor], state: str) -> int:
+        probe = _probe(producer.channels, producer.weight.device)
+        members = [self.weights[name] for name in group]
+        if not self._shows(members, 1 / probe, before, (state, *group)):
+            return ABSTAIN
+        changes = [(w, w * (1 / probe).to(w.dtype)) for w in members]
+        changes += [(t, _scaled_channels(producer, t, probe)) for t in producer.tensors]
+        with _changed(changes):
+            if not _same(before, self.run()):
+                return NO
+        for name, weight in self.weights.items():
+            if name in group or weight.ndim < 2 or weight.shape[-1] != producer.channels or not _scalable(weight):
+                continue
+            for e, single in enumerate(weight.unbind() if weight.ndim > 2 else [weight]):
+                if not self._shows([single], probe, before, (state, name, str(e))):
+                    return ABSTAIN
+        return YES
+
+    def _shows(
+        self, weights: Sequence[Tensor], factors: Tensor, before: Sequence[Tensor], key: tuple[str, ...]
+    ) -> bool:
+        """Whether scaling the columns of some weights alone changes the output."""
+        if key not in self.seen:
+            with _changed([(w, w * factors.to(w.dtype)) for w in weights]):
+                self.seen[key] = not _same(before, self.run())
+        return self.seen[key]
+
+
+def _probe(channels: int, device: torch.device) -> Tensor:
+    """Powers of two from 1/2 to 4, in an order without a period that heads or channel shuffles could share."""
+    mixed = (torch.arange(channels, dtype=torch.int64) * 2654435761) >> 13  # Knuth's multiplicative hash
+    return torch.exp2((mixed % 4 - 1).float()).to(device)
+
+
+def _scaled_channels(producer: Producer, tensor: Tensor, factors: Tensor) -> Tensor:
+    """One of the producer's tensors as fp32 with its channels multiplied."""
+    spread = factors.reshape(-1, *[1] * (tensor.ndim - 1))
+    if producer.kind == "offset" and tensor is producer.weight:
+        return (1 + tensor.float()) * spread - 1
+    return tensor.float() * spread
+
+
+@contextmanager
+def _changed(changes: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """The tensors hold the given values inside, and exactly the bytes they had afterwards, whatever happens."""
+    saved = [(tensor, tensor.detach().clone()) for tensor, _ in changes]
+    try:
+        for tensor, value in changes:
+            tensor.copy_(value)
+        yield
+    finally:
+        for tensor, value in saved:
+            tensor.copy_(value)
+
+
+def _copies(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The next run may write into the same buffers."""
+    return [output.detach().clone() for output in outputs]
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether both hold the same bytes (a NaN equals itself, 0 and -0 differ)."""
+    return len(left) == len(right) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,107 @@
+"""The result of a calibration: quantized weights beside the shards they belong to, and a report."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.outcome import Outcome
+from layerwise.report import Report
+from layerwise.stage import Stage
+from layerwise.targets import Target
+from qtensor.float8 import Float8CurrentScaling
+from qtensor.formats import block_multiple, format_of, tensor_wide
+from qtensor.recipes import Recipe
+
+__all__ = ["CalibrationResult", "check_static_inputs", "input_scale_name", "result_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationResult:
+    """What `calibrate` returns.
+
+    Attributes:
+        recipe: the format of the weights.
+        report: errors, amaxes, clip ratios and warnings, a record for each linear.
+        starved: names of the weights that no token reached on any rank; their scales come from the weights alone.
+    """
+
+    recipe: Recipe
+    report: Report
+    starved: Sequence[str]
+    _entries: Mapping[str, Tensor]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was calibrated, by fqn.
+
+        Quantized weights (QuantizedTensor, or DTensors of them where the model is sharded), the other parameters that
+        the algorithm changed (norms that factors were folded into), and with inputs="static" `<module>.input_scale`,
+        fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`). Save it by `dcp.save` with
+        `QuantizedSavePlanner`.
+        """
+        return dict(self._entries)
+
+
+def result_of(
+    stages: Sequence[Stage], outcomes: Sequence[Outcome], recipe: Recipe, resumed: Sequence[int], *, static: bool
+) -> CalibrationResult:
+    """The result of all stages."""
+    entries: dict[str, Tensor] = {}
+    starved: list[str] = []
+    for stage, outcome in zip(stages, outcomes, strict=True):
+        starved += [record.name for record in outcome.measured.records if record.tokens == 0]
+        for target in stage.targets:
+            entries[target.name] = outcome.weights[target.name]
+            if static:
+                entries[input_scale_name(target)] = _input_scale(outcome, target, stage, recipe)
+        entries |= outcome.dense
+    report = Report(
+        records=tuple(record for outcome in outcomes for record in outcome.measured.records),
+        layer_errors={
+            stage.index: outcome.measured.output_snr
+            for stage, outcome in zip(stages, outcomes, strict=True)
+            if stage.name and outcome.measured.output_snr is not None
+        },
+        resumed=tuple(resumed),
+        title=f"{recipe}",
+    )
+    return CalibrationResult(recipe, report, tuple(starved), entries)
+
+
+def check_static_inputs(recipe: Recipe) -> None:
+    """Raise ValueError for a recipe whose inputs have no scale that could be fixed beforehand."""
+    if not isinstance(recipe, Float8CurrentScaling) and tensor_wide(recipe) is None:
+        raise ValueError(
+            f'calibrate: inputs="static" needs a tensor-wide scale, which {recipe} has none of: inputs are scaled by '
+            'block; use inputs="dynamic"'
+        )
+
+
+def input_scale_name(target: Target) -> str:
+    """Where a result holds the scale of a target's input."""
+    return f"{target.module_name if len(target.shape) == 2 else target.name}.input_scale".lstrip(".")
+
+
+def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe) -> Tensor:
+    """fp32 []: the tensor-wide scale that the recipe's formula makes of the largest |input|.
+
+    An input that no token ever was is given the largest amax of those of the same kind in its stage (other experts), or
+    that of its weight.
+    """
+    amax = outcome.input_amax[target.name]
+    if amax is None:
+        kind = target.module_name.rpartition(".")[2]
+        alike = [outcome.input_amax[t.name] for t in stage.targets if t.module_name.rpartition(".")[2] == kind]
+        known = [value for value in alike if value is not None]
+        own = [record.weight_amax for record in outcome.measured.records if record.name in target.linears()]
+        amax = max(known or own)
+    per_tensor = (
+        Float8CurrentScaling(element=recipe.element, granularity="tensor")
+        if isinstance(recipe, Float8CurrentScaling)
+        else recipe
+    )
+    row = torch.zeros(1, block_multiple(recipe), dtype=torch.float32)
+    parts = format_of(per_tensor).encode(row, per_tensor, torch.tensor(amax, dtype=torch.float32))
+    return parts[tensor_wide(per_tensor) or "scale"].clone()

@@ -1,0 +1,120 @@
+"""What a rank keeps of a calibrated weight: its own rows, beside its shard and in the same layout.
+
+    full result on every rank  ->  own rows as a DTensor like the parameter  ->  the result, the checkpoint, the shard
+
+Rounding under given scales is a matter of single elements, so rows can be rounded where they are: a resumed run makes
+the payload of its rows from the shard and the rows of the scales, on any number of ranks, without a gather.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like
+from qtensor.formats import format_of, specs_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["dense_rows", "empty_quantizer", "empty_weight", "kept", "kept_quantizer", "rounded", "store"]
+
+
+def kept(full: QuantizedTensor, param: Tensor) -> QuantizedTensor | DTensor:
+    """This rank's rows of a calibrated weight, on the device of its shard; a copy, a DTensor where the parameter is."""
+    start, rows = _own_rows(param)
+    parts = {
+        spec.name: _cut(full.parts()[spec.name], start, rows, per_row=spec.per_row).to(_home(param))
+        for spec in full.specs()
+    }
+    own = QuantizedTensor.from_parts(parts, full.recipe, param.dtype)
+    return dtensor_like(own, param) if isinstance(param, DTensor) else own
+
+
+def kept_quantizer(quantizer: Mapping[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """This rank's rows of what decides the scales, in the layout of the parameter."""
+    start, rows = _own_rows(param)
+    return {
+        name: _placed(_cut(value, start, rows, per_row=value.ndim > 0).to(_home(param)), value.shape, param)
+        for name, value in quantizer.items()
+    }
+
+
+def empty_quantizer(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+    """Uninitialised tensors like `kept_quantizer` gives, to load into."""
+    full = torch.zeros(param.shape, dtype=torch.float32, device="meta")
+    fmt = format_of(recipe)
+    quantizer = fmt.quantizer(full, recipe, fmt.shared_amax(full, recipe))
+    _, rows = _own_rows(param)
+    return {
+        name: _placed(
+            torch.empty((rows, *value.shape[1:]) if value.ndim else (), dtype=value.dtype, device=_home(param)),
+            value.shape,
+            param,
+        )
+        for name, value in quantizer.items()
+    }
+
+
+def empty_weight(param: Tensor, recipe: Recipe) -> QuantizedTensor | DTensor:
+    """An uninitialised tensor like `kept` gives, to load into."""
+    shape = local_of(param).shape
+    parts = {
+        spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=_home(param)) for spec in specs_of(recipe)
+    }
+    own = QuantizedTensor.from_parts(parts, recipe, param.dtype)
+    return dtensor_like(own, param) if isinstance(param, DTensor) else own
+
+
+def rounded(dense: Tensor, quantizer: Mapping[str, Tensor], recipe: Recipe, param: Tensor) -> QuantizedTensor | DTensor:
+    """Rows `dense` rounded under the same rows of a quantizer, in the layout of the parameter."""
+    own = {name: local_of(value) for name, value in quantizer.items()}
+    parts = format_of(recipe).encode_with(dense.float(), recipe, own)
+    q = QuantizedTensor.from_parts({name: part.contiguous() for name, part in parts.items()}, recipe, param.dtype)
+    return dtensor_like(q, param) if isinstance(param, DTensor) else q
+
+
+def dense_rows(param: Tensor) -> Tensor:
+    """The values that this rank's shard holds, dense, in the parameter's dtype."""
+    local = local_of(param)
+    return local.dequantize() if isinstance(local, QuantizedTensor) else local
+
+
+@torch.no_grad()
+def store(result: Tensor, param: Tensor) -> None:
+    """Put calibrated rows into the shard: the bytes into quantized storage, their values into a dense one."""
+    own: Any = local_of(result)
+    shard = local_of(param)
+    if isinstance(shard, QuantizedTensor):
+        shard.copy_(own)
+        shard.init_value = None  # that of the weight before
+    else:
+        shard.copy_(own.dequantize(shard.dtype))
+
+
+def _own_rows(param: Tensor) -> tuple[int, int]:
+    """First row of the shard in the full weight, and how many it has."""
+    if not isinstance(param, DTensor):
+        return 0, param.shape[0]
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return offset[0], shape[0]
+
+
+def _cut(value: Tensor, start: int, rows: int, *, per_row: bool) -> Tensor:
+    return value[start : start + rows].clone() if per_row else value.clone()
+
+
+def _home(param: Tensor) -> torch.device:
+    """Where the bytes of the shard are: with CPU offload not where the mesh computes."""
+    local = local_of(param)
+    return torch.device("cpu") if local.is_meta else local.device
+
+
+def _placed(local: Tensor, shape: torch.Size, param: Tensor) -> Tensor:
+    """Rows as a DTensor of global `shape` beside the parameter; what has no rows is the same on all ranks."""
+    if not isinstance(param, DTensor):
+        return local
+    placements: Any = param.placements if shape else (Replicate(),) * param.device_mesh.ndim
+    return dtensor_around(local, param.device_mesh, placements, shape)

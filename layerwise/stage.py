@@ -1,0 +1,285 @@
+"""One stage of a calibration: a layer, or all that is outside of layers, from gathered weights to decided ones.
+
+    statistics   every batch through the stage, its linears watched      (the outputs may be the next layer's inputs)
+    reduce       over all ranks, in a fixed number of collectives
+    smooth       column factors found and folded, where the algorithm has them and the layer allows it
+    decide       the algorithm, the same on every rank
+    install      the quantized values in place of the weights            (outputs again, for the next layer, if asked)
+
+Nothing in the loops over batches is collective, so ranks may have different numbers of them, or none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_hooks.digest import digest
+from fsdp_hooks.scale_sync import local_of
+from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
+from layerwise.alike import alike
+from layerwise.measure import Measured, Yardstick, matrices
+from layerwise.smoothing import smooth
+from layerwise.statistics import Collector
+from layerwise.targets import Target, siblings
+from layerwise.weights import modules_of
+from qtensor.formats import format_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage", "changed_since", "contents", "params_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A part of the model that is held at once.
+
+    Attributes:
+        index: its number.
+        name: fqn of the layer; "" for what is outside of layers.
+        module: the layer, or the model.
+        without: modules inside it that do not belong to it: the layers, when it is the model.
+        targets: the weights to quantize in it.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    without: tuple[nn.Module, ...]
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """How every stage is calibrated.
+
+    Attributes:
+        algorithm: decides.
+        recipe: the format.
+        quantized_onward: the next stage gets the outputs of the quantized one, not those from before.
+        group: over which statistics are reduced; None for none.
+    """
+
+    algorithm: Algorithm
+    recipe: Recipe
+    quantized_onward: bool
+    group: dist.ProcessGroup | None
+
+
+class Passes(Protocol):
+    """A stage's batches on this rank."""
+
+    @property
+    def batches(self) -> int:
+        """How many."""
+
+    def run(self, batch: int) -> Any:
+        """Runs the stage on one batch; returns its output."""
+
+    def keep(self, batch: int, output: Any) -> None:
+        """Keeps an output as input of the next stage."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calibrated:
+    """What a stage came to, full tensors, the same on every rank.
+
+    Attributes:
+        weights: name of a target -> its quantized weight.
+        quantizers: name of a target -> what decided its scales.
+        inputs: name of a target -> statistics of its input; None where no token reached it.
+        changed: the other parameters that were changed, as they stand while the stage is held.
+        measured: the figures of a report.
+    """
+
+    weights: Mapping[str, QuantizedTensor]
+    quantizers: Mapping[str, Mapping[str, Tensor]]
+    inputs: Mapping[str, Inputs | None]
+    changed: Mapping[str, Tensor]
+    measured: Measured = field(default_factory=Measured)
+
+
+@torch.no_grad()
+def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable[[str], None]) -> Calibrated:
+    """Calibrate a stage whose weights are held, and leave the quantized values in them.
+
+    Args:
+        stage: what is calibrated.
+        passes: its batches.
+        method: how.
+        tell: told "capture", "calibrate" and "write".
+
+    Raises:
+        RuntimeError: weights were changed though the algorithm writes none, or were changed too late.
+    """
+    before = contents(stage)
+    tell("capture")
+    yardstick = Yardstick(stage.targets)
+    collector = _observe(stage, passes, method, yardstick)
+    groups = collector.reduce(method.group)
+    tell("calibrate")
+    _check_unwritten(stage, before, method.algorithm)
+    smoothed = smooth(stage, groups, method, passes)
+    yardstick.refer(collector, smoothed.factors)
+    decisions = _decide(stage, passes, smoothed.groups, method)
+    _check_unwritten(stage, before, method.algorithm)
+    quantizers, weights = _round(stage, decisions, method.recipe)
+    for target in stage.targets:
+        target.param.data.copy_(weights[target.name].dequantize())
+    installed = contents(stage)
+    tell("write")
+    with alike(method.group):
+        for batch in range(passes.batches if method.quantized_onward else min(1, passes.batches)):
+            output = passes.run(batch)
+            yardstick.compare(batch, output)
+            if method.quantized_onward:
+                passes.keep(batch, output)
+    measured = yardstick.measured(groups, decisions, stage.index if stage.name else None, method.group)
+    late = changed_since(installed, stage)
+    if late:
+        raise RuntimeError(
+            f"calibrate: {', '.join(late[:5])} in {stage.name or 'the model'} changed after the quantized values were "
+            'there, which would lose the change; change weights before the event "calibrate" has been told'
+        )
+    targets = {target.name for target in stage.targets}
+    now = params_of(stage)
+    changed = {name: now[name].detach() for name in changed_since(before, stage) if name not in targets}
+    inputs = {name: statistics for names, statistics in groups for name in names}
+    return Calibrated(weights, quantizers, inputs, changed, measured)
+
+
+def _observe(stage: Stage, passes: Passes, method: Method, yardstick: Yardstick) -> Collector:
+    """Run every batch, its linears watched."""
+    algorithm = method.algorithm
+    needs = algorithm.needs - ({HESSIAN} if algorithm.one_at_a_time else set())
+    collector = Collector({target.name: target.param for target in stage.targets}, needs)
+    with alike(method.group):
+        for batch in range(passes.batches):
+            with collector.batch():
+                output = passes.run(batch)
+            yardstick.note(batch, output)
+            if not method.quantized_onward:
+                passes.keep(batch, output)
+    return collector
+
+
+def _decide(
+    stage: Stage, passes: Passes, groups: Sequence[tuple[tuple[str, ...], Inputs | None]], method: Method
+) -> dict[str, Decision]:
+    """The decision about every 2-D weight; with one Hessian at a time, its batches are run again for each."""
+    algorithm, recipe = method.algorithm, method.recipe
+    weights = {name: weight for target in stage.targets for name, weight in matrices(target)}
+    amaxes = _shared_amaxes(stage.targets, recipe)
+    decisions: dict[str, Decision] = {}
+    for names, statistics in groups:
+        inputs = statistics
+        if algorithm.one_at_a_time and inputs is not None:
+            collector = Collector({t.name: t.param for t in stage.targets}, frozenset({HESSIAN}), only=names)
+            with alike(method.group):
+                for batch in range(passes.batches):
+                    with collector.batch():
+                        passes.run(batch)
+            inputs = next(found for own, found in collector.reduce(method.group) if names[0] in own)
+        linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
+        decided = algorithm.decide(Group(linears, inputs), recipe)
+        if len(decided) != len(names):
+            raise ValueError(
+                f"{type(algorithm).__name__}.decide returned {len(decided)} decisions for the {len(names)} linears "
+                f"{', '.join(names)}; expected one for each"
+            )
+        decisions |= dict(zip(names, decided, strict=True))
+    return decisions
+
+
+def _shared_amaxes(targets: Sequence[Target], recipe: Recipe) -> dict[str, Tensor | None]:
+    """What decides the shared scale of every 2-D weight, after agreement between those that share it."""
+    found: dict[str, Tensor | None] = {}
+    for together in siblings(targets, recipe):
+        own = [format_of(recipe).shared_amax(target.param.detach().float(), recipe) for target in together]
+        for target, amax in zip(together, own, strict=True):
+            agreed = torch.stack(own).amax() if len(own) > 1 else amax  # type: ignore[arg-type]
+            for index, name in enumerate(target.linears()):
+                per_row = agreed is not None and agreed.ndim == 3  # [E, N, 1]
+                found[name] = agreed[index] if per_row and agreed is not None else agreed
+    return found
+
+
+def _round(
+    stage: Stage, decisions: Mapping[str, Decision], recipe: Recipe
+) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, QuantizedTensor]]:
+    """The quantizer and the quantized weight of every target."""
+    quantizers, weights = {}, {}
+    for target in stage.targets:
+        own = [decisions[name] for name in target.linears()]
+        quantizers[target.name] = _joined(target, own)
+        weights[target.name] = _quantized(target, own, quantizers[target.name], recipe)
+    return quantizers, weights
+
+
+def _joined(target: Target, decisions: Sequence[Decision]) -> Mapping[str, Tensor]:
+    """The quantizer of a target from those of its 2-D weights; what they share must be the same."""
+    if len(target.shape) == 2:
+        return decisions[0].quantizer
+    joined = {}
+    for key, first in decisions[0].quantizer.items():
+        values = torch.stack([decision.quantizer[key] for decision in decisions])
+        if first.ndim == 0 and not bool((values == first).all()):
+            raise ValueError(
+                f"{target.name}: its experts came to different values of {key}, of which one tensor "
+                f'{tuple(target.shape)} has only one; use granularity="row"'
+            )
+        joined[key] = first if first.ndim == 0 else values
+    return joined
+
+
+def _quantized(
+    target: Target, decisions: Sequence[Decision], quantizer: Mapping[str, Tensor], recipe: Recipe
+) -> QuantizedTensor:
+    """The full weight, rounded under its decided scales."""
+    own = [
+        matrix.float() if decision.weight is None else decision.weight
+        for (_, matrix), decision in zip(matrices(target), decisions, strict=True)
+    ]
+    dense = torch.stack(own) if len(target.shape) == 3 else own[0]
+    parts = format_of(recipe).encode_with(dense, recipe, quantizer)
+    contiguous = {name: part.contiguous() for name, part in parts.items()}
+    return QuantizedTensor.from_parts(contiguous, recipe, target.param.dtype)
+
+
+def params_of(stage: Stage) -> dict[str, Tensor]:
+    """Fqn in the model -> parameter of a stage, as it stands."""
+    return {
+        ".".join(filter(None, (stage.name, fqn, name))): param
+        for fqn, module in modules_of(stage.module, stage.without).items()
+        for name, param in module._parameters.items()
+        if param is not None
+    }
+
+
+def contents(stage: Stage) -> dict[str, Tensor]:
+    """A digest of every parameter of a stage as it stands on this rank."""
+    local = {name: local_of(param) for name, param in params_of(stage).items() if not param.is_meta}
+    return {
+        name: digest(held.parts().values() if isinstance(held, QuantizedTensor) else [held])
+        for name, held in local.items()
+    }
+
+
+def changed_since(before: Mapping[str, Tensor], stage: Stage) -> list[str]:
+    """The parameters whose bytes are others than in `before`, or that came or went."""
+    now = contents(stage)
+    return [name for name in {**before, **now} if name not in now or name not in before or now[name] != before[name]]
+
+
+def _check_unwritten(stage: Stage, before: Mapping[str, Tensor], algorithm: Algorithm) -> None:
+    changed = [] if algorithm.writes_weights else changed_since(before, stage)
+    if changed:
+        raise RuntimeError(
+            f"calibrate: {', '.join(changed[:5])} changed while {type(algorithm).__name__} calibrated "
+            f"{stage.name or 'the model'}, and it is an algorithm that writes no weights: the change would be lost. "
+            "Nothing of this layer was stored; set writes_weights = True on an algorithm that writes them, or change "
+            "weights before the calibration"
+        )

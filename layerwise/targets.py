@@ -1,0 +1,176 @@
+"""Targets: the weights that a calibration quantizes, found in the module tree before anything runs.
+
+A target is the weight [N, K] of an nn.Linear or a parameter [E, N, K] of a module of experts. Which there are is read
+from the tree, never from what a forward happened to use, so that ranks whose batches reach other experts agree.
+"""
+
+import fnmatch
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from fsdp_hooks.scale_sync import local_of
+from qtensor.float8_delayed import Float8DelayedScaling
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, tensor_wide
+from qtensor.high_precision import HighPrecisionWeight
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["FUSED", "Target", "find_targets", "siblings"]
+
+# Linears that inference engines fuse into one: in NVFP4 they must have one global scale between them.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One weight to quantize.
+
+    Attributes:
+        name: fqn of the parameter.
+        module_name: fqn of the module that owns it.
+        owner: that module.
+        attribute: the parameter's name in it.
+        shape: the global shape, [N, K] or [E, N, K].
+        dtype: of the parameter, which is the appearance dtype of the result.
+    """
+
+    name: str
+    module_name: str
+    owner: nn.Module
+    attribute: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def param(self) -> nn.Parameter:
+        """What stands there at this moment: a shard, a gathered or a working weight."""
+        param = self.owner._parameters[self.attribute]
+        assert param is not None
+        return param
+
+    @property
+    def experts(self) -> int:
+        """How many 2-D weights it consists of."""
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+    def linears(self) -> tuple[str, ...]:
+        """The names of those 2-D weights, as statistics and reports have them."""
+        if len(self.shape) == 2:
+            return (self.name,)
+        return tuple(f"{self.name}[{expert}]" for expert in range(self.experts))
+
+
+def find_targets(
+    model: nn.Module, recipe: Recipe, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
+) -> list[Target]:
+    """The targets of a model in its order; weights that are tied to others are left out.
+
+    Args:
+        model: sharded or not.
+        recipe: how they will be quantized.
+        include: globs over module fqns; every one must match a module with a weight to quantize.
+        exclude: globs over the fqns of modules to leave out; one that matches nothing warns.
+
+    Raises:
+        ValueError: a pattern of `include` matches nothing or only tied weights, a shape does not fit the recipe, a
+            weight is stored quantized under another recipe.
+        TypeError: a string instead of a list of patterns; a weight or a recipe that can not be calibrated.
+    """
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        if isinstance(patterns, str):
+            raise TypeError(f"calibrate: {argument} is a list of patterns, got {patterns!r}; write [{patterns!r}]")
+    registered(recipe)
+    if isinstance(recipe, Float8DelayedScaling):
+        raise TypeError(
+            "calibrate: Float8DelayedScaling takes its scales from training steps; calibrate with Float8CurrentScaling"
+        )
+    candidates = _candidates(model)
+    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    free = {name for name, target in candidates.items() if uses[id(target.param)] == 1}
+    modules = {candidates[name].module_name for name in candidates}
+    for pattern in include:
+        if not fnmatch.filter(modules, pattern):
+            raise ValueError(f"calibrate: include pattern {pattern!r} matches no module with a weight to quantize")
+        if not fnmatch.filter({candidates[name].module_name for name in free}, pattern):
+            raise ValueError(
+                f"calibrate: include pattern {pattern!r} matches only weights that are tied to others, such as an "
+                "embedding; untie them first (two parameters), or leave them out"
+            )
+    for pattern in exclude:
+        if not fnmatch.filter(modules, pattern):
+            warnings.warn(
+                f"calibrate: exclude pattern {pattern!r} matches no module with a weight to quantize", stacklevel=3
+            )
+    chosen = [
+        target
+        for name, target in candidates.items()
+        if name in free and _matches(target, include) and not _matches(target, exclude)
+    ]
+    for target in chosen:
+        _check(target, recipe)
+    return chosen
+
+
+def siblings(targets: Iterable[Target], recipe: Recipe) -> list[list[Target]]:
+    """Targets in sets that share a global scale: those an engine fuses, for recipes of blocks under a global scale."""
+    sets: dict[tuple[str, ...], list[Target]] = {}
+    shared = tensor_wide(recipe) == "global_scale"
+    for target in targets:
+        parent, _, own = target.module_name.rpartition(".")
+        fused = next((names for names in FUSED if own in names), None) if shared else None
+        sets.setdefault((parent, *fused) if fused else (target.name,), []).append(target)
+    return list(sets.values())
+
+
+def _candidates(model: nn.Module) -> dict[str, Target]:
+    found: dict[str, Target] = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            continue  # nn.MultiheadAttention reads its weight past the module
+        for attribute, param in module._parameters.items():
+            is_linear = isinstance(module, nn.Linear) and attribute == "weight"
+            is_experts = "expert" in fqn.rpartition(".")[2].lower() and param is not None and param.ndim == 3
+            if param is not None and (is_linear or is_experts):
+                name = f"{fqn}.{attribute}".lstrip(".")
+                found[name] = Target(name, fqn, module, attribute, param.shape, param.dtype)
+    return found
+
+
+def _matches(target: Target, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatch(target.module_name, pattern) for pattern in patterns)
+
+
+def _check(target: Target, recipe: Recipe) -> None:
+    check_shape(target.shape, recipe, target.name)
+    local: Tensor = local_of(target.param)
+    if target.dtype not in APPEARANCE_DTYPES:
+        raise TypeError(f"{target.name} is {target.dtype}; expected bfloat16, float16 or float32")
+    if isinstance(local, QuantizedTensor) and local.recipe.stored != recipe.stored:
+        raise ValueError(
+            f"{target.name} is stored quantized under {local.recipe}, expected {recipe}: quantized storage keeps its "
+            "format; calibrate with that recipe, or load the checkpoint into dense weights"
+        )
+    if isinstance(local, HighPrecisionWeight):
+        raise TypeError(
+            f'{target.name} was built under quantized_model_init(storage="high_precision"), which quantizes it in '
+            "every gather; calibrate the plain dense model"
+        )
+    if target.experts > 1 and getattr(target.owner, "is_transposed", False):
+        raise ValueError(
+            f"{target.name} {tuple(target.shape)} is stored [experts, K, N]: its blocks would run along the output; "
+            "exclude it, or store it [experts, N, K]"
+        )
+    placements: Any = getattr(target.param, "placements", ())
+    cuts = [place.dim for place in placements if hasattr(place, "dim")]
+    if cuts not in ([], [0]):
+        raise ValueError(
+            f"{target.name} is placed {placements}: tensor parallelism is not supported by calibrate; "
+            "shard the model with fully_shard alone"
+        )

@@ -1,0 +1,208 @@
+"""Sees which inputs are multiplied with which weights while a layer runs, whatever modules the layer is made of.
+
+Modules do not tell: experts live in one 3-D parameter, and each model has its own way to multiply with it. Products do.
+`Watch` is a TorchFunctionMode: every torch function called inside it passes by, and a product whose right operand lies
+in the storage of a target weight is reported, before it is computed, as
+
+    on_product(Product(x, part, rows, names))
+
+    F.linear(x, w), x @ w.T                    all of x goes to w
+    F.linear(x, w[e]), x[e] @ w[e].T           all of that tensor goes to expert e
+    torch.bmm(x, w.mT), x @ w.mT               x[e] goes to expert e; an x for all experts goes to all
+    F.grouped_mm(x, w.mT, offs=offs)           the rows between offs[e - 1] and offs[e] go to expert e
+
+A view of the weight is as good as the weight: only its place in the storage counts. What a weight went into otherwise
+(a copy of it in another dtype or order, a product from the left, einsum) is noted in `unfollowed`: the statistics of
+such a weight would be missing without a word.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Product", "Targets", "Watch", "names_of"]
+
+_PLAIN = (Tensor, Parameter)
+
+# Product functions by name (some have several spellings, and some are private to torch or transformers), with the
+# positions and keywords of both operands, and how the right one holds the weight.
+_LINEAR = {"linear": (0, "input", 1, "weight")}
+_MATMUL = {
+    "matmul": (0, "input", 1, "other"),
+    "__matmul__": (0, "input", 1, "other"),
+    "mm": (0, "input", 1, "mat2"),
+    "bmm": (0, "input", 1, "mat2"),
+    "addmm": (1, "mat1", 2, "mat2"),
+    "baddbmm": (1, "batch1", 2, "batch2"),
+}
+_GROUPED = {
+    "grouped_mm": (0, "mat_a", 1, "mat_b"),
+    "_grouped_mm": (0, "self", 1, "mat2"),
+    "grouped_mm_fallback": (0, "input", 1, "weight"),
+}
+
+
+def names_of(fqn: str, weight: Tensor) -> list[str]:
+    """What the linears of a weight are called: its fqn, with the number of the expert in brackets for a 3-D one."""
+    return [fqn] if weight.ndim == 2 else [f"{fqn}[{expert}]" for expert in range(weight.shape[0])]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One input on its way to weights.
+
+    Attributes:
+        x: the tensor that the product was called with.
+        part: which part of it goes to these weights; () for all.
+        rows: that part, [.., K].
+        names: the linears.
+    """
+
+    x: Tensor
+    part: tuple[int, ...]
+    rows: Tensor
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    fqn: str
+    names: list[str]
+    offset: int  # elements, within the storage
+    shape: tuple[int, int, int]  # experts (1 for a 2-D weight), N, K
+
+
+class Targets:
+    """Weights that can be found by where views of them lie.
+
+    Args:
+        weights: fqn -> the live weight, [N, K] or [E, N, K], plain and contiguous.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._by_storage: dict[int, list[_Target]] = {}
+        for fqn, weight in weights.items():
+            if type(weight) not in _PLAIN or weight.ndim not in (2, 3) or not weight.is_contiguous():
+                raise ValueError(
+                    f"{fqn} is a {type(weight).__name__} {tuple(weight.shape)} with strides {weight.stride()}, "
+                    "expected a plain contiguous [N, K] or [E, N, K]; gather it with unsharded() first"
+                )
+            shape = (math.prod(weight.shape[:-2]), weight.shape[-2], weight.shape[-1])
+            target = _Target(fqn, names_of(fqn, weight), int(weight.storage_offset()), shape)
+            others = self._by_storage.setdefault(weight.untyped_storage().data_ptr(), [])
+            for other in others:
+                if other.offset == target.offset:
+                    raise ValueError(f"{fqn} and {other.fqn} are the same weight; name one of them")
+            others.append(target)
+
+    def locate(self, x: Any) -> _Target | None:
+        """The target in whose storage x lies, None for any other tensor."""
+        if type(x) not in _PLAIN:
+            return None
+        for target in self._by_storage.get(x.untyped_storage().data_ptr(), ()):
+            experts, n, k = target.shape
+            if 0 <= x.storage_offset() - target.offset < experts * n * k:
+                return target
+        return None
+
+    def names(self, target: _Target, form: Tensor) -> tuple[str, ...] | None:
+        """The linears that a view [.., n, K] of a target consists of, in order; None where it is none of whole rows."""
+        _, n, k = target.shape
+        expert, within = divmod(int(form.storage_offset()) - target.offset, n * k)
+        strides = (n * k, k, 1)[3 - form.ndim :]
+        rows = form.shape[-2] if form.ndim >= 2 else 0
+        if (
+            form.ndim not in (2, 3)
+            or form.shape[-1] != k
+            or within % k
+            or within // k + rows > n
+            or any(size > 1 and got != want for size, got, want in zip(form.shape, form.stride(), strides, strict=True))
+        ):
+            return None
+        count = form.shape[0] if form.ndim == 3 else 1
+        return tuple(target.names[expert : expert + count])
+
+
+@dataclass(eq=False)
+class Watch(TorchFunctionMode):
+    """Reports the products of targets inside it; results are those without it.
+
+    Attributes:
+        unfollowed: fqn -> the function that took a target otherwise.
+    """
+
+    targets: Targets
+    on_product: Callable[[Product], None]
+    unfollowed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        products = self._products(name, args, kwargs)
+        if products is None:
+            result = func(*args, **kwargs)
+            self._note_copies(name, args, kwargs, result)
+            return result
+        for product in products:
+            self.on_product(product)
+        return func(*args, **kwargs)
+
+    def _products(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Product] | None:
+        """What is multiplied with targets; None where no target is, or not in a way that is understood."""
+        operands = _LINEAR.get(name) or _MATMUL.get(name) or _GROUPED.get(name)
+        if operands is None:
+            return None
+        at, keyword, weight_at, weight_keyword = operands
+        x: Any = args[at] if at < len(args) else kwargs.get(keyword)
+        weight: Any = args[weight_at] if weight_at < len(args) else kwargs.get(weight_keyword)
+        target = self.targets.locate(weight)
+        if target is None or type(x) not in _PLAIN or x.ndim == 0:
+            return None
+        form = weight if name in _LINEAR or weight.ndim < 2 else weight.transpose(-2, -1)
+        names = self.targets.names(target, form)
+        if names is None or x.shape[-1] != form.shape[-1]:
+            return None
+        if name in _GROUPED:
+            offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+            return None if offsets is None and x.ndim == 2 else list(_grouped(x, names, offsets))
+        return list(_batched(x, names))
+
+    def _note_copies(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        if not isinstance(first, Tensor) or not first.is_floating_point() or self.targets.locate(first) is not None:
+            return
+        for arg in (*args, *kwargs.values()):
+            for x in arg if isinstance(arg, tuple | list) else (arg,):
+                target = self.targets.locate(x)
+                if target is not None:
+                    self.unfollowed.setdefault(target.fqn, name)
+
+
+def _batched(x: Tensor, names: tuple[str, ...]) -> Iterator[Product]:
+    """For x [.., T, K] and a batch of weights: each takes its own x, or all of them the only one there is."""
+    if len(names) == 1 or x.ndim < 3 or x.shape[-3] == 1:
+        yield Product(x, (), x, names)
+        return
+    for expert, name in enumerate(names):
+        yield Product(x, (expert,), x.select(-3, expert), (name,))
+
+
+def _grouped(x: Tensor, names: tuple[str, ...], offsets: Tensor | None) -> Iterator[Product]:
+    """For x [S, K], sorted by expert; `offsets` are the ends of the experts' rows. Without any, x is [E, T, K]."""
+    if offsets is None:
+        yield from _batched(x, names)
+        return
+    start = 0
+    for name, end in zip(names, offsets.tolist(), strict=True):
+        yield Product(x, (start, end), x[start:end], (name,))
+        start = end

@@ -1,0 +1,168 @@
+"""64-bit digests of weights that do not depend on how they are cut over ranks.
+
+Every rank sums mix(global index, bits) over the elements it holds (`box_sum`); `weights_digest` adds the sums of all
+ranks up in one all-reduce for all weights. A sum modulo 2^64 can not be divided by the number of replicas, so the
+halves of the ranks' sums are added apart, exactly; then each piece that m ranks hold has been counted m times, whatever
+the mesh: how often is known from the number of elements that were counted.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local
+from dcp_adapters.placements import placement_problem
+from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
+from layerwise.alike import is_first, ranks_of
+
+__all__ = ["box_sum", "weights_digest"]
+
+LOW = (1 << 32) - 1
+# Odd, so that multiplying by them loses nothing (the last two are those of splitmix64), as signed 64-bit numbers.
+_INDEX, _BITS, _MIX = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements at a time: what stays in a core's cache, and what keeps a GPU busy, as int64 and a few of them.
+_CHUNK_CPU, _CHUNK = 1 << 15, 1 << 22
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One plain tensor of the state dict (a weight, or a part of a quantized one), as this rank holds it."""
+
+    total: Tensor  # int64 [], the sum over the elements that are counted here
+    counted: int
+    shape: tuple[int, ...]
+    label: str  # dtype and shape, which are digested too
+
+
+@torch.no_grad()
+def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, int]:
+    """64 bits for each tensor of a state dict, the same for every sharding and on all ranks.
+
+    Call it on all ranks of the group (None: the default one, if there is one) with the same names in the same order.
+    Of a plain tensor rank 0's values count. A quantized tensor's digest is that of its parts and its recipe.
+
+    Raises:
+        ValueError: a tensor is placed so that its pieces are no boxes of it; ranks that hold the same piece hold
+            different values of it; pieces are missing, since the group does not span the mesh.
+    """
+    pieces: list[list[tuple[str, _Piece]]] = []
+    for name, value in named.items():
+        problem = placement_problem(value)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
+        tensors = expand_leaf(name, value) or {"": plain_leaf(value)}
+        pieces.append([(part, _piece(tensor, counts=is_first(group))) for part, tensor in tensors.items()])
+    sums = _summed([piece for parts in pieces for _, piece in parts], group)
+    digests = {}
+    for (name, value), parts in zip(named.items(), pieces, strict=True):
+        values = {part: _digest(f"{name}.{part}".rstrip("."), piece, *next(sums)) for part, piece in parts}
+        q = quantized_local(value)
+        if q is None:
+            digests[name] = values[""]
+        else:
+            text = json.dumps([q.recipe.to_json(), str(q.dtype), values], sort_keys=True)
+            digests[name] = xxhash.xxh3_64_intdigest(text.encode())
+    return digests
+
+
+def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """int64 []: the sum of mix(index, bits), wrapping around, over a box at `offsets` of a tensor of `shape`.
+
+    index is the element's place in the whole tensor, row-major. Bit for bit the same on every device.
+    """
+    if local.is_complex():
+        local, shape, offsets = torch.view_as_real(local), (*shape, 2), (*offsets, 0)
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    if not local.numel():
+        return total
+    # The last dims that are whole lie in one run, together with the first one before them that is cut.
+    cut = max((dim for dim in range(local.ndim) if local.shape[dim] != shape[dim]), default=0)
+    run = math.prod(local.shape[cut:])
+    bits = local.contiguous().view(_INTEGERS[local.element_size()]).view(-1, run)
+    starts = torch.zeros((1,), dtype=torch.int64, device=local.device)
+    for dim in range(cut):
+        stride = math.prod(shape[dim + 1 :])
+        rows = torch.arange(offsets[dim], offsets[dim] + local.shape[dim], device=local.device).mul_(stride)
+        starts = (starts[:, None] + rows).view(-1)
+    if local.ndim:
+        starts = starts + offsets[cut] * math.prod(shape[cut + 1 :])
+    most = _CHUNK_CPU if local.is_cpu else _CHUNK
+    columns = min(run, most)
+    rows_at_once = max(1, most // columns)
+    for row in range(0, len(bits), rows_at_once):
+        for column in range(0, run, columns):
+            chunk = bits[row : row + rows_at_once, column : column + columns]
+            index = torch.arange(column, column + chunk.shape[1], device=local.device)
+            total += _mixed(index + starts[row : row + rows_at_once, None], chunk).sum()
+    return total
+
+
+def _mixed(index: Tensor, bits: Tensor) -> Tensor:
+    """int64, of both shapes: a hash of every (index, bits) pair; `index` is used up.
+
+    Two rounds of multiplying and folding the upper half onto the lower one: a mere weighted sum would cancel where
+    highest bits (signs) are exchanged.
+    """
+    x = index.mul_(_INDEX).bitwise_xor_((bits.to(torch.int64) + 1).mul_(_BITS))
+    x.bitwise_xor_((x >> 32).bitwise_and_(LOW)).mul_(_MIX)
+    return x.bitwise_xor_((x >> 32).bitwise_and_(LOW)).mul_(_MIX)
+
+
+def _piece(value: Tensor, *, counts: bool) -> _Piece:
+    local, shape = local_of(value), tuple(value.shape)
+    offsets: Sequence[int] = (0,) * len(shape)
+    if isinstance(value, DTensor):
+        counts = value.device_mesh.get_coordinate() is not None
+        if counts:
+            _, offsets = compute_local_shape_and_global_offset(shape, value.device_mesh, value.placements)
+    label = f"{value.dtype} {shape}"
+    if not counts:
+        return _Piece(torch.zeros((), dtype=torch.int64, device=local.device), 0, shape, label)
+    return _Piece(box_sum(local, shape, offsets), local.numel(), shape, label)
+
+
+def _summed(pieces: Sequence[_Piece], group: dist.ProcessGroup | None) -> Any:
+    """(sum of the unsigned totals, elements counted) of every piece over all ranks, as exact integers."""
+    totals: dict[torch.device, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        totals.setdefault(piece.total.device, []).append(place)
+    table = torch.zeros(len(pieces), 3, dtype=torch.int64)
+    for places in totals.values():  # one read for each device
+        values = torch.stack([pieces[place].total for place in places]).cpu()
+        table[places, 0], table[places, 1] = values & LOW, (values >> 32) & LOW
+    table[:, 2] = torch.tensor([piece.counted for piece in pieces], dtype=torch.int64)
+    if ranks_of(group) > 1 and pieces:
+        table = table.to(_device_of(group))
+        dist.all_reduce(table, group=group)
+    return iter([((high << 32) + low, counted) for low, high, counted in table.tolist()])
+
+
+def _digest(name: str, piece: _Piece, total: int, counted: int) -> int:
+    size = math.prod(piece.shape)
+    copies, rest = divmod(counted, size) if size else (1, 0)
+    if rest or not copies:
+        raise ValueError(
+            f"{name}: the ranks hold {counted} elements of {piece.label}, which has {size}: some are missing or held "
+            "unevenly; pass the group of all ranks that hold the model"
+        )
+    if total % copies:
+        raise ValueError(
+            f"{name}: its {copies} replicas hold different values; broadcast it from one of them before calibrating"
+        )
+    return (total // copies + xxhash.xxh3_64_intdigest(piece.label.encode())) % (1 << 64)
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """A device on which the group can reduce: the CPU if it can."""
+    kinds = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())

@@ -1,0 +1,141 @@
+"""How a stage of a model (one layer, or all that is outside of layers) gets its weights, and gives them back.
+
+    Sharded    FSDP2: gathered once for the stage; what changed goes into the shards on the way out
+    Resident   plain modules, moved to the device of the calibration and back where they live elsewhere
+    OnDisk     modules on the meta device, filled from safetensors for the stage and emptied again   (on_disk.py)
+
+Inside `hold` and `working` every target is a plain dense parameter, whatever its storage is: a quantized weight is
+dequantized into a working copy, and gets its calibrated bytes afterwards (shards.py).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_hooks.unshard import holding
+from layerwise.targets import Target
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["Resident", "Sharded", "Weights", "modules_of", "tensors_of", "working"]
+
+
+class Weights(Protocol):
+    """Brings in the weights of a stage. Called by all ranks alike."""
+
+    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> AbstractContextManager[None]:
+        """Context manager in which the parameters of `module`, less those of `without`, are full and plain to use."""
+
+
+def modules_of(module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str, nn.Module]:
+    """Fqn -> module of a stage, in the order of the tree."""
+    left_out = {id(child) for layer in without for child in layer.modules()}
+    return {fqn: child for fqn, child in module.named_modules() if id(child) not in left_out}
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers registered in one module itself."""
+    yield from (param for param in module._parameters.values() if param is not None)
+    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+class Sharded:
+    """Weights under FSDP2.
+
+    FSDP modules inside a stage (experts wrapped by themselves, say) are called many times in it, so they are told to
+    keep what they gathered; afterwards they reshard after forward. Which policy they had before can not be read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @contextmanager
+    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """One all-gather for each FSDP module of the stage; changes are stored unless the body raises."""
+        groups = [child for child in modules_of(module, without).values() if isinstance(child, FSDPModule)]
+        # A layer is called by its forward, past FSDP's hooks; what is in it, and the root, are called as modules.
+        called = [group for group in groups if group is not module or module is self.model]
+        with holding(module, groups, writeback=True):
+            for group in called:
+                group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
+            if module is self.model and called:
+                _show_all_modules(module)
+            try:
+                yield
+            finally:
+                for group in called:
+                    if group is not self.model:
+                        group.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
+
+
+def _show_all_modules(root: nn.Module) -> None:
+    """Let FSDP meet its root with all modules in their places, by a forward that does nothing."""
+    root.forward = _nothing  # an attribute of this one module, in front of its class's
+    try:
+        root()
+    finally:
+        del root.forward
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class Resident:
+    """Weights of a model without FSDP, moved to `device` for their stage where they live elsewhere."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+
+    @contextmanager
+    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Moves the stage there and back; Parameter objects stay the same. After an exception its values do, too."""
+        owners = modules_of(module, without).values()
+        tensors = {id(tensor): tensor for child in owners for tensor in tensors_of(child)}
+        homes = [(tensor, tensor.data) for tensor in tensors.values() if not isinstance(tensor, QuantizedTensor)]
+        with self._quantized_there(owners):
+            for tensor, home in homes:
+                tensor.data = home.to(self.device or home.device, copy=True)
+            try:
+                yield
+                for tensor, home in homes:
+                    home.copy_(tensor.data)
+            finally:
+                for tensor, home in homes:
+                    tensor.data = home
+
+    @contextmanager
+    def _quantized_there(self, owners: Iterable[nn.Module]) -> Iterator[None]:
+        """Quantized parameters on the device; nobody writes into those, and assigning their data is not defined."""
+        stood: list[tuple[nn.Module, str, Any]] = []
+        for owner in owners:
+            for name, param in owner._parameters.items():
+                held: Any = param
+                if isinstance(held, QuantizedTensor) and self.device not in (None, held.device):
+                    stood.append((owner, name, held))
+                    owner._parameters[name] = nn.Parameter(held.detach().to(self.device), requires_grad=False)
+        try:
+            yield
+        finally:
+            for owner, name, param in stood:
+                owner._parameters[name] = param
+
+
+@contextmanager
+def working(targets: Iterable[Target]) -> Iterator[None]:
+    """While it lasts, targets whose gathered weight is quantized are dense parameters of its dequantized values."""
+    stood: list[tuple[Target, nn.Parameter]] = []
+    try:
+        for target in targets:
+            param = target.param
+            if isinstance(param, QuantizedTensor):
+                stood.append((target, param))
+                dense = nn.Parameter(param.dequantize(), requires_grad=False)
+                target.owner._parameters[target.attribute] = dense
+        yield
+    finally:
+        for target, param in stood:
+            target.owner._parameters[target.attribute] = param
