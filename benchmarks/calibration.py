@@ -6,7 +6,7 @@
     ranks     a sharded model on 2 ranks: gathers of each layer, and the peak against what cannot be avoided
 
 The targets are about CPU seconds, which neighbours on the machine disturb less than the clock. ModelOpt's GPTQ takes
-some ten seconds a layer on a CPU, so that task runs on the first four layers; `benchmarks/calibration_sides.py` says
+some ten seconds a layer on a CPU, so that task runs on the first three layers; `benchmarks/calibration_sides.py` says
 what each side does and leaves behind. ModelOpt comes with the extra "bench".
 """
 
@@ -31,7 +31,7 @@ REPEATS = 5
 THREADS = 2
 SIDES = ("layerwise", "at once", "modelopt")
 # task -> (decoder layers, batches of 256 tokens)
-SIZES = {"nvfp4_max": (30, 16), "fp8_gptq": (4, 8)}
+SIZES = {"nvfp4_max": (30, 8), "fp8_gptq": (3, 8)}
 
 
 def rounds(workers: dict[str, Worker], task: str, sizes: tuple[int, int]) -> dict[str, list[dict[str, Any]]]:

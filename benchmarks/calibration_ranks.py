@@ -59,7 +59,7 @@ def measure(task: Any, layers: int, count: int) -> dict[str, Any]:
             fully_shard(child)
         fully_shard(model)
         counters = count_gathers(model)
-        with LiveStorages(except_for=local_parts(model)) as live:
+        with LiveStorages(except_for=local_parts(model), resized=True) as live:
             calibrate_ours(model, job, data=mine)
     hidden = model.config.hidden_size
     parts = {

@@ -17,14 +17,21 @@ from torch.utils._pytree import tree_leaves
 class LiveStorages(TorchDispatchMode):
     """Counts inside its block.
 
+    Args:
+        except_for: tensors whose storages do not count.
+        resized: storages may grow without an operation, as those that FSDP gathers into do: look at all of them after
+            every operation, where otherwise it is enough to look when the peak could have been passed.
+
     Attributes:
         peak: the most bytes of storage that results of operations held at one moment.
         collectives: how often each collective was called, by its name.
     """
 
-    def __init__(self, *, except_for: Iterable[Tensor] = ()) -> None:
+    def __init__(self, *, except_for: Iterable[Tensor] = (), resized: bool = False) -> None:
         super().__init__()
         self.peak = 0
+        self._resized = resized
+        self._at_most = 0  # bytes alive, if nothing had died since they were last counted
         self.collectives: collections.Counter[str] = collections.Counter()
         self._seen: dict[int, StorageWeakRef] = {}
         self._ignored = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in except_for}
@@ -38,9 +45,12 @@ class LiveStorages(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if type(leaf) is Tensor:
                 reference = StorageWeakRef(leaf.untyped_storage())
-                if reference.cdata not in self._ignored:
+                if reference.cdata not in self._ignored and reference.cdata not in self._seen:
                     self._seen[reference.cdata] = reference
-        self.peak = max(self.peak, self._held())
+                    self._at_most += leaf.untyped_storage().nbytes() if leaf.device.type != "meta" else 0
+        if self._resized or self._at_most > self.peak:
+            self._at_most = self._held()
+            self.peak = max(self.peak, self._at_most)
         return out
 
     def _held(self) -> int:
