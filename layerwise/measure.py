@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import Decision, Inputs
+from layerwise.algorithms.algorithm import Inputs
 from layerwise.report import LinearReport, decibels
 from layerwise.statistics import Collector
 from layerwise.structure import flatten
@@ -76,7 +76,7 @@ class Yardstick:
     def measured(
         self,
         groups: Sequence[tuple[tuple[str, ...], Inputs | None]],
-        decisions: Mapping[str, Decision],
+        notes: Mapping[str, Mapping[str, Any]],
         layer: int | None,
         group: dist.ProcessGroup | None,
     ) -> Measured:
@@ -100,7 +100,7 @@ class Yardstick:
                 name=name,
                 weight_amax=float(self.amax[name]),
                 snr_db=snr[1 + index],
-                **_noted(inputs[name], decisions[name].notes),
+                **_noted(inputs[name], notes[name]),
             )
             for index, name in enumerate(names)
         ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from layerwise.measure import Measured
 from layerwise.report import LinearReport
 from layerwise.shards import empty_quantizer, empty_weight, kept, kept_quantizer, rounded, store
-from layerwise.stage import Calibrated, Stage, params_of
+from layerwise.stage import Calibrated, Stage
 from layerwise.targets import Target
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -63,14 +63,14 @@ class Outcome:
         for target in stage.targets:
             if not target.param.is_meta:
                 store(self.weights[target.name], target.param)
-        params = params_of(stage)
+        params = stage.params()
         for name, value in self.dense.items():
             if not params[name].is_meta:
                 params[name].data.copy_(value)
 
     def install(self, stage: Stage) -> None:
         """Put its values into a stage that is held and not sharded."""
-        params = params_of(stage)
+        params = stage.params()
         for name, value in {**self.weights, **self.dense}.items():
             q: Any = value
             params[name].data.copy_(q.dequantize() if isinstance(q, QuantizedTensor) else q)
@@ -78,7 +78,7 @@ class Outcome:
 
 def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) -> Outcome:
     """This rank's rows of what a stage came to. Call it while the stage is sharded again."""
-    params = params_of(stage)
+    params = stage.params()
     return Outcome(
         weights={target.name: kept(calibrated.weights[target.name], target.param) for target in stage.targets},
         quantizers={}
@@ -101,7 +101,7 @@ def placeholders(stage: Stage, recipe: Recipe, note: Mapping[str, Any], *, write
             for target in stage.targets
             for key, value in empty_quantizer(target.param, recipe).items()
         }
-    params = params_of(stage)
+    params = stage.params()
     return {
         **{target.name: empty_weight(target.param, recipe) for target in stage.targets},
         **{name: torch.empty_like(params[name], device=_home(params[name])) for name in note["dense"]},

@@ -1,5 +1,6 @@
 """What a calibration is going to do, decided before anything runs: options, layers, targets, stages."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,19 +131,38 @@ def planned(  # noqa: PLR0913 - keyword-only
     """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
     named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
     targets = find_targets(model, options.recipe, include, exclude)
+    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    in_layers = Counter(id(child) for _, layer in named for child in layer.modules())
+    for target in targets:
+        if in_layers[id(target.owner)] > 1:
+            raise ValueError(
+                f"calibrate: {target.name} belongs to {in_layers[id(target.owner)]} layers at once; it can have one "
+                "set of scales only: exclude it, or give the layers modules of their own"
+            )
     stages: list[Stage] = []
     inside: set[int] = set()
     for index, (fqn, layer) in enumerate(named):
         owners = {id(child) for child in layer.modules()}
         inside |= owners
         own = tuple(target for target in targets if id(target.owner) in owners)
-        stages.append(Stage(index, fqn, layer, (), own))
+        stages.append(Stage(index, fqn, layer, (), own, _shared(fqn, layer, uses, in_layers)))
     rest = tuple(target for target in targets if id(target.owner) not in inside)
     modules = tuple(layer for _, layer in named)
     if rest or not stages:
         stages.append(Stage(len(stages), "", model, modules, rest))
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group)
     return Plan(model, modules, tuple(stages), method, _weights_of(model, options), _reaches_in(model, modules))
+
+
+def _shared(fqn: str, layer: nn.Module, uses: Mapping[int, int], in_layers: Mapping[int, int]) -> frozenset[str]:
+    """Fqns of the layer's modules whose parameters are registered outside of it, too."""
+    inside = Counter(id(param) for module in layer.modules() for param in module._parameters.values())
+    return frozenset(
+        f"{fqn}.{name}".rstrip(".")
+        for name, module in layer.named_modules()
+        for param in module._parameters.values()
+        if param is not None and (uses[id(param)] > inside[id(param)] or in_layers[id(module)] > 1)
+    )
 
 
 def _weights_of(model: nn.Module, options: Options) -> Weights:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.algorithms.algorithm import Algorithm, Group, Inputs, Linear
+from layerwise.alike import alike
 from layerwise.folding import Fold, choose, fold, producers_of, propose, tolerance, transformed, verify
 from layerwise.structure import flatten
+from layerwise.weights import modules_of
 
 if TYPE_CHECKING:
     from layerwise.stage import Method, Passes, Stage
@@ -28,10 +30,17 @@ Groups = Sequence[tuple[tuple[str, ...], Inputs | None]]
 
 @dataclass(frozen=True, eq=False)
 class Smoothed:
-    """Groups with the statistics of their inputs as they are now, and by name what inputs have been divided by."""
+    """Groups with the statistics of their inputs as they are now, and what was folded.
+
+    Attributes:
+        groups: names and statistics.
+        factors: name of a linear -> what its input has been divided by.
+        notes: name of a linear -> what a report shows of that.
+    """
 
     groups: Groups
     factors: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Mapping[str, Mapping[str, float | str]] = field(default_factory=dict)
 
 
 def smooth(
@@ -51,44 +60,58 @@ def smooth(
     """
     if type(method.algorithm).smooth is Algorithm.smooth:
         return Smoothed(groups)  # an algorithm without factors
-    weights: dict[str, Tensor] = {target.name: target.param for target in stage.targets if len(target.shape) == 2}
+    prefix = f"{stage.name}." if stage.name else ""
+    # No embedding: it is looked up in, not multiplied with, and a stage of the model without its layers does not show it.
+    modules = modules_of(stage.module, stage.without)
+    looked_up = {id(one.weight) for one in modules.values() if isinstance(one, nn.Embedding)}
+    everything = {name.removeprefix(prefix): p for name, p in stage.params().items() if id(p) not in looked_up}
+    weights = {target.name: target.param for target in stage.targets if len(target.shape) == 2}
     plain = [index for index, (names, inputs) in enumerate(groups) if inputs is not None and {*names} <= {*weights}]
-    producers = producers_of(stage.module)
+    own = {id(module) for module in modules.values()}
+    producers = [one for one in producers_of(stage.module) if id(stage.module.get_submodule(one.name)) in own]
+    producers = [one for one in producers if prefix + one.name not in stage.shared]
 
     def run() -> list[Tensor]:
         leaves = [leaf for batch in range(min(PROBES, passes.batches)) for leaf in flatten(passes.run(batch))[0]]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    relative = {name.removeprefix(f"{stage.name}."): weight for name, weight in weights.items()}
-    names = [[name.removeprefix(f"{stage.name}.") for name in groups[index][0]] for index in plain]
-    answers = propose(names, relative, producers, run)
+    names = [[name.removeprefix(prefix) for name in groups[index][0]] for index in plain]
+    with alike(method.group):
+        answers = propose(names, everything, producers, run)
     if method.group is not None and answers.numel():
         device = stage.targets[0].param.device
         shared = answers.int().to(device)
         dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=method.group)
         answers = shared.to(answers)
     folds: dict[int, Fold] = {}
+    notes: dict[str, Mapping[str, float | str]] = {}
     for position, producer in choose(answers, producers).items():
-        own, inputs = groups[plain[position]]
-        linears = tuple(Linear(name, weights[name], amaxes[name]) for name in own)
-        factors = method.algorithm.smooth(Group(linears, inputs), method.recipe)
-        if factors is not None:
-            folds[plain[position]] = Fold(producer, tuple(weights[name] for name in own), factors)
-    return _folded(stage, groups, folds, run)
-
-
-def _folded(stage: "Stage", groups: Groups, folds: Mapping[int, Fold], run: Callable[[], list[Tensor]]) -> Smoothed:
-    before = [leaf.clone() for leaf in run()] if folds else []
-    applied = dict(zip(folds, fold(tuple(folds.values())), strict=True))
-    if folds:
-        columns = max(factors.numel() for factors in applied.values())
-        dtype = next(iter(folds.values())).weights[0].dtype
-        verify(before, run(), tolerance(dtype, len(folds), columns), stage.name or "the model")
+        own_names, inputs = groups[plain[position]]
+        linears = tuple(Linear(name, weights[name], amaxes[name]) for name in own_names)
+        smoothing = method.algorithm.smooth(Group(linears, inputs), method.recipe)
+        if smoothing is not None:
+            held = tuple(weights[name] for name in own_names)
+            folds[plain[position]] = Fold(producer, held, smoothing.factors)
+            notes |= dict.fromkeys(own_names, smoothing.notes)
+    with alike(method.group):
+        applied = _fold(stage, folds, run)
     factors: dict[str, Tensor] = {}
     now = list(groups)
-    for index, own in applied.items():
-        names, inputs = groups[index]
+    for index, given in applied.items():
+        own_names, inputs = groups[index]
         assert inputs is not None
-        factors |= dict.fromkeys(names, own)
-        now[index] = names, transformed(inputs, own)
-    return Smoothed(now, factors)
+        factors |= dict.fromkeys(own_names, given)
+        now[index] = own_names, transformed(inputs, given)
+    return Smoothed(now, factors, notes)
+
+
+def _fold(stage: "Stage", folds: Mapping[int, Fold], run: Callable[[], list[Tensor]]) -> dict[int, Tensor]:
+    """Fold all, and see that the stage computes what it did. Returns the factors as applied."""
+    if not folds:
+        return {}
+    before = [leaf.clone() for leaf in run()]
+    applied = dict(zip(folds, fold(tuple(folds.values())), strict=True))
+    columns = max(factors.numel() for factors in applied.values())
+    dtype = next(iter(folds.values())).weights[0].dtype
+    verify(before, run(), tolerance(dtype, len(folds), columns), stage.name or "the model")
+    return applied

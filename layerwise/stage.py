@@ -22,15 +22,15 @@ from fsdp_hooks.scale_sync import local_of
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
 from layerwise.alike import alike
 from layerwise.measure import Measured, Yardstick, matrices
-from layerwise.smoothing import smooth
+from layerwise.smoothing import Smoothed, smooth
 from layerwise.statistics import Collector
 from layerwise.targets import Target, siblings
-from layerwise.weights import modules_of
+from layerwise.weights import params_of
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage", "changed_since", "contents", "params_of"]
+__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage", "changed_since", "contents"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,7 @@ class Stage:
         module: the layer, or the model.
         without: modules inside it that do not belong to it: the layers, when it is the model.
         targets: the weights to quantize in it.
+        shared: fqns of modules with parameters that are used outside of it, too.
     """
 
     index: int
@@ -50,6 +51,11 @@ class Stage:
     module: nn.Module
     without: tuple[nn.Module, ...]
     targets: tuple[Target, ...]
+    shared: frozenset[str] = frozenset()
+
+    def params(self) -> dict[str, Tensor]:
+        """Fqn in the model -> parameter of the stage, as it stands."""
+        return params_of(self.name, self.module, self.without)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +143,9 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
             yardstick.compare(batch, output)
             if method.quantized_onward:
                 passes.keep(batch, output)
-    measured = yardstick.measured(groups, decisions, stage.index if stage.name else None, method.group)
+    measured = yardstick.measured(
+        groups, _noted(decisions, smoothed), stage.index if stage.name else None, method.group
+    )
     late = changed_since(installed, stage)
     if late:
         raise RuntimeError(
@@ -145,7 +153,7 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
             'there, which would lose the change; change weights before the event "calibrate" has been told'
         )
     targets = {target.name for target in stage.targets}
-    now = params_of(stage)
+    now = stage.params()
     changed = {name: now[name].detach() for name in changed_since(before, stage) if name not in targets}
     inputs = {name: statistics for names, statistics in groups for name in names}
     return Calibrated(weights, quantizers, inputs, changed, measured)
@@ -249,19 +257,14 @@ def _quantized(
     return QuantizedTensor.from_parts(contiguous, recipe, target.param.dtype)
 
 
-def params_of(stage: Stage) -> dict[str, Tensor]:
-    """Fqn in the model -> parameter of a stage, as it stands."""
-    return {
-        ".".join(filter(None, (stage.name, fqn, name))): param
-        for fqn, module in modules_of(stage.module, stage.without).items()
-        for name, param in module._parameters.items()
-        if param is not None
-    }
+def _noted(decisions: Mapping[str, Decision], smoothed: Smoothed) -> dict[str, Mapping[str, Any]]:
+    """What a report shows of each linear."""
+    return {name: {**smoothed.notes.get(name, {}), **decision.notes} for name, decision in decisions.items()}
 
 
 def contents(stage: Stage) -> dict[str, Tensor]:
     """A digest of every parameter of a stage as it stands on this rank."""
-    local = {name: local_of(param) for name, param in params_of(stage).items() if not param.is_meta}
+    local = {name: local_of(param) for name, param in stage.params().items() if not param.is_meta}
     return {
         name: digest(held.parts().values() if isinstance(held, QuantizedTensor) else [held])
         for name, held in local.items()

@@ -20,7 +20,7 @@ from fsdp_hooks.unshard import holding
 from layerwise.targets import Target
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Resident", "Sharded", "Weights", "modules_of", "tensors_of", "working"]
+__all__ = ["Resident", "Sharded", "Weights", "modules_of", "params_of", "tensors_of", "working"]
 
 
 class Weights(Protocol):
@@ -34,6 +34,16 @@ def modules_of(module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str
     """Fqn -> module of a stage, in the order of the tree."""
     left_out = {id(child) for layer in without for child in layer.modules()}
     return {fqn: child for fqn, child in module.named_modules() if id(child) not in left_out}
+
+
+def params_of(name: str, module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str, Tensor]:
+    """Fqn in the model -> parameter of a stage `name`, as it stands."""
+    return {
+        ".".join(filter(None, (name, fqn, attribute))): param
+        for fqn, child in modules_of(module, without).items()
+        for attribute, param in child._parameters.items()
+        if param is not None
+    }
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

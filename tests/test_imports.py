@@ -50,6 +50,18 @@ PUBLIC: dict[str, list[str]] = {
         "expand",
         "read_manifest",
     ],
+    "layerwise": [
+        "AWQ",
+        "Algorithm",
+        "CalibrationResult",
+        "Event",
+        "GPTQ",
+        "LocalHessian",
+        "Max",
+        "Mse",
+        "SmoothQuant",
+        "calibrate",
+    ],
 }
 
 every_package = pytest.mark.parametrize("package", ALLOWED)

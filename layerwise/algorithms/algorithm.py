@@ -1,7 +1,7 @@
 """What an algorithm is: pure mathematics between the statistics of a layer's inputs and the decision about its weights.
 
     Group      linears that take the very same input, with the statistics of that input over all batches of all ranks
-    smooth     Group -> column factors s [K] or None          (SmoothQuant and AWQ; W * s, input / s)
+    smooth     Group -> Smoothing, factors s [K], or None        (SmoothQuant and AWQ; W * s, input / s)
     decide     Group -> one Decision for each of its linears
 
 The driver does the rest: it runs the layer, collects and reduces what `needs` names, folds factors into the module in
@@ -19,7 +19,18 @@ from torch import Tensor
 
 from qtensor.recipes import Recipe
 
-__all__ = ["COLUMNS", "HESSIAN", "LOCAL_HESSIAN", "SUB_BLOCK", "Algorithm", "Decision", "Group", "Inputs", "Linear"]
+__all__ = [
+    "COLUMNS",
+    "HESSIAN",
+    "LOCAL_HESSIAN",
+    "SUB_BLOCK",
+    "Algorithm",
+    "Decision",
+    "Group",
+    "Inputs",
+    "Linear",
+    "Smoothing",
+]
 
 # What an algorithm can ask to know about inputs; their amax is always known.
 COLUMNS, LOCAL_HESSIAN, HESSIAN = "columns", "local_hessian", "hessian"
@@ -86,6 +97,19 @@ class Decision:
     notes: Mapping[str, float | str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Smoothing:
+    """Factors for the columns of a group's weights.
+
+    Attributes:
+        factors: fp32 [K], finite and positive; weights are multiplied by them, their input is divided.
+        notes: what a report shows beside the decisions of these linears, such as "alpha".
+    """
+
+    factors: Tensor
+    notes: Mapping[str, float | str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """Base of all algorithms; subclasses are frozen dataclasses whose fields are their options, checked when made.
@@ -110,8 +134,8 @@ class Algorithm:
         """Whether to hold only one group's Hessian at a time, and to run the batches once more for each group."""
         return False
 
-    def smooth(self, group: Group, recipe: Recipe) -> Tensor | None:
-        """fp32 [K], factors for the columns of the group's weights (their input is divided by them); None for none.
+    def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
+        """Factors for the columns of the group's weights, by which their input is divided; None for none.
 
         Called only for groups whose input can be divided by folding the factors into the module that produces it.
         """

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group
+from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Smoothing
 from layerwise.algorithms.clipping import best_clips, finite, local_of, rounded, sharing
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
 from qtensor.blocks import tile
@@ -78,9 +78,10 @@ class AWQ(Algorithm):
         steps = int((1 - self.least_clip) / self.clip_step + 1e-6)
         return tuple(round(1 - i * self.clip_step, 6) for i in range(steps + 1))
 
-    def smooth(self, group: Group, recipe: Recipe) -> Tensor | None:
-        """The factors of least output error, fp32 [K]; None where not scaling is best."""
-        return self.search(group, recipe)[1]
+    def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
+        """The factors of least output error; None where not scaling is best."""
+        alpha, factors = self.search(group, recipe)
+        return None if alpha is None or factors is None else Smoothing(factors, {"alpha": alpha})
 
     def search(self, group: Group, recipe: Recipe) -> tuple[float | None, Tensor | None]:
         """The best alpha and its factors; (None, None) where not scaling is best, or nothing is known of the input."""

@@ -79,6 +79,11 @@ class GPTQ(Algorithm):
         """The Hessian."""
         return frozenset({HESSIAN})
 
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether the Hessians of a layer come one after the other."""
+        return self.hessians == "one_at_a_time"
+
     @torch.no_grad()
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
         """Scales from the weights alone, and the values to round under them; plain rounding where there is no input.

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from layerwise.algorithms.algorithm import COLUMNS, Algorithm, Decision, Group
+from layerwise.algorithms.algorithm import COLUMNS, Algorithm, Decision, Group, Smoothing
 from qtensor.blocks import finite_magnitude
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
@@ -47,8 +46,8 @@ class SmoothQuant(Algorithm):
         """The largest magnitude of each column."""
         return frozenset({COLUMNS})
 
-    def smooth(self, group: Group, recipe: Recipe) -> Tensor | None:
-        """The factors, fp32 [K]; None where no token was seen."""
+    def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
+        """The factors; None where no token was seen."""
         if group.inputs is None:
             return None
         of_input = group.inputs.column_amax
@@ -58,7 +57,8 @@ class SmoothQuant(Algorithm):
         )
         factors = of_input.pow(self.alpha) / of_weights.pow(1 - self.alpha)
         live = (of_input > 0) & (of_weights > 0)
-        return torch.where(live, factors.clamp(SMALLEST_FACTOR, LARGEST_FACTOR), torch.ones_like(factors))
+        bounded = factors.clamp(SMALLEST_FACTOR, LARGEST_FACTOR)
+        return Smoothing(torch.where(live, bounded, torch.ones_like(factors)), {"alpha": self.alpha})
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
         """The scales that the weights' own amaxes give."""

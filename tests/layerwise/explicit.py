@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import Group, Inputs, Linear
+from layerwise.algorithms.algorithm import Group, Inputs, Linear, Smoothing
 from qtensor.formats import format_of
 
 K = 64
@@ -66,3 +66,8 @@ def as_max(linear: Linear, recipe: Any) -> Tensor:
 def output_error(x: Tensor, off: Tensor) -> float:
     """|X off^T|^2."""
     return float((x.double() @ off.double().T).square().sum())
+
+
+def factors_of(smoothing: Smoothing | None) -> Tensor | None:
+    """The factors, None for none."""
+    return None if smoothing is None else smoothing.factors

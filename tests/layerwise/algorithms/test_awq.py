@@ -20,6 +20,7 @@ from tests.fsdp_hooks.cases import assert_same_bytes
 from tests.layerwise.explicit import (
     K,
     as_max,
+    factors_of,
     group_of,
     inputs_of,
     output_error,
@@ -91,7 +92,7 @@ def test_the_best_alpha_is_the_one_that_inputs_themselves_choose(recipe: Any, ag
         assert s is None
     else:
         torch.testing.assert_close(s.double(), _naive_factors(x, weights, block, alpha), rtol=1e-4, atol=0)
-        assert_same_bytes(awq.smooth(group, recipe), s, "smooth")
+        assert_same_bytes(factors_of(awq.smooth(group, recipe)), s, "smooth")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -100,7 +101,7 @@ def test_never_worse_than_max(recipe: Any, seed: int) -> None:
     """Nor is clipping after scaling worse than scaling, on inputs whose blocks have much in common."""
     x, weights = tokens(seed, correlated=2.0), weights_for(10 + seed)
     group = group_of(weights, recipe, inputs_of(x))
-    s = AWQ().smooth(group, recipe)
+    s = factors_of(AWQ().smooth(group, recipe))
     folded = _folded(group, recipe, s)
     lite, full = AWQ(variant="lite").decide(folded, recipe), AWQ().decide(folded, recipe)
     scaled = _error(x, weights, s, _values(folded, recipe, lite))
@@ -122,7 +123,7 @@ def test_columns_without_a_value_take_no_part() -> None:
     x[:, 3] = 0
     for w in weights:
         w[:, 7] = 0
-    s = AWQ().smooth(group_of(weights, RECIPE, inputs_of(x)), RECIPE)
+    s = factors_of(AWQ().smooth(group_of(weights, RECIPE, inputs_of(x)), RECIPE))
     assert s is not None
     assert s[3] == 1
     assert s[7] == 1
@@ -135,12 +136,12 @@ def test_columns_without_a_value_take_no_part() -> None:
 def test_weights_that_are_not_finite_or_would_not_be_decide_nothing() -> None:
     x, weights = tokens(1), weights_for(2)
     weights[0][2, 5] = float("nan")
-    s = AWQ().smooth(group_of(weights, RECIPE, inputs_of(x)), RECIPE)
+    s = factors_of(AWQ().smooth(group_of(weights, RECIPE, inputs_of(x)), RECIPE))
     assert s is not None
     assert torch.isfinite(s).all()
     near_the_end = (weights_for(2, torch.float32)[0] * 4e4).clamp(-65e3, 65e3)
     for dtype, scales in ((torch.float32, True), (torch.float16, False)):  # in which a factor of 1.01 overflows
-        s = AWQ().smooth(group_of([near_the_end.to(dtype)], RECIPE, inputs_of(x)), RECIPE)
+        s = factors_of(AWQ().smooth(group_of([near_the_end.to(dtype)], RECIPE, inputs_of(x)), RECIPE))
         assert (s is not None) == scales, dtype
 
 

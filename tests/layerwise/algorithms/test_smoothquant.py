@@ -12,7 +12,7 @@ from layerwise.algorithms.algorithm import COLUMNS, Inputs
 from layerwise.algorithms.smoothquant import SmoothQuant
 from qtensor import NVFP4BlockScaling
 from tests.fsdp_hooks.cases import assert_same_bytes
-from tests.layerwise.explicit import K, as_max, group_of, inputs_of, stored, tokens, weights_for
+from tests.layerwise.explicit import K, as_max, factors_of, group_of, inputs_of, stored, tokens, weights_for
 from tests.qtensor.recipes_under_test import every_recipe
 
 RECIPE = NVFP4BlockScaling()
@@ -21,7 +21,7 @@ RECIPE = NVFP4BlockScaling()
 @pytest.mark.parametrize("alpha", [0, 0.3, 0.5, 1.0])
 def test_the_factors_are_those_of_the_definition(alpha: float) -> None:
     x, weights = tokens(1), weights_for(2)
-    got = SmoothQuant(alpha=alpha).smooth(group_of(weights, RECIPE, inputs_of(x)), RECIPE)
+    got = factors_of(SmoothQuant(alpha=alpha).smooth(group_of(weights, RECIPE, inputs_of(x)), RECIPE))
     assert got is not None
     assert got.dtype == torch.float32
     for k in range(K):
@@ -33,7 +33,7 @@ def test_the_factors_are_those_of_the_definition(alpha: float) -> None:
 
 def test_half_makes_the_columns_of_input_and_weights_equally_large() -> None:
     x, weights = tokens(1), weights_for(2, torch.float32)
-    s = SmoothQuant().smooth(group_of(weights, RECIPE, inputs_of(x)), RECIPE)
+    s = factors_of(SmoothQuant().smooth(group_of(weights, RECIPE, inputs_of(x)), RECIPE))
     assert s is not None
     torch.testing.assert_close((x / s).abs().amax(0), torch.cat(weights).mul(s).abs().amax(0))
 
@@ -42,7 +42,7 @@ def test_columns_without_a_value_stay_and_factors_are_bounded() -> None:
     column_amax = torch.tensor([0.0, 1.0, 1e12, 1e-12, 4.0])
     weight = torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, -1.0, float("nan")]])
     group = group_of([weight], RECIPE, Inputs(1, column_amax.amax(), column_amax=column_amax))
-    got = SmoothQuant().smooth(group, RECIPE)
+    got = factors_of(SmoothQuant().smooth(group, RECIPE))
     assert got is not None
     assert torch.equal(got, torch.tensor([1.0, 1.0, 1e4, 1e-4, 2.0]))
 
