@@ -49,7 +49,7 @@ class Resumed:
     Attributes:
         windows: those that are whole, in the order of the layers, without gaps from layer 0 on.
         finished: nothing is left to calibrate.
-        applied: the model holds the finished weights already; there is nothing to load.
+        applied: the model holds the finished weights already; the windows are there for the result alone.
         remarks: what differs without mattering, in words (versions, threads).
     """
 

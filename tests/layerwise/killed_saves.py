@@ -44,15 +44,12 @@ def killed_at(step: int) -> None:
         if (event in CHANGES or (event == "open" and args[2] & WRITES)) and count():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    fsync = os.fsync
-
     def torn(descriptor: int) -> None:
         if count():
             status = os.fstat(descriptor)
             if stat.S_ISREG(status.st_mode):
                 os.ftruncate(descriptor, status.st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        fsync(descriptor)
 
     os.fsync = torn
     sys.addaudithook(audit)
@@ -97,6 +94,7 @@ def look(directory: Path) -> dict[str, Any]:
 
 def main(base: Path) -> None:
     warnings.simplefilter("error")
+    os.fsync = lambda _: None  # thousands of them: a killed process loses nothing of what it has written, a disk might
     first = CalibrationCheckpoint(base / "first")
     assert first.open(RUN) is None
     first.save_window(0, 0, window(0), {"layer": 0})

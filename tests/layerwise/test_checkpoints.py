@@ -146,6 +146,18 @@ def test_a_run_without_a_process_group_and_a_finished_one(tmp_path: Path) -> Non
         again.save_window(3, 3, dense(3))
 
 
+def test_a_window_may_hold_nothing(tmp_path: Path) -> None:
+    """Layers without anything to quantize, and what they say about it."""
+    checkpoint = CalibrationCheckpoint(tmp_path)
+    checkpoint.open(RUN)
+    checkpoint.save_window(0, 7, {}, {1: (2, 3)})
+    resumed = checkpoint.open(RUN)
+    assert resumed is not None
+    assert resumed.next_layer == 8
+    checkpoint.load_window(resumed.windows[0], {})
+    assert resumed.windows[0].extra == {"1": [2, 3]}
+
+
 def test_open_comes_first() -> None:
     with pytest.raises(RuntimeError, match=r"call open\(fingerprint\) first, on all ranks"):
         CalibrationCheckpoint("somewhere").save_window(0, 0, {})

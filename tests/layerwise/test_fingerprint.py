@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from layerwise import weight_sums
 from layerwise.fingerprint import Fingerprint, batch_hash, data_digest, weights_digest
@@ -139,6 +139,46 @@ def group_digest() -> dict[str, int]:
 def test_no_group_but_the_given_one_is_used() -> None:
     expected = weights_digest(dense_pair()) | {"data": data_digest([2, 1])[0]}
     assert run_ranks(3, group_digest) == [{}, expected, expected]
+
+
+def outsider_digest() -> tuple[dict[str, int], list[int]]:
+    """Rank 2 is outside of the mesh. Counts the collectives, too."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    q = quantized()
+    values = dense_pair() | {name: q[name] for name in ("mxfp8", "nvfp4")}
+    shards = {name: distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None) for name, x in values.items()}
+    reduced: list[int] = []
+    all_reduce, all_gather = dist.all_reduce, dist.all_gather_object
+    dist.all_reduce = lambda table, **options: (reduced.append(len(table)), all_reduce(table, **options))
+    dist.all_gather_object = lambda *args, **options: (reduced.append(0), all_gather(*args, **options))
+    try:
+        return weights_digest(shards), reduced
+    finally:
+        dist.all_reduce, dist.all_gather_object = all_reduce, all_gather
+
+
+def test_one_all_reduce_serves_all_weights_and_ranks_outside_of_the_mesh() -> None:
+    q = quantized()
+    expected = weights_digest(dense_pair() | {name: q[name] for name in ("mxfp8", "nvfp4")})
+    assert run_ranks(3, outsider_digest) == [(expected, [2 + 2 + 3])] * 3
+
+
+def own_value_digest() -> dict[str, int]:
+    return weights_digest({"steps": torch.tensor(float(dist.get_rank()))})
+
+
+def test_of_a_plain_tensor_the_first_rank_counts() -> None:
+    assert run_ranks(2, own_value_digest) == [weights_digest({"steps": torch.tensor(0.0)})] * 2
+
+
+def partial_digest() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    weights_digest({"w": DTensor.from_local(torch.ones(2), mesh, [Partial()])})
+
+
+def test_terms_of_a_sum_are_refused_by_name() -> None:
+    errors = run_ranks_catching(2, partial_digest)
+    assert all(error.startswith("ValueError: w: it is placed as (Partial(sum),): each rank") for error in errors)
 
 
 def half_a_mesh() -> None:
