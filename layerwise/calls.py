@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerwise.caches import CacheState
-from layerwise.stand_ins import TensorSpec
+from layerwise.stand_ins import Escape, TensorSpec
 from layerwise.stores import Kept, Store, version
 from layerwise.structure import Structure, flatten, is_mutable, rebuild
 
@@ -153,7 +153,13 @@ class Shape:
 
 
 class _Object:
-    """In the place of an object that a layer returns."""
+    """In the place of an object that a layer returns; the parent may pass it on, but not look into it."""
+
+    def __init__(self, origin: int) -> None:
+        self._origin = origin
+
+    def __getattr__(self, name: str) -> Any:
+        raise Escape(frozenset({self._origin}))
 
 
 def is_value(leaf: Any) -> bool:
@@ -168,7 +174,7 @@ def _spec(leaf: Any) -> Any:
 def _placeholder(spec: Any, origin: int, zeros: dict[Any, Tensor]) -> Any:
     if isinstance(spec, TensorSpec):
         return spec.placeholder(origin, zeros)
-    return _Object() if isinstance(spec, type) else spec
+    return _Object(origin) if isinstance(spec, type) else spec
 
 
 class Statics:

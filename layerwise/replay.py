@@ -166,7 +166,14 @@ class Recorder:
         self._check_put(len(self.layers) - 1, batch)
         run = self._run = Run(self._progress[batch], batch, self.layers, len(self.layers), len(self.layers))
         with self._stand_ins(), self._watched(run):
-            run.execute(self.model, self._statics)
+            try:
+                run.execute(self.model, self._statics)
+            except Exception as error:
+                error.add_note(
+                    "in a forward with stand-ins for its layers, the model has nothing to collect from inside of them; "
+                    "do not ask it for router logits or losses made of them"
+                )
+                raise
         run.check_tail()
         return run.result
 

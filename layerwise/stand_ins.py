@@ -128,6 +128,8 @@ def swapped(
 ) -> Iterator[None]:
     """Context manager in which stand-ins are in the places of the layers; afterwards the same layers are back.
 
+    Attributes and hooks that modules around the layers got in the meantime are gone then, too.
+
     Args:
         model: the model that contains them.
         layers: modules inside it.
@@ -142,6 +144,8 @@ def swapped(
     fqns = [(fqn, child) for fqn, child in model.named_modules(remove_duplicate=False) if child in stand_ins]
     split = [(fqn.rpartition("."), child) for fqn, child in fqns]
     places = [(model.get_submodule(parent), name, child) for (parent, _, name), child in split]
+    inside = {inner for layer in layers for inner in layer.modules()}
+    around = [(module, _set_up(module)) for module in model.modules() if module not in inside]
     try:
         for parent, name, layer in places:
             setattr(parent, name, stand_ins[layer])
@@ -149,6 +153,32 @@ def swapped(
     finally:
         for parent, name, layer in places:
             setattr(parent, name, layer)
+        for module, before in around:
+            _undo(module, before)
+
+
+# What modules set up in their first forward they would have set up without their layers, and never again: transformers
+# installs the hooks that collect router logits that way. So new attributes and new hooks do not outlast the stand-ins.
+HOOKS: tuple[str, ...] = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
+HOOKS += ("_forward_hooks_always_called",)
+
+
+def _set_up(module: nn.Module) -> dict[str, set[Any]]:
+    return {"": set(vars(module)), **{name: set(vars(module)[name]) for name in HOOKS}}
+
+
+def _undo(module: nn.Module, before: dict[str, set[Any]]) -> None:
+    for name in set(vars(module)) - before[""]:
+        delattr(module, name)
+    for name in HOOKS:
+        hooks = vars(module)[name]
+        for key in set(hooks) - before[name]:
+            del hooks[key]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict, namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +104,26 @@ class Mixes(Parent):
         for layer in self.layers:
             pair = layer(pair)
         return pair[0]
+
+
+class Carries(Parent):
+    """Its layers return an object beside hidden states, for the next layer; `looks`: the parent uses it, too."""
+
+    class Makes(Layer):
+        def forward(self, hidden: Tensor, *, carried: Any) -> Any:
+            out = super().forward(hidden)
+            return out + (0 if carried is None else carried.last), SimpleNamespace(last=hidden, scale=2.0)
+
+    def __init__(self, *, looks: bool = False) -> None:
+        super().__init__([self.Makes() for _ in range(3)])
+        self.looks = looks
+
+    def body(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        carried = None
+        for layer in self.layers:
+            hidden, carried = layer(hidden, carried=carried)
+            hidden = hidden * carried.scale if self.looks else hidden
+        return hidden
 
 
 class Skips(Parent):
@@ -252,6 +273,7 @@ PARENTS: dict[str, Callable[[], Parent]] = {
     **{f"returns a {name}": lambda wrap=wrap: Unwraps([Layer(wrap) for _ in range(3)]) for name, wrap in WRAPS.items()},
     "two classes": of_two_classes,
     "pairs": lambda: Mixes([Layer(lambda h: (h, h * 2)) for _ in range(3)]),
+    "carries objects": Carries,
     "skips": Skips,
     "adds": Adds,
     "deepstack": Deepstack,

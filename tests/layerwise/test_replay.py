@@ -21,6 +21,7 @@ from tests.layerwise.parents import (
     PARENTS,
     Adds,
     Calls,
+    Carries,
     Layer,
     Looks,
     Parent,
@@ -79,6 +80,14 @@ KEPT = (
             "what the model computes before it calls layer layers.2 is computed from the output of layers.0" + KEPT,
         ),
         (Scribbles(), "before it calls layer layers.2 is computed from the output of layers.0" + KEPT),
+        (
+            Looks([Layer(), Layer()]),
+            "the model takes the output of layers.0, which is not kept: after the layers a model may use only",
+        ),
+        (
+            Carries(looks=True),
+            "before it calls layer layers.2 is computed from the output of layers.0" + KEPT,
+        ),
         (Returns(2), "args[0] of layer layers.3 is computed from the output of layers.0" + KEPT),
         (
             Returns(3),

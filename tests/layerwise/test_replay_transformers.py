@@ -124,6 +124,20 @@ def test_an_empty_cache_stays_empty() -> None:
     assert [batch["past_key_values"].get_seq_length() for batch in batches] == [0, 0]
 
 
+def test_what_a_model_sets_up_in_its_first_forward_does_not_miss_the_layers() -> None:
+    config = Qwen3MoeConfig(**SMALL, **EXPERTS, output_router_logits=True)
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).eval()
+    with (
+        pytest.raises(IndexError) as caught,
+        Recorder(model, find_layers(model), _batches()) as recorder,
+    ):
+        replay(recorder)
+    assert "do not ask it for router logits" in caught.value.__notes__[0]
+    with torch.no_grad():
+        assert len(model(**_batches()[1]).router_logits) == SMALL["num_hidden_layers"]
+
+
 def test_a_cache_of_fixed_size_with_a_past_is_refused_by_name() -> None:
     model = _model("llama")
     batches = _with_past(model, lambda model: StaticCache(config=model.config, max_cache_len=16))
