@@ -24,7 +24,7 @@ from layerwise.resume.progress import BACKUP, PROGRESS, read_progress
 from tests.dcp_adapters.cases import RECIPES, assert_holds, placed, values
 from tests.ranks import run_ranks, run_ranks_catching
 
-REPO = Path(__file__).resolve().parent.parent.parent
+REPO = Path(__file__).resolve().parents[3]
 RUN = Fingerprint(weights={"w": 1, "v": 2}, data=3, batches=4, recipe={"type": "R"}, algorithm={"type": "Max"})
 FINISHED = {"w": 11, "v": 12}
 EXTRA = {"reports": [{"error": 0.1, "note": None}], "changed": ["norm.weight"]}
