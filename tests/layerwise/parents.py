@@ -126,6 +126,43 @@ class Carries(Parent):
         return hidden
 
 
+class Hands(Parent):
+    """Hands hidden states over inside an object: the same for all layers, or another for each."""
+
+    class Opens(Layer):
+        def forward(self, context: Any) -> Tensor:
+            return super().forward(context.hidden)
+
+    def __init__(self, *, anew: bool) -> None:
+        super().__init__([self.Opens() for _ in range(4)])
+        self.anew = anew
+
+    def body(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        context = SimpleNamespace()
+        for layer in self.layers:
+            context = SimpleNamespace() if self.anew else context
+            context.hidden = hidden
+            hidden = layer(self.wrap(context))
+        return hidden
+
+    @staticmethod
+    def wrap(context: Any) -> Any:
+        return context
+
+
+class Hides(Hands):
+    """Hands hidden states over so deep inside an object that they are not found."""
+
+    def __init__(self) -> None:
+        super().__init__(anew=True)
+        for layer in self.layers:
+            layer.forward = lambda outer, layer=layer: type(layer).forward(layer, outer.inner)
+
+    @staticmethod
+    def wrap(context: Any) -> Any:
+        return SimpleNamespace(inner=context)
+
+
 class Skips(Parent):
     """The last layer takes the sum of what three earlier ones returned."""
 
@@ -274,6 +311,8 @@ PARENTS: dict[str, Callable[[], Parent]] = {
     "two classes": of_two_classes,
     "pairs": lambda: Mixes([Layer(lambda h: (h, h * 2)) for _ in range(3)]),
     "carries objects": Carries,
+    "hands over one object": lambda: Hands(anew=False),
+    "hands over objects": lambda: Hands(anew=True),
     "skips": Skips,
     "adds": Adds,
     "deepstack": Deepstack,

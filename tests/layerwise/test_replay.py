@@ -22,6 +22,7 @@ from tests.layerwise.parents import (
     Adds,
     Calls,
     Carries,
+    Hides,
     Layer,
     Looks,
     Parent,
@@ -39,6 +40,8 @@ PREPARED = {
     "adds": [0, 1, 2, 3],
     "deepstack": [0, 1, 2],
     "counts": [0, 1, 2, 3],
+    "hands over one object": [0, 1, 2, 3],
+    "hands over objects": [0, 1, 2, 3],
     "shares and adds": [0, 1, 2],
 }
 
@@ -83,6 +86,10 @@ KEPT = (
         (
             Looks([Layer(), Layer()]),
             "the model takes the output of layers.0, which is not kept: after the layers a model may use only",
+        ),
+        (
+            Hides(),
+            "layer layers.2 takes hidden states out of an object inside of an argument, where they cannot be replaced",
         ),
         (
             Carries(looks=True),
@@ -365,6 +372,23 @@ def test_inputs_can_be_cast() -> None:
         assert pair[0].dtype is torch.bfloat16
         assert pair[1].dtype is torch.int64
         assert kwargs == {}
+
+
+def test_one_tensor_that_is_passed_twice_stays_one() -> None:
+    class Twice(Parent):
+        def body(self, hidden: Tensor, ids: Tensor) -> Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden, again=[hidden], ids=ids, too=(ids,))
+            return hidden
+
+    model = Twice()
+    with _recorder(model, id_batches()) as recorder:
+        replay(recorder)
+    with _recorder(model, id_batches()) as recorder:
+        _kept(recorder, "ids")
+        args, kwargs = recorder.inputs(1, 0)
+        assert kwargs["again"][0] is args[0]
+        assert kwargs["too"][0] is kwargs["ids"]
 
 
 # -- order and restoring ---------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from transformers import (
     StaticCache,
 )
 
+from layerwise.caches import CacheState
 from layerwise.layers import find_layers
 from layerwise.replay import Recorder
 from tests.layerwise.parents import assert_same, plain, replay
@@ -146,6 +147,17 @@ def test_a_cache_of_fixed_size_with_a_past_is_refused_by_name() -> None:
     )
     with pytest.raises(NotImplementedError, match=message), Recorder(model, find_layers(model), batches) as recorder:
         replay(recorder)
+
+
+def test_layers_that_a_cache_got_since_are_gone() -> None:
+    past, cache = torch.ones(1, 1, 3, 2), DynamicCache()
+    cache.update(past, past, 0)
+    state = CacheState(cache)
+    for layer in range(2):
+        cache.update(past, past, layer)
+    state.restore()
+    assert len(cache.layers) == 1
+    assert cache.get_seq_length() == 3
 
 
 class Crops:
