@@ -15,7 +15,8 @@ from layerwise.layers import find_layers
 from layerwise.replay import Recorder
 from layerwise.stand_ins import forward_of
 from tests.fsdp_hooks.cases import Collectives
-from tests.layerwise.parents import PARENTS, assert_same, id_batches, plain
+from tests.layerwise.parents import PARENTS
+from tests.layerwise.replaying import assert_same, id_batches, plain
 from tests.ranks import run_ranks_each
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,7 +27,10 @@ from transformers import (
 from layerwise.caches import CacheState
 from layerwise.layers import find_layers
 from layerwise.replay import Recorder
-from tests.layerwise.parents import assert_same, plain, replay
+from tests.layerwise.replaying import assert_same, plain, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SMALL = {
     "vocab_size": 40,
