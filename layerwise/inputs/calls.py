@@ -13,15 +13,16 @@ layers is one object for all of them, however many runs it takes to record them.
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.inputs.caches import CacheState
 from layerwise.inputs.stand_ins import Escape, TensorSpec
 from layerwise.inputs.stores import Kept, Store, version
-from layerwise.inputs.structure import Structure, flatten, is_mutable, rebuild
+from layerwise.inputs.structure import Structure, flatten, rebuild
 
 __all__ = ["Call", "Fixed", "Link", "Output", "Shape", "Statics", "is_value", "same_state", "state_of_container"]
 
@@ -77,7 +78,8 @@ class Call:
 
     def _restore_containers(self) -> None:
         if self.before is None:
-            values = [source.value for source in self.sources if isinstance(source, Fixed)]
+            fixed = (source for source in self.sources if isinstance(source, Fixed))
+            values = [source.value for source in fixed if source.cache is None and not is_value(source.value)]
             states = [(value, state_of_container(value)) for value in values]
             self.before = [(value, state) for value, state in states if state is not None]
         else:
@@ -87,12 +89,14 @@ class Call:
 
 
 def state_of_container(value: Any) -> Any:
-    """A shallow copy of what a live container holds; None for what is none."""
+    """A shallow copy of what a live container, or an object with attributes, holds; None for everything else."""
     if isinstance(value, MutableMapping):
         return dict(value)
     if isinstance(value, list):
         return list(value)
-    return dict(vars(value)) if is_live_dataclass(value) else None
+    if isinstance(value, type | nn.Module | Tensor | FunctionType | ModuleType):
+        return None
+    return dict(vars(value)) if hasattr(value, "__dict__") else None
 
 
 def restore_container(container: Any, state: Any) -> None:
@@ -103,12 +107,6 @@ def restore_container(container: Any, state: Any) -> None:
     target = container if isinstance(container, MutableMapping) else vars(container)
     target.clear()
     target.update(state)
-
-
-def is_live_dataclass(value: Any) -> bool:
-    """Whether it is a dataclass that can be filled, with attributes in a dict."""
-    params = getattr(type(value), "__dataclass_params__", None)
-    return params is not None and hasattr(value, "__dict__") and is_mutable(value)
 
 
 @dataclass(eq=False)

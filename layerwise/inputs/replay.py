@@ -136,7 +136,16 @@ class Recorder:
         return call.arguments(output, cast)
 
     def put(self, index: int, batch: int, output: Any) -> None:
-        """Keep what a layer returned for a batch; replaces what was put before."""
+        """Keep what a layer returned for a batch; replaces what was put before.
+
+        Raises:
+            NotImplementedError: it was computed from a placeholder, which reached the layer hidden inside some object.
+        """
+        if any(isinstance(leaf, Placeholder) for leaf in flatten(output)[0]):
+            raise NotImplementedError(
+                f"layer {self.layers[index][0]} takes hidden states out of an object inside of an argument, where they "
+                "cannot be replaced; the model has to pass them as arguments, or in tuples, lists, dicts or dataclasses"
+            )
         progress = self._progress[batch]
         kept = Output.of(output, self._store)
         progress.outputs[index] = kept

@@ -111,7 +111,7 @@ class Run:
         """
         if not self.calls:
             raise self._refusal()
-        if len(self.calls) > 1 and self._spoiled():
+        if self.stop > self.first and self._spoiled():
             self.progress.cautious = True
             return
         for index, call in enumerate(self.calls, start=self.first):
@@ -269,7 +269,7 @@ class Run:
 
 
 def _holds_placeholder(value: Any) -> bool:
-    """Whether an object that is no container has one among its values."""
-    state = state_of_container(value)
-    held = state.values() if isinstance(state, dict) else getattr(value, "__dict__", {}).values()
-    return not isinstance(value, type | nn.Module) and any(isinstance(one, Placeholder) for one in held)
+    """Whether an object that is passed as it is has one among its values."""
+    state = None if is_value(value) else state_of_container(value)
+    held = state.values() if isinstance(state, dict) else state or ()
+    return any(isinstance(one, Placeholder) for one in held)

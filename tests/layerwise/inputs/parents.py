@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, namedtuple
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from layerwise.inputs.layers import find_layers
-from layerwise.inputs.structure import flatten
-
 if TYPE_CHECKING:
-    from layerwise.inputs.replay import Recorder
+    from collections.abc import Callable
+
 
 DIM = 8
 
@@ -124,6 +121,43 @@ class Carries(Parent):
             hidden, carried = layer(hidden, carried=carried)
             hidden = hidden * carried.scale if self.looks else hidden
         return hidden
+
+
+class Hands(Parent):
+    """Hands hidden states over inside an object: the same for all layers, or another for each."""
+
+    class Opens(Layer):
+        def forward(self, context: Any) -> Tensor:
+            return super().forward(context.hidden)
+
+    def __init__(self, *, anew: bool) -> None:
+        super().__init__([self.Opens() for _ in range(4)])
+        self.anew = anew
+
+    def body(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        context = SimpleNamespace()
+        for layer in self.layers:
+            context = SimpleNamespace() if self.anew else context
+            context.hidden = hidden
+            hidden = layer(self.wrap(context))
+        return hidden
+
+    @staticmethod
+    def wrap(context: Any) -> Any:
+        return context
+
+
+class Hides(Hands):
+    """Hands hidden states over so deep inside an object that they are not found."""
+
+    def __init__(self) -> None:
+        super().__init__(anew=True)
+        for layer in self.layers:
+            layer.forward = lambda outer, layer=layer: type(layer).forward(layer, outer.inner)
+
+    @staticmethod
+    def wrap(context: Any) -> Any:
+        return SimpleNamespace(inner=context)
 
 
 class Skips(Parent):
@@ -274,6 +308,8 @@ PARENTS: dict[str, Callable[[], Parent]] = {
     "two classes": of_two_classes,
     "pairs": lambda: Mixes([Layer(lambda h: (h, h * 2)) for _ in range(3)]),
     "carries objects": Carries,
+    "hands over one object": lambda: Hands(anew=False),
+    "hands over objects": lambda: Hands(anew=True),
     "skips": Skips,
     "adds": Adds,
     "deepstack": Deepstack,
@@ -283,67 +319,3 @@ PARENTS: dict[str, Callable[[], Parent]] = {
     "shares and adds": lambda: Shares(adds=True),
     "in place": InPlace,
 }
-
-
-def id_batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 16, (2, 5 + extra), generator=generator) for extra in (0, 2, 0)]
-
-
-@torch.no_grad()
-def plain(model: nn.Module, batches: list[Any]) -> tuple[list[Any], list[list[Any]]]:
-    """What the model returns, and what each layer returned, for each batch."""
-    outs: list[list[Any]] = []
-    handles = [
-        layer.register_forward_hook(lambda _, __, out: outs[-1].append(_copied(out))) for _, layer in find_layers(model)
-    ]
-    results = []
-    for batch in batches:
-        outs.append([])
-        results.append(call(model, batch))
-    for handle in handles:
-        handle.remove()
-    return results, outs
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return model(batch)
-    return model(*batch) if isinstance(batch, tuple) else model(**batch)
-
-
-def _copied(out: Any) -> list[Any]:
-    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in flatten(out)[0]]
-
-
-@torch.no_grad()
-def replay(
-    recorder: Recorder, times: int = 2, cast: torch.dtype | None = None
-) -> tuple[list[Any], list[list[Any]], list[int]]:
-    """As `plain`, by a recorder that runs each layer several times; and for which layers the parent ran."""
-    outs: list[list[Any]] = [[] for _ in range(len(recorder))]
-    prepared = []
-    for index, (_, layer) in enumerate(recorder.layers):
-        if recorder.needs_parent(index):
-            prepared.append(index)
-            recorder.prepare(index)
-        for batch in range(len(recorder)):
-            for _ in range(times):
-                args, kwargs = recorder.inputs(index, batch, cast=cast)
-                out = layer.forward(*args, **kwargs)
-                recorder.put(index, batch, out)
-            outs[batch].append(_copied(out))
-        recorder.done(index)
-    return [recorder.run_tail(batch) for batch in range(len(recorder))], outs, prepared
-
-
-def assert_same(one: Any, other: Any, what: str) -> None:
-    """Bit for bit, everything that is in two values."""
-    ones, others = flatten(one)[0], flatten(other)[0]
-    assert len(ones) == len(others), what
-    for a, b in zip(ones, others, strict=True):
-        if isinstance(a, Tensor):
-            assert a.dtype == b.dtype, what
-            assert torch.equal(a, b), f"{what}: differs by {(a.float() - b.float()).abs().max()}"
-        elif isinstance(a, bool | int | str | None):
-            assert a == b, what

@@ -15,7 +15,8 @@ from layerwise.inputs.layers import find_layers
 from layerwise.inputs.replay import Recorder
 from layerwise.inputs.stand_ins import forward_of
 from tests.fsdp_hooks.cases import Collectives
-from tests.layerwise.inputs.parents import PARENTS, assert_same, id_batches, plain
+from tests.layerwise.inputs.parents import PARENTS
+from tests.layerwise.inputs.replaying import assert_same, id_batches, plain
 from tests.ranks import run_ranks_each
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,9 +24,13 @@ from transformers import (
     StaticCache,
 )
 
+from layerwise.inputs.caches import CacheState
 from layerwise.inputs.layers import find_layers
 from layerwise.inputs.replay import Recorder
-from tests.layerwise.inputs.parents import assert_same, plain, replay
+from tests.layerwise.inputs.replaying import assert_same, plain, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SMALL = {
     "vocab_size": 40,
@@ -146,6 +149,17 @@ def test_a_cache_of_fixed_size_with_a_past_is_refused_by_name() -> None:
     )
     with pytest.raises(NotImplementedError, match=message), Recorder(model, find_layers(model), batches) as recorder:
         replay(recorder)
+
+
+def test_layers_that_a_cache_got_since_are_gone() -> None:
+    past, cache = torch.ones(1, 1, 3, 2), DynamicCache()
+    cache.update(past, past, 0)
+    state = CacheState(cache)
+    for layer in range(2):
+        cache.update(past, past, layer)
+    state.restore()
+    assert len(cache.layers) == 1
+    assert cache.get_seq_length() == 3
 
 
 class Crops:
