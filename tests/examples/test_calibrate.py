@@ -1,0 +1,42 @@
+"""The calibration example, a small run of it: the real model on two ranks, two algorithms, what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcp_adapters import read_manifest
+from layerwise.report import Report
+from tests.ranks import agreed
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
+    if agreed(value=str(tmp_path)) != str(tmp_path):
+        pytest.skip("launches its own ranks: rank 0 runs it")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(ROOT / "examples" / "calibrate.py"), "--out", str(tmp_path), "--algorithms", "Max", "GPTQ"]
+    command += ["--batches", "3", "--seq-len", "32", "--eval-blocks", "2"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "calibration.json").read_text())
+    assert [row["algorithm"] for row in rows] == ["Max", "GPTQ"]
+    assert rows[0]["before"] == rows[1]["before"]
+    for row in rows:
+        assert row["before"] < row["after"] < 2 * row["before"]
+        assert row["bytes"] < 0.57 * 106e6 + 1e6  # 4.5 bits each of the linear weights
+        assert len(read_manifest(tmp_path / row["algorithm"]).tensors) == 7 * 30
+        report = Report.load(tmp_path / f"{row['algorithm']}.json")
+        assert len(report.records) == 7 * 30
+        assert len(report.layer_errors) == 30
+        assert (tmp_path / f"{row['algorithm']}.png").stat().st_size > 0
+    assert "| GPTQ |" in (tmp_path / "calibration.md").read_text()
+    assert "GPTQ" in done.stdout
