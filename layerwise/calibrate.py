@@ -20,7 +20,7 @@ from torch import nn
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.maximum import Max
 from layerwise.events import Event, observing
-from layerwise.passes import Batches
+from layerwise.inputs.passes import Batches
 from layerwise.plan import Options, planned
 from layerwise.result import CalibrationResult, result_of
 from layerwise.run import Run

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.measure import Measured
-from layerwise.report import LinearReport
-from layerwise.shards import empty_quantizer, empty_weight, kept, kept_quantizer, rounded, store
+from layerwise.report.measure import Measured
+from layerwise.report.report import LinearReport
 from layerwise.stage import Calibrated, Stage
 from layerwise.targets import Target
+from layerwise.weights.shards import empty_quantizer, empty_weight, kept, kept_quantizer, rounded, store
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from layerwise.algorithms.algorithm import Algorithm
-from layerwise.layers import find_layers
-from layerwise.on_disk import OnDisk
+from layerwise.inputs.layers import find_layers
+from layerwise.inputs.stores import INPUTS_ON
 from layerwise.result import check_static_inputs
 from layerwise.stage import Method, Stage
-from layerwise.stores import INPUTS_ON
 from layerwise.targets import find_targets
-from layerwise.weights import Resident, Sharded, Weights
+from layerwise.weights.hold import Resident, Sharded, Weights
+from layerwise.weights.on_disk import OnDisk
 from qtensor.recipes import Recipe
 
 __all__ = ["Options", "Plan", "planned"]

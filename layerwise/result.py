@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerwise.outcome import Outcome
-from layerwise.report import Report
+from layerwise.report.report import Report
 from layerwise.stage import Stage
 from layerwise.targets import Target
 from qtensor.float8 import Float8CurrentScaling

@@ -15,16 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from layerwise.alike import alike, any_of
-from layerwise.checkpoints import CalibrationCheckpoint
 from layerwise.events import Event, Observer
-from layerwise.fingerprint import Fingerprint, data_digest, weights_digest
-from layerwise.on_disk import OnDisk
+from layerwise.inputs.passes import Batches
 from layerwise.outcome import Outcome, outcome_of, placeholders, restored
-from layerwise.passes import Batches
 from layerwise.plan import Plan
-from layerwise.shards import dense_rows
+from layerwise.resume.checkpoints import CalibrationCheckpoint
+from layerwise.resume.fingerprint import Fingerprint, data_digest, weights_digest
 from layerwise.stage import Passes, Stage, calibrate_stage, changed_since, contents
-from layerwise.weights import working
+from layerwise.weights.hold import working
+from layerwise.weights.on_disk import OnDisk
+from layerwise.weights.shards import dense_rows
 
 __all__ = ["Run"]
 

@@ -21,11 +21,11 @@ from fsdp_hooks.digest import digest
 from fsdp_hooks.scale_sync import local_of
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
 from layerwise.alike import alike
-from layerwise.measure import Measured, Yardstick, matrices
-from layerwise.smoothing import Smoothed, smooth
-from layerwise.statistics import Collector
+from layerwise.folding.smoothing import Smoothed, smooth
+from layerwise.report.measure import Measured, Yardstick, matrices
+from layerwise.statistics.collector import Collector
 from layerwise.targets import Target, siblings
-from layerwise.weights import params_of
+from layerwise.weights.hold import params_of
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor

@@ -111,9 +111,9 @@ class _NVFP4:
     ) -> Iterator[dict[str, Tensor]]:
         """The positive E4M3 block scales under the global scale of the amax, up to where the whole block becomes 0.
 
-        The elements of 2d up to the largest of d are elements of d, too. So where nothing saturates under d, nothing
-        comes nearer to its value under 2d. With `elementwise` the highest code is therefore 7 above the lowest that
-        does not saturate: 8 codes are a factor of 2, except that subnormal codes, up to 15, may have no half.
+        The elements of 2d up to 6d are elements of d, too, and the next is 8d. So where nothing is above 7d, nothing
+        comes nearer to its value under 2d than under d. With `elementwise` the highest code is therefore 7 above the
+        lowest like that: 8 codes are a factor of 2, except that subnormal codes, up to 15, may have no half.
         """
         if x.numel() == 0:
             return
@@ -121,7 +121,7 @@ class _NVFP4:
         codes = torch.arange(1, LARGEST_SCALE_CODE + 1, dtype=torch.uint8, device=x.device)
         dec = _dec({"scale": codes.view(torch.float8_e4m3fn), "global_scale": global_scale})  # [126], ascending
         if elementwise:
-            high = (torch.searchsorted(dec * LARGEST, block_amax) + 1 + 7).clamp(min=15)
+            high = (torch.searchsorted(dec * 7.0, block_amax) + 1 + 7).clamp(min=15)
         else:
             # Half of the smallest element, 0.25, is rounded to 0; the slack is more than what enc is rounded by.
             high = torch.searchsorted(dec * (0.25 * (1 - 2.0**-20)), block_amax) + 1

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group
 from layerwise.algorithms.mse import Mse
-from layerwise.arithmetic import full_precision, one_thread
+from layerwise.statistics.arithmetic import full_precision, one_thread
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Decision, Group, Inputs
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.clipping import local_of
-from layerwise.folding import transformed
+from layerwise.folding.folds import transformed
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.formats import block_multiple, format_of, row_multiple
 from tests.fsdp_hooks.cases import assert_same_bytes

@@ -1,0 +1,1 @@
+"""Column factors: where they can go, found by probing, and folding them there."""

@@ -1,0 +1,187 @@
+"""Folds column factors into the modules that produce the columns, and checks that the layer is still the same.
+
+    probing.py finds, for every group of linears, the one producer its factors can go into
+    fold          weights * s, producers / s, each weight rounded once; returns the factors as applied
+    transformed   the statistics of X / s, from those of X
+    verify        the layer's outputs before and after differ by rounding only
+
+Factors of all groups of a layer are found first, on the statistics as they were; then all are folded at once, for a
+producer may itself be a target whose columns are scaled.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerwise.algorithms.algorithm import SUB_BLOCK, Inputs
+from layerwise.folding.probing import ABSTAIN, NO, YES, Producer, choose, find_folds, producers_of, propose
+
+__all__ = [
+    "ABSTAIN",
+    "NO",
+    "YES",
+    "Fold",
+    "Producer",
+    "choose",
+    "find_folds",
+    "fold",
+    "producers_of",
+    "propose",
+    "tolerance",
+    "transformed",
+    "verify",
+]
+
+AMPLIFICATION = 4.0  # what a layer may make of the rounding errors of a fold (see `tolerance`)
+
+Key = tuple[int, tuple[int, ...]]  # where a tensor's values lie, and its shape
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Factors to fold: the columns of `weights` ([N, K] or [E, N, K]) times `factors` [K], the producer divided."""
+
+    producer: Producer
+    weights: tuple[Tensor, ...]
+    factors: Tensor
+
+
+@torch.no_grad()
+def fold(folds: Sequence[Fold]) -> list[Tensor]:
+    """Fold all factors of a layer in place, in fp32, every weight rounded once to its dtype.
+
+    Returns:
+        The factors as applied, fp32 [K] for each fold, for `transformed`: those given for a linear, while behind a norm
+        the columns are multiplied by what its gain really lost once it was rounded, so that its rounding costs nothing
+        (1 + weight would lose a small gain altogether; a channel whose gain would round to nothing keeps it).
+
+    Raises:
+        ValueError: factors that are not [K], finite and positive; nothing was written.
+        OverflowError: a weight would leave the range of its dtype; nothing was written.
+    """
+    columns: dict[Key, Tensor] = {}
+    channels: dict[Key, tuple[Producer, Tensor]] = {}
+    written: dict[Key, tuple[str, Tensor]] = {}
+    applied = []
+    for one in folds:
+        factors = _applicable(one)
+        applied.append(factors)
+        assert columns.keys().isdisjoint(map(_key, one.weights)), "a weight takes one input, so it is in one group"
+        columns |= {_key(w): factors for w in one.weights}
+        channels |= {_key(t): (one.producer, factors) for t in one.producer.tensors}
+        written |= {_key(t): (one.producer.name, t) for t in (*one.weights, *one.producer.tensors)}
+    values = []
+    for key, (name, tensor) in written.items():
+        value = tensor.float() * columns[key] if key in columns else tensor.float()
+        if key in channels:
+            producer, factors = channels[key]
+            value = _divided_channels(producer, tensor, value, factors)
+        rounded = value.to(tensor.dtype)
+        if not torch.equal(torch.isfinite(rounded), torch.isfinite(tensor)):
+            raise OverflowError(
+                f"folding factors into {name} takes values out of the range of {tensor.dtype} (largest "
+                f"{float(value.abs().max()):.3g}); use bfloat16 weights or an algorithm that does not scale columns"
+            )
+        values.append((tensor, rounded))
+    for tensor, rounded in values:
+        tensor.copy_(rounded)
+    return applied
+
+
+def _key(tensor: Tensor) -> Key:
+    """The same for a parameter and its detached alias: both may be named, and each must be written once."""
+    return tensor.data_ptr(), tuple(tensor.shape)
+
+
+def _divided_channels(producer: Producer, tensor: Tensor, value: Tensor, factors: Tensor) -> Tensor:
+    """`value` (the producer's tensor, its columns scaled where it is a target too) with its channels divided."""
+    spread = factors.reshape(-1, *[1] * (value.ndim - 1))
+    if producer.kind == "offset" and _key(tensor) == _key(producer.weight):
+        return (1 + value) / spread - 1
+    return value / spread
+
+
+def _applicable(one: Fold) -> Tensor:
+    """The factors of a fold, checked; behind a norm, those that its rounded gain amounts to."""
+    producer, factors = one.producer, one.factors.float()
+    if factors.shape != (producer.channels,) or not bool((torch.isfinite(factors) & (factors > 0)).all()):
+        raise ValueError(
+            f"factors for {producer.name}: found {_range(factors)}, expected {producer.channels} finite, positive "
+            "factors"
+        )
+    if producer.kind == "linear":
+        return factors
+    shift = 1.0 if producer.kind == "offset" else 0.0
+    gain = shift + producer.weight.float()
+    left = shift + (gain / factors - shift).to(producer.weight.dtype).float()
+    return torch.where(gain * left > 0, gain / left, torch.ones_like(gain))
+
+
+def _range(factors: Tensor) -> str:
+    return f"{tuple(factors.shape)} from {float(factors.min()):.3g} to {float(factors.max()):.3g}"
+
+
+def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
+    """The statistics of X / factors, from those of X.
+
+    Raises:
+        ValueError: the amax of each column is not known (an algorithm that smooths needs COLUMNS).
+    """
+    if inputs.column_amax is None or inputs.column_mean is None:
+        raise ValueError("the statistics of a scaled input need those of its columns; found None, ask for COLUMNS")
+    column_amax = inputs.column_amax / factors
+    local, full = inputs.local_hessian, inputs.hessian
+    if local is not None:
+        padding = local.shape[0] * SUB_BLOCK - factors.numel()
+        blocks = torch.nn.functional.pad(factors, (0, padding), value=1.0).reshape(-1, SUB_BLOCK)
+        local = local / (blocks.unsqueeze(-1) * blocks.unsqueeze(-2))
+    if full is not None:
+        full = full / factors.unsqueeze(-1) / factors
+    return dataclasses.replace(
+        inputs,
+        amax=column_amax.amax(),
+        column_amax=column_amax,
+        column_mean=inputs.column_mean / factors,
+        local_hessian=local,
+        hessian=full,
+    )
+
+
+def tolerance(dtype: torch.dtype, folds: int, columns: int) -> float:
+    """The relative RMS difference that `folds` folds may make to a layer's outputs of this dtype.
+
+    Each fold rounds three things anew: the producer's channels, the group's columns and the values between them. Each
+    is an independent error of at most u (the dtype's unit roundoff), so their RMS grows with the square root of their
+    number. Sums run in fp32 over up to `columns` terms; a sum of random signs gathers sqrt(columns) fp32 errors.
+    What follows in the layer (softmax, gates, a residual that cancels) may amplify that, for which a factor of 4 is
+    allowed: 5 % for four folds in bf16. A wrong fold is off by the size of the output itself.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    return AMPLIFICATION * math.sqrt(3 * folds) * (unit + 2**-24 * math.sqrt(columns))
+
+
+def verify(before: Sequence[Tensor], after: Sequence[Tensor], allowed: float, what: str) -> float:
+    """The largest relative RMS difference of a floating-point output; 0 without outputs.
+
+    Raises:
+        RuntimeError: it is more than `allowed`, or not a number; `what` names the layer.
+    """
+    found = max((_deviation(a, b) for a, b in zip(before, after, strict=True) if a.is_floating_point()), default=0.0)
+    if not found <= allowed:
+        raise RuntimeError(
+            f"{what}: folding changed its outputs by {found:.3g} (relative RMS), more than the {allowed:.3g} of "
+            "rounding; the fold is not exact here: use an algorithm that does not scale columns"
+        )
+    return found
+
+
+def _deviation(before: Tensor, after: Tensor) -> float:
+    same = (before == after) | (torch.isnan(before) & torch.isnan(after))  # infinities of a mask, say
+    off = torch.where(same, 0.0, before.double() - after.double())
+    size = float(torch.linalg.vector_norm(torch.where(torch.isfinite(before), before.double(), 0.0)))
+    distance = float(torch.linalg.vector_norm(off))
+    return distance / size if size else (math.inf if distance else 0.0)

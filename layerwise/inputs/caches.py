@@ -1,0 +1,71 @@
+"""Key/value caches that a model is called with: what they held is what they hold again before every call.
+
+A layer is called several times on the same batch; a cache that every call appends to would make each call another one.
+So an empty cache is not passed on at all (None: attention without a past is the same), and one that holds a past is set
+back to that past. A cache is what has `get_seq_length` and `update`, as in transformers.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from layerwise.inputs.stores import version
+
+__all__ = ["CacheState", "is_cache", "is_empty"]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a key/value cache."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("get_seq_length", "update")
+    )
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether nothing is in it."""
+    try:
+        return int(cache.get_seq_length()) == 0
+    except ValueError:  # it has no layer with a length
+        return False
+
+
+class CacheState:
+    """What a cache holds at this moment, by reference: appending makes new tensors."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        layers = getattr(cache, "layers", None)
+        self._layers = [(layer, _copied(vars(layer))) for layer in layers] if isinstance(layers, list) else None
+        self._length = None if self._layers is not None else cache.get_seq_length()
+        self._versions = [(tensor, version(tensor)) for tensor in self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        """The past it holds, layer by layer, where the cache lets one see its layers."""
+        states = [state for _, state in self._layers or ()]
+        return [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+
+    def restore(self) -> None:
+        """Set the cache back to it.
+
+        Raises:
+            NotImplementedError: the past itself was overwritten, as caches of a fixed size do.
+        """
+        if any(version(tensor) != was for tensor, was in self._versions):
+            raise NotImplementedError(
+                f"a {type(self.cache).__name__} with a past is written in place by the layers, so the same batch "
+                "cannot be run twice on it; pass a cache that grows by appending (DynamicCache)"
+            )
+        if self._layers is None:
+            if self.cache.get_seq_length() != self._length:
+                self.cache.crop(self._length)
+            return
+        del self.cache.layers[len(self._layers) :]
+        for layer, state in self._layers:
+            layer.__dict__.clear()
+            layer.__dict__.update(_copied(state))
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy.copy(value) if isinstance(value, list | dict) else value for name, value in state.items()}

@@ -1,0 +1,219 @@
+"""How a layer is called for one batch, recorded without what it is called with.
+
+Each leaf of a call's arguments has a source:
+    Link    an output of an earlier layer, by the very object its stand-in returned
+    Kept    any other tensor: masks, rotary embeddings, position ids; one that several calls share is kept once
+    Fixed   everything else, the object itself: numbers, None, caches, and the containers that layers may fill
+
+A list, dict or dataclass that is passed to several layers may be how they talk to each other (shared keys and values).
+So a mutable container is a leaf, kept live, unless an output is in it; what one run of the parent passes to several
+layers is one object for all of them, however many runs it takes to record them.
+"""
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.inputs.caches import CacheState
+from layerwise.inputs.stand_ins import Escape, TensorSpec
+from layerwise.inputs.stores import Kept, Store, version
+from layerwise.inputs.structure import Structure, flatten, is_mutable, rebuild
+
+__all__ = ["Call", "Fixed", "Link", "Output", "Shape", "Statics", "is_value", "same_state", "state_of_container"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Leaf number `leaf` of what layer number `layer` returns."""
+
+    layer: int
+    leaf: int
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """The object itself, and what to set it back to before each call if it is a cache."""
+
+    value: Any
+    cache: CacheState | None = None
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a layer: the structure of (args, kwargs), and where each leaf comes from."""
+
+    structure: Structure
+    sources: list[Link | Kept | Fixed]
+    before: list[tuple[Any, Any]] | None = field(default=None)  # live containers as they were at the first use
+
+    def links(self) -> set[int]:
+        """The layers whose outputs it takes."""
+        return {source.layer for source in self.sources if isinstance(source, Link)}
+
+    def arguments(self, output: Callable[[int], "Output"], cast: torch.dtype | None) -> tuple[Any, Any]:
+        """Args and kwargs to call the layer with, in memory of their own, caches and live containers as recorded."""
+        taken: dict[Any, Any] = {}
+        for source in self.sources:
+            key = source if isinstance(source, Link) else id(source)
+            if key in taken:
+                continue
+            if isinstance(source, Fixed):
+                if source.cache is not None:
+                    source.cache.restore()
+                taken[key] = source.value
+                continue
+            kept = output(source.layer).leaves[source.leaf] if isinstance(source, Link) else source
+            value = kept.tensor(fresh=True) if isinstance(kept, Kept) else kept
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            taken[key] = value.to(cast) if cast is not None and floating else value
+        self._restore_containers()
+        keys = [source if isinstance(source, Link) else id(source) for source in self.sources]
+        args, kwargs = rebuild(self.structure, [taken[key] for key in keys])
+        return args, kwargs
+
+    def _restore_containers(self) -> None:
+        if self.before is None:
+            values = [source.value for source in self.sources if isinstance(source, Fixed)]
+            states = [(value, state_of_container(value)) for value in values]
+            self.before = [(value, state) for value, state in states if state is not None]
+        else:
+            for container, state in self.before:
+                if not same_state(state_of_container(container), state):
+                    restore_container(container, state)
+
+
+def state_of_container(value: Any) -> Any:
+    """A shallow copy of what a live container holds; None for what is none."""
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    if isinstance(value, list):
+        return list(value)
+    return dict(vars(value)) if is_live_dataclass(value) else None
+
+
+def restore_container(container: Any, state: Any) -> None:
+    """Set a live container back to what `state_of_container` said."""
+    if isinstance(container, list):
+        container[:] = state
+        return
+    target = container if isinstance(container, MutableMapping) else vars(container)
+    target.clear()
+    target.update(state)
+
+
+def is_live_dataclass(value: Any) -> bool:
+    """Whether it is a dataclass that can be filled, with attributes in a dict."""
+    params = getattr(type(value), "__dataclass_params__", None)
+    return params is not None and hasattr(value, "__dict__") and is_mutable(value)
+
+
+@dataclass(eq=False)
+class Output:
+    """What a layer returned for one batch."""
+
+    shape: "Shape"
+    leaves: list[Any]  # a Kept for every tensor
+
+    @classmethod
+    def of(cls, value: Any, store: Store) -> "Output":
+        """Keep what a layer returned."""
+        leaves, structure = flatten(value)
+        kept: dict[int, Kept] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in kept:
+                kept[id(leaf)] = store.keep(leaf)
+        shape = Shape(structure, tuple(map(_spec, leaves)))
+        return cls(shape, [kept.get(id(leaf), leaf) for leaf in leaves])
+
+    def values(self) -> list[Any]:
+        """Its leaves, tensors in memory of their own."""
+        taken = {id(leaf): leaf.tensor(fresh=True) for leaf in self.leaves if isinstance(leaf, Kept)}
+        return [taken.get(id(leaf), leaf) for leaf in self.leaves]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of an output without its tensors; a stand-in can pass for a layer whose outputs have an equal one.
+
+    Attributes:
+        structure: of the output.
+        specs: for each leaf a TensorSpec, the value of what is neither tensor nor object, the type of an object.
+    """
+
+    structure: Structure
+    specs: tuple[Any, ...]
+
+    def placeholders(self, origin: int, zeros: dict[Any, Tensor]) -> list[Any]:
+        """Leaves that can be told apart from all others, where they are not mere values."""
+        return [_placeholder(spec, origin, zeros) for spec in self.specs]
+
+
+class _Object:
+    """In the place of an object that a layer returns; the parent may pass it on, but not look into it."""
+
+    def __init__(self, origin: int) -> None:
+        self._origin = origin
+
+    def __getattr__(self, name: str) -> Any:
+        raise Escape(frozenset({self._origin}))
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf has no identity that matters."""
+    return isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None)
+
+
+def _spec(leaf: Any) -> Any:
+    return TensorSpec.of(leaf) or (leaf if is_value(leaf) else type(leaf))
+
+
+def _placeholder(spec: Any, origin: int, zeros: dict[Any, Tensor]) -> Any:
+    if isinstance(spec, TensorSpec):
+        return spec.placeholder(origin, zeros)
+    return _Object(origin) if isinstance(spec, type) else spec
+
+
+class Statics:
+    """Tensors that are no outputs of layers, each kept once however many calls it is passed to."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Kept]]] = {}
+
+    def known(self, tensor: Tensor, kept: Kept) -> None:
+        """Say that a tensor is one that is kept already."""
+        self._known[id(tensor)] = (weakref.ref(tensor), version(tensor), weakref.ref(kept))
+
+    def keep(self, tensor: Tensor, *, borrowed: bool) -> Kept:
+        """Keep it, or find that it is kept; what was written since is another tensor."""
+        if id(tensor) in self._known:
+            same, count, kept_ref = self._known[id(tensor)]
+            kept = kept_ref()
+            if same() is tensor and count == version(tensor) and kept is not None:
+                return kept
+        kept = self._store.keep(tensor, borrowed=borrowed)
+        self.known(tensor, kept)
+        return kept
+
+    def forget(self) -> None:
+        """Drop what is no longer there."""
+        gone = [key for key, (tensor, _, kept) in self._known.items() if tensor() is None or kept() is None]
+        for key in gone:
+            del self._known[key]
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states of a container hold the very same objects."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (is_value(one) and type(one) is type(other) and bool(one == other))

@@ -1,0 +1,275 @@
+"""One run of the parent for one batch, with stand-ins for all layers, that records how layers are called.
+
+    layers before `first`    were run: they return what they returned, where that is still kept, or placeholders
+    layer `first`            is recorded from what the parent made of the real output of the layer before it
+    layers after it          are recorded as far as the parent passes on, untouched, what stand-ins return
+    layer `stop`             ends the run
+
+A parent that only hands each layer's output to the next is recorded in one run. One that changes hidden states between
+two layers ends the run there; the next run begins behind, when the real output is there. A parent that never
+leaves them alone is run once per layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.inputs.batches import Batch
+from layerwise.inputs.caches import CacheState, is_cache, is_empty
+from layerwise.inputs.calls import Call, Fixed, Link, Output, Shape, Statics, is_value, same_state, state_of_container
+from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, forward_of
+from layerwise.inputs.stores import Kept, is_plain, version
+from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
+
+__all__ = ["Progress", "Run"]
+
+
+@dataclass(eq=False)
+class Progress:
+    """What is known of one batch.
+
+    Attributes:
+        batch: what the model is called with.
+        calls: of the layers from the first on, as far as they are recorded; None for layers that are done.
+        outputs: of the layers that were run, as long as somebody may need them.
+        shapes: of all outputs there ever were.
+        assumed: what stand-ins returned when later layers were recorded.
+        last_use: the last layer known to take an output of this one.
+        live: objects that layers are called with, by the place where they were met first.
+        cautious: the parent writes into what it passed to a layer, so each run records only one.
+    """
+
+    batch: Batch
+    calls: list[Call | None] = field(default_factory=list)
+    outputs: dict[int, Output] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(default_factory=dict)
+    assumed: dict[int, Shape] = field(default_factory=dict)
+    last_use: dict[int, int] = field(default_factory=dict)
+    live: dict[tuple[int, str], Any] = field(default_factory=dict)
+    cautious: bool = False
+
+
+@dataclass
+class _Sight:
+    """An object that stand-ins were called with in this run: what layers get instead, and what it held then."""
+
+    value: Any
+    live: Any
+    state: Any
+
+
+class Run:
+    """See the module; `number` and the layers' names are for messages."""
+
+    def __init__(
+        self, progress: Progress, number: int, layers: list[tuple[str, nn.Module]], first: int, stop: int
+    ) -> None:
+        self.progress, self.number, self.first, self.stop = progress, number, first, stop
+        self.fqns = [fqn for fqn, _ in layers]
+        self.kinds = [type(layer) for _, layer in layers]
+        self.next = 0  # the layer that is to be called next
+        self.calls: list[Call] = []
+        self.links: dict[int, tuple[Any, int, Link]] = {}
+        self.sights: dict[int, _Sight] = {}
+        self.captured: list[_Sight | tuple[Tensor, int]] = []
+        self.assumed: dict[int, Shape] = {}
+        self.zeros: dict[Any, Tensor] = {}
+        self.escape: Escape | None = None
+        self.result: Any = None
+
+    def execute(self, model: nn.Module, statics: Statics) -> None:
+        """Run the parent, in whose layers' places are stand-ins that call `called`."""
+        self.statics, self.model = statics, model
+        self.borrowed: set[int] | None = None
+        for state in self.progress.batch.caches:
+            state.restore()
+        args, kwargs, used = self.progress.batch.call()
+        for tensor, kept in used:
+            statics.known(tensor, kept)
+        original: Callable[..., Any] = model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except Escape as escape:
+                self.escape = escape
+            except EarlyStop:
+                pass
+            return None
+
+        with torch.no_grad(), forward_of(model, forward):
+            self.result = model(*args, **kwargs)
+
+    def commit(self) -> None:
+        """Add what was recorded to what is known of the batch.
+
+        Raises:
+            NotImplementedError: layer `first` was not recorded.
+        """
+        if not self.calls:
+            raise self._refusal()
+        if len(self.calls) > 1 and self._spoiled():
+            self.progress.cautious = True
+            return
+        for index, call in enumerate(self.calls, start=self.first):
+            for source in call.links():
+                self.progress.last_use[source] = max(index, self.progress.last_use.get(source, -1))
+        self.progress.calls += self.calls
+        self.progress.assumed |= self.assumed
+
+    def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a stand-in does when it is called."""
+        if index != self.next:
+            met = "again" if index < self.next else f"before {self.fqns[self.next]}"
+            raise NotImplementedError(
+                f"layer {self.fqns[index]} is called {met} in one forward of the model (batch {self.number}); layers "
+                "must be called once each, in the order of layers="
+            )
+        leaves, structure = flatten((args, kwargs), lambda value: value is not kwargs and self._is_live(value))
+        names = [
+            name.replace("[0]", "args", 1) if name.startswith("[0]") else name.replace("[1]", "kwargs", 1)
+            for name in paths(structure)
+        ]
+        if index < self.first:
+            for name, leaf in zip(names, leaves, strict=True):
+                self._remember(index, name, leaf)
+        else:
+            sources = [self._source(index, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+            self.calls.append(Call(structure, sources))
+        self.next = index + 1
+        if index == self.stop:
+            raise EarlyStop
+        return self._returned(index)
+
+    # -- what a stand-in returns -------------------------------------------------------------------------------
+
+    def _returned(self, index: int) -> Any:
+        output = self.progress.outputs.get(index)
+        shape = output.shape if output is not None else self._shape(index)
+        if shape is None:  # the first layer, before it ever ran
+            raise EarlyStop
+        leaves = output.values() if output is not None else shape.placeholders(index, self.zeros)
+        for number, leaf in enumerate(leaves):
+            if not is_value(leaf):
+                count = version(leaf) if isinstance(leaf, Tensor) else 0
+                self.links.setdefault(id(leaf), (leaf, count, Link(index, number)))
+        self.assumed[index] = shape
+        return rebuild(shape.structure, leaves)
+
+    def _shape(self, index: int) -> Shape | None:
+        """That of this layer's output; while it is unknown, of the last layer of the same class, or of the last."""
+        shapes = self.progress.shapes
+        alike = [other for other in shapes if self.kinds[other] is self.kinds[index]]
+        return shapes.get(index) or (shapes[max(alike or shapes)] if shapes else None)
+
+    # -- what a stand-in is called with ------------------------------------------------------------------------
+
+    def _is_live(self, value: Any) -> bool:
+        if not is_mutable(value):
+            return False
+        return not any(isinstance(leaf, Placeholder) or id(leaf) in self.links for leaf in flatten(value)[0])
+
+    def _source(self, index: int, name: str, leaf: Any) -> Link | Kept | Fixed:
+        if id(leaf) in self.links:
+            _, count, link = self.links[id(leaf)]
+            if not isinstance(leaf, Tensor) or version(leaf) == count:
+                return link
+        if isinstance(leaf, Placeholder) or _holds_placeholder(leaf):
+            if index == self.first:
+                raise self._refusal(name, leaf)
+            raise EarlyStop
+        if isinstance(leaf, Tensor):
+            self.captured.append((leaf, version(leaf)))
+            return self.statics.keep(leaf, borrowed=self._is_borrowed(leaf))
+        if is_value(leaf) or (is_cache(leaf) and is_empty(leaf)):
+            return Fixed(leaf if is_value(leaf) else None)
+        sight = self._seen(leaf)
+        if sight is None:
+            sight = self.sights[id(leaf)] = _Sight(leaf, leaf, state_of_container(leaf))
+            self.progress.live[index, name] = leaf
+        self.captured.append(sight)
+        return Fixed(sight.live, self._cache_state(sight.live))
+
+    def _remember(self, index: int, name: str, leaf: Any) -> None:
+        """Find out which object of an earlier run this one is."""
+        if isinstance(leaf, Tensor) or is_value(leaf) or self._seen(leaf) is not None:
+            return
+        live = self.progress.live.get((index, name))
+        if live is not None:
+            self.sights[id(leaf)] = _Sight(leaf, live, state_of_container(leaf))
+
+    def _seen(self, value: Any) -> _Sight | None:
+        """What is known of an object in this run, unless the parent changed it since: then it speaks for itself."""
+        sight = self.sights.get(id(value))
+        return sight if sight is not None and same_state(state_of_container(value), sight.state) else None
+
+    def _cache_state(self, value: Any) -> CacheState | None:
+        if not is_cache(value):
+            return None
+        states = (state for state in self.progress.batch.caches if state.cache is value)
+        known = next(states, None)
+        if known is None:  # the parent filled it itself
+            known = CacheState(value)
+            self.progress.batch.caches.append(known)
+        return known
+
+    def _is_borrowed(self, tensor: Tensor) -> bool:
+        """Whether it lies in a parameter's memory, which sharding frees."""
+        if self.borrowed is None:
+            params = [param for param in self.model.parameters() if is_plain(param) and param.numel()]
+            self.borrowed = {param.untyped_storage().data_ptr() for param in params}
+        return is_plain(tensor) and tensor.untyped_storage().data_ptr() in self.borrowed
+
+    def _spoiled(self) -> bool:
+        """Whether the parent wrote, later on, into what it had called a layer with."""
+        return any(
+            not same_state(state_of_container(seen.value), seen.state)
+            if isinstance(seen, _Sight)
+            else version(seen[0]) != seen[1]
+            for seen in self.captured
+        )
+
+    def _refusal(self, name: str = "", leaf: Any = None) -> NotImplementedError:
+        fqn = self.fqns[self.first]
+        origins = getattr(self.escape or leaf, "origins", None)
+        if origins is None and not name:
+            return NotImplementedError(
+                f"layer {fqn} was not called in the model's forward of batch {self.number}; layers must be called once "
+                "each, in the order of layers="
+            )
+        needed = " and ".join(self.fqns[origin] for origin in sorted(origins or ())) or "an earlier layer"
+        what = f"{name} of layer {fqn}" if name else f"what the model computes before it calls layer {fqn}"
+        return NotImplementedError(
+            f"{what} is computed from the output of {needed}, which is not kept: between layers a model may change "
+            "only the output of the layer just before. Give such layers as one module of layers=, or leave them out"
+        )
+
+    def check_tail(self) -> None:
+        """After a run that was to reach the model's end: whether it did.
+
+        Raises:
+            NotImplementedError: it looked at outputs that are not kept, or did not call all layers.
+        """
+        if self.escape is not None:
+            raise self.after_layers("the model", self.escape.origins)
+        if self.next < len(self.fqns):
+            self.first = self.next
+            raise self._refusal()
+
+    def after_layers(self, who: str, origins: frozenset[int]) -> NotImplementedError:
+        """The error of something outside the layers that needs outputs which are not kept."""
+        needed = " and ".join(self.fqns[origin] for origin in sorted(origins))
+        return NotImplementedError(
+            f"{who} takes the output of {needed}, which is not kept: after the layers a model may use only that of the "
+            f"last one, {self.fqns[-1]}. Give these layers as one module of layers=, or leave them out"
+        )
+
+
+def _holds_placeholder(value: Any) -> bool:
+    """Whether an object that is no container has one among its values."""
+    state = state_of_container(value)
+    held = state.values() if isinstance(state, dict) else getattr(value, "__dict__", {}).values()
+    return not isinstance(value, type | nn.Module) and any(isinstance(one, Placeholder) for one in held)

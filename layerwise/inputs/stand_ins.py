@@ -1,0 +1,195 @@
+"""What takes the places of the layers while their parent runs: stand-ins without parameters, and placeholder tensors.
+
+    with swapped(model, layers, called):    every layer is replaced, wherever in the model it is registered
+        with forward_of(model, ...):        the model's forward, and nothing outside it, is left by an early stop
+            model(batch)                    called(index, args, kwargs) decides what each layer "returns"
+
+A `Placeholder` has the shape of an output that is not there. What is computed from placeholders is a placeholder, too,
+and knows which layers it comes from: so it shows when a parent changes hidden states between layers. Code that looks at
+the values themselves, or writes them into an ordinary tensor, would get zeros: that raises `Escape`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.inputs.stores import is_dense, is_plain
+
+__all__ = ["EarlyStop", "Escape", "Placeholder", "StandIn", "TensorSpec", "forward_of", "swapped"]
+
+# Names of functions that give away values, and of those that write into their first argument without ending in "_".
+READS = {"__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__"}
+READS |= {"allclose", "equal", "is_nonzero", "item", "numpy", "tolist"}
+WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__"}
+WRITES |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+
+
+class EarlyStop(BaseException):
+    """Leaves a model's forward; not an Exception, so that a parent that catches those lets it through."""
+
+
+class Escape(EarlyStop):
+    """The parent looked at values of hidden states, or wrote them into an ordinary tensor."""
+
+    def __init__(self, origins: frozenset[int]) -> None:
+        super().__init__()
+        self.origins = origins
+
+
+class Placeholder(Tensor):
+    """A tensor without its values; `origins` are the indices of the layers it would come from."""
+
+    origins: frozenset[int] = frozenset()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function; its results are placeholders with the origins of all its arguments."""
+        kwargs = kwargs or {}
+        origins = frozenset[int]().union(*(found.origins for found in _placeholders((args, kwargs))))
+        name = getattr(func, "__name__", "")
+        if name in READS or ("out" in kwargs and not isinstance(kwargs["out"], Placeholder)):
+            raise Escape(origins)
+        in_place = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+        if in_place and isinstance(args[0], Tensor) and not isinstance(args[0], Placeholder):
+            raise Escape(origins)
+        result: Any = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        for made in _placeholders(result):
+            made.origins |= origins
+        if in_place and isinstance(args[0], Placeholder):
+            args[0].origins |= origins
+        return result
+
+
+def _placeholders(value: Any) -> Iterator[Placeholder]:
+    if isinstance(value, Placeholder):
+        yield value
+    elif isinstance(value, tuple | list):
+        for element in value:
+            yield from _placeholders(element)
+    elif isinstance(value, dict):
+        for element in value.values():
+            yield from _placeholders(element)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its values, as far as two have to agree to pass for each other (strides need not)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...] | None = field(default=None, compare=False)  # None: contiguous
+
+    @classmethod
+    def of(cls, value: Any) -> "TensorSpec | None":
+        """The spec of a tensor, None for anything else."""
+        if not isinstance(value, Tensor):
+            return None
+        stride = value.stride() if is_plain(value) and is_dense(value) else None
+        return cls(value.shape, value.dtype, value.device, stride)
+
+    def placeholder(self, origin: int, zeros: dict[Any, Tensor]) -> Placeholder:
+        """A placeholder; all of one size share the memory that is in `zeros`, but count writes each for itself."""
+        key = (self.shape.numel(), self.dtype, self.device)
+        if key not in zeros:
+            zeros[key] = torch.zeros(self.shape.numel(), dtype=self.dtype, device=self.device)
+        stride = self.stride or torch.empty(self.shape, device="meta").stride()
+        own = torch.empty(0, dtype=self.dtype, device=self.device)
+        own.set_(zeros[key].untyped_storage(), 0, self.shape, stride)
+        made = own.as_subclass(Placeholder)
+        made.origins = frozenset({origin})
+        return made
+
+
+class StandIn(nn.Module):
+    """In a layer's place: has the layer's attributes, none of its parameters, and reports its calls."""
+
+    def __init__(self, layer: nn.Module, called: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer  # not a submodule
+        self.called = called
+        self.training = layer.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Report the call and return what is to be returned."""
+        return self.called(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)  # parents ask layers for their attention type, for one
+
+
+@contextmanager
+def swapped(
+    model: nn.Module, layers: Sequence[nn.Module], called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """Context manager in which stand-ins are in the places of the layers; afterwards the same layers are back.
+
+    Attributes and hooks that modules around the layers got in the meantime are gone then, too.
+
+    Args:
+        model: the model that contains them.
+        layers: modules inside it.
+        called: what a stand-in does when it is called, given the layer's index and its arguments.
+    """
+
+    def stand_in(index: int) -> StandIn:
+        return StandIn(layers[index], lambda args, kwargs: called(index, args, kwargs))
+
+    stand_ins = {layer: stand_in(index) for index, layer in enumerate(layers)}
+    # A layer may be registered at several places, and each is replaced.
+    fqns = [(fqn, child) for fqn, child in model.named_modules(remove_duplicate=False) if child in stand_ins]
+    split = [(fqn.rpartition("."), child) for fqn, child in fqns]
+    places = [(model.get_submodule(parent), name, child) for (parent, _, name), child in split]
+    inside = {inner for layer in layers for inner in layer.modules()}
+    around = [(module, _set_up(module)) for module in model.modules() if module not in inside]
+    try:
+        for parent, name, layer in places:
+            setattr(parent, name, stand_ins[layer])
+        yield
+    finally:
+        for parent, name, layer in places:
+            setattr(parent, name, layer)
+        for module, before in around:
+            _undo(module, before)
+
+
+# What modules set up in their first forward they would have set up without their layers, and never again: transformers
+# installs the hooks that collect router logits that way. So new attributes and new hooks do not outlast the stand-ins.
+HOOKS: tuple[str, ...] = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
+HOOKS += ("_forward_hooks_always_called",)
+
+
+def _set_up(module: nn.Module) -> dict[str, set[Any]]:
+    return {"": set(vars(module)), **{name: set(vars(module)[name]) for name in HOOKS}}
+
+
+def _undo(module: nn.Module, before: dict[str, set[Any]]) -> None:
+    for name in set(vars(module)) - before[""]:
+        delattr(module, name)
+    for name in HOOKS:
+        hooks = vars(module)[name]
+        for key in set(hooks) - before[name]:
+            del hooks[key]
+
+
+@contextmanager
+def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context manager in which a model's forward is another one; its hooks, FSDP's too, run around that."""
+    before = vars(model).get("forward")
+    model.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.__dict__["forward"]
+        else:
+            model.__dict__["forward"] = before

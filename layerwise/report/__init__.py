@@ -1,0 +1,1 @@
+"""How large errors are, measured and shown."""

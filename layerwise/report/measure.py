@@ -1,0 +1,130 @@
+"""How large the error of a stage is: its linears on sample rows of their inputs, and its output on one batch.
+
+    signal = |X W^T|^2      noise = |X (Q - W)^T|^2      SNR = 10 log10(signal / noise), energies summed over ranks
+
+W are the weights as they were when their scales were decided (after folding, before rounding), so X and W are those of
+the same function. Each rank measures what it has; a figure of a report, not an input of any decision.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerwise.algorithms.algorithm import Inputs
+from layerwise.inputs.structure import flatten
+from layerwise.report.report import LinearReport, decibels
+from layerwise.statistics.collector import Collector
+from layerwise.targets import Target
+
+__all__ = ["Measured", "Yardstick", "matrices"]
+
+ROWS = 256  # of input, at most, on which a linear is measured
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one stage: a record for each 2-D weight, and the SNR of its output (None: nobody had a batch)."""
+
+    records: tuple[LinearReport, ...] = ()
+    output_snr: float | None = None
+
+
+def matrices(target: Target) -> Iterable[tuple[str, Tensor]]:
+    """(name, [N, K]) of the 2-D weights of a target as they stand, aliases."""
+    weight = target.param.detach()
+    return zip(target.linears(), weight.unbind(0) if weight.ndim == 3 else (weight,), strict=True)
+
+
+class Yardstick:
+    """Measures one stage. Call in this order: `note` each batch, `refer`, then, quantized, `compare` and `measured`."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = targets
+        self.rows: dict[str, Tensor] = {}  # name -> sample rows [r, K]
+        self.products: dict[str, Tensor] = {}  # name -> rows times the weight, [r, N]
+        self.amax: dict[str, Tensor] = {}
+        self.output: list[Tensor] | None = None  # of the first batch
+        self.energies = torch.zeros(2, dtype=torch.float64)  # of the output: signal, noise
+
+    def note(self, batch: int, output: Any) -> None:
+        """Remember the output of the first batch."""
+        if batch == 0:
+            self.output = [leaf.detach().clone() for leaf in _floating(output)]
+
+    def refer(self, collector: Collector, factors: Mapping[str, Tensor]) -> None:
+        """Take the weights as they stand for what is right; `factors` are what inputs have been divided by since."""
+        for target in self.targets:
+            for name, weight in matrices(target):
+                self.amax[name] = weight.abs().amax()
+                rows = collector.samples(name)
+                if rows is not None:
+                    rows = rows[:: -(-len(rows) // ROWS)]
+                    self.rows[name] = rows / factors[name].to(rows.dtype) if name in factors else rows
+                    self.products[name] = _product(self.rows[name], weight)
+
+    def compare(self, batch: int, output: Any) -> None:
+        """Compare the output of the first batch with the one remembered."""
+        if batch == 0 and self.output is not None:
+            for right, found in zip(self.output, _floating(output), strict=True):
+                self.energies += _energies(right, found)
+            self.output = None
+
+    def measured(
+        self,
+        groups: Sequence[tuple[tuple[str, ...], Inputs | None]],
+        notes: Mapping[str, Mapping[str, Any]],
+        layer: int | None,
+        group: dist.ProcessGroup | None,
+    ) -> Measured:
+        """The figures, with the weights as they stand now; one all-reduce."""
+        names = [name for target in self.targets for name in target.linears()]
+        energies = {name: torch.zeros(2, dtype=torch.float64) for name in names}
+        for target in self.targets:
+            for name, weight in matrices(target):
+                if name in self.rows:
+                    energies[name] = _energies(self.products[name], _product(self.rows[name], weight))
+        together = torch.stack([self.energies, *energies.values()])  # [1 + linears, 2]
+        if group is not None:
+            device = self.targets[0].param.device if self.targets else together.device
+            together = together.to(device)
+            dist.all_reduce(together, group=group)
+        inputs = {name: statistics for own, statistics in groups for name in own}
+        snr = [decibels(signal, noise) if signal else None for signal, noise in together.tolist()]
+        records = [
+            LinearReport(
+                layer=layer,
+                name=name,
+                weight_amax=float(self.amax[name]),
+                snr_db=snr[1 + index],
+                **_noted(inputs[name], notes[name]),
+            )
+            for index, name in enumerate(names)
+        ]
+        return Measured(tuple(records), snr[0])
+
+
+def _noted(inputs: Inputs | None, notes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "tokens": 0 if inputs is None else inputs.tokens,
+        "input_amax": None if inputs is None else float(inputs.amax),
+        **{key: notes.get(key) for key in ("clip", "alpha", "warning")},
+    }
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows.float() @ weight.float().T
+
+
+def _energies(right: Tensor, found: Tensor) -> Tensor:
+    """fp64 [2] on the CPU: of the signal, and of what `found` differs by."""
+    signal, noise = right.double(), found.double() - right.double()
+    return torch.stack([signal.square().sum(), noise.square().sum()]).cpu()
+
+
+def _floating(output: Any) -> list[Tensor]:
+    leaves, _ = flatten(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

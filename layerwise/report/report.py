@@ -1,0 +1,173 @@
+"""What a calibration did to each linear, for people: a table, a JSON file, a picture of the error of every layer.
+
+Nothing is measured here. The driver hands over one `LinearReport` for each weight it quantized, in the order it did,
+and the error of the output of each whole layer. Errors are ratios of powers in decibels, 10 log10(signal / noise):
+6 dB more is half the error. They compare outputs on the calibration data, so they say how well a layer was fitted and
+not how good the model is.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from dcp_adapters.commands.tables import table
+
+__all__ = ["LinearReport", "Report", "decibels"]
+
+VERSION = 1
+_COLUMNS = ("layer", "linear", "tokens", "weight amax", "input amax", "SNR dB", "clip", "alpha", "warning")
+_OPTIONAL = ("clip", "alpha", "warning")  # columns that are left out where no linear has one
+_FIELD_OF = {"SNR dB": "snr_db", "weight amax": "weight_amax", "input amax": "input_amax", "linear": "name"}
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise) of two sums of squares; infinite where there is no noise, -infinite without signal."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearReport:
+    """What was decided about one weight, and how good its linear is with it.
+
+    Attributes:
+        layer: number of its layer; None for a linear outside of the layers, such as an lm_head.
+        name: fqn of the parameter, with the number of the expert in brackets where it has several.
+        tokens: rows of input it was calibrated on, over all ranks.
+        weight_amax: largest |W| before quantization.
+        input_amax: largest |input|; None where no token reached it.
+        snr_db: signal to noise of its output on sample tokens, in dB; None where that was not measured.
+        clip: mean ratio of its scales to those that clip nothing; None where the algorithm has no such choice.
+        alpha: the exponent that its columns were smoothed with; None likewise.
+        warning: what a reader should know, in words.
+    """
+
+    layer: int | None
+    name: str
+    tokens: int
+    weight_amax: float
+    input_amax: float | None = None
+    snr_db: float | None = None
+    clip: float | None = None
+    alpha: float | None = None
+    warning: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """What linears of all layers share: the name of the module, without the number of an expert."""
+        return re.sub(r"\[\d+\]$", "", self.name).removesuffix(".weight").rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that is known about the error of a calibrated model.
+
+    Attributes:
+        records: one for each weight, in the order they were quantized.
+        layer_errors: SNR in dB of the output of each whole layer, by its number.
+        resumed: numbers of the layers that an earlier run had finished and this one took from its checkpoint.
+        title: what was calibrated and how, as a heading.
+    """
+
+    records: Sequence[LinearReport]
+    layer_errors: Mapping[int, float] = field(default_factory=dict)
+    resumed: Sequence[int] = ()
+    title: str = ""
+
+    def table(self, *, worst: int | None = None) -> str:
+        """One line a linear, as text; with `worst`, only so many, those of the lowest SNR first."""
+        records = list(self.records)
+        if worst is not None:
+            measured = [record for record in records if record.snr_db is not None]
+            records = sorted(measured, key=lambda record: record.snr_db or 0.0)[:worst]
+        noted = {column for column in _OPTIONAL if any(getattr(record, column) is not None for record in records)}
+        shown = [column for column in _COLUMNS if column not in _OPTIONAL or column in noted]
+        rows = [[_cell(getattr(record, _FIELD_OF.get(column, column))) for column in shown] for record in records]
+        text = table(shown, rows, right=[column for column in shown if column not in ("linear", "warning")])
+        if self.resumed:
+            text += f"\nfrom the checkpoint of an earlier run: layers {_ranges(self.resumed)}"
+        return f"{self.title}\n{text}" if self.title else text
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json`; infinite and undefined numbers are strings, which JSON has no numbers for."""
+        return {
+            "version": VERSION,
+            "title": self.title,
+            "resumed": list(self.resumed),
+            "layer_errors": {str(layer): _to_json(value) for layer, value in self.layer_errors.items()},
+            "records": [
+                {key: _to_json(value) for key, value in dataclasses.asdict(record).items()} for record in self.records
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The report that `to_json` wrote.
+
+        Raises:
+            ValueError: it is of another version.
+        """
+        if values.get("version") != VERSION:
+            raise ValueError(f"a report of version {values.get('version')}; this library reads version {VERSION}")
+        return cls(
+            records=tuple(LinearReport(**_numbers(record)) for record in values["records"]),
+            layer_errors={int(layer): float(value) for layer, value in values["layer_errors"].items()},
+            resumed=tuple(values["resumed"]),
+            title=values["title"],
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write `to_json` to a file; returns its path."""
+        path = Path(path)
+        path.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The report that `save` wrote."""
+        return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the SNR of every layer, one line for each kind of linear, into a file; returns its path.
+
+        Raises:
+            ImportError: matplotlib is not installed; says which extra brings it.
+            ValueError: no linear of a layer has an SNR.
+        """
+        from layerwise.report.figure import draw
+
+        return draw(self, Path(path))
+
+
+def _cell(value: float | str | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _to_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: float(value) if isinstance(value, str) and key not in ("name", "warning") else value
+        for key, value in record.items()
+    }
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Consecutive numbers as ranges: "0-3, 7"."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

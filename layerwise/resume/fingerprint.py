@@ -1,0 +1,210 @@
+"""What a calibration run is: the fingerprint that tells whether a checkpoint of one may be continued by another.
+
+    weights     per name of the state dict, 64 bits of its values       weights_digest
+    data        64 bits of the multiset of batches, and their number    data_digest of every rank's batch_hash values
+    recipe, algorithm, options                                          JSON, compared entry by entry
+    threads, versions                                                   recorded; a difference is told, not refused
+
+The digests are those of the whole, however it is cut: a weight's is the same plain, as FSDP2 shards on any number of
+ranks, replicated by HSDP; the data's is the same in any order of the batches and any distribution over ranks. For
+
+    digest(W) = sum over elements of mix(index in the global tensor, bits)   mod 2^64
+
+every rank sums over the elements it holds, on their device, and one all-reduce adds the sums of all weights up. Bits
+count, not values: -0.0 is not 0.0, and one NaN is not another.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from dcp_adapters.checksums import digest_of
+from layerwise.alike import on_all
+from layerwise.resume.weight_sums import weights_digest
+
+__all__ = ["Fingerprint", "batch_hash", "data_digest", "weights_digest"]
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("qtensor")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        own = "unknown"
+    return {"torch": torch.__version__, "qtensor": own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """One calibration run, as far as it decides the outcome.
+
+    Attributes:
+        weights: `weights_digest` of the model before the run.
+        data, batches: `data_digest` of what it is calibrated on.
+        recipe, algorithm: their to_json().
+        options: whatever else decides the outcome, json-able; patterns resolved to names.
+        threads: of this process. Sums of floats depend on it in their last bits.
+        versions: of torch and of this library.
+    """
+
+    weights: Mapping[str, int]
+    data: int
+    batches: int
+    recipe: Mapping[str, Any]
+    algorithm: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = field(default_factory=torch.get_num_threads)
+    versions: Mapping[str, str] = field(default_factory=_versions)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; digests are 16 hexadecimal digits."""
+        record = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        record["weights"] = {name: f"{value:016x}" for name, value in self.weights.items()}
+        record["data"] = f"{self.data:016x}"
+        return json.loads(json.dumps(record))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Fingerprint":
+        """The inverse of to_json. Raises ValueError, TypeError or KeyError where it is none."""
+        values = {item.name: record[item.name] for item in dataclasses.fields(cls)}
+        values["weights"] = {name: int(value, 16) for name, value in record["weights"].items()}
+        values["data"] = int(record["data"], 16)
+        return cls(**values)
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """Why `other` is not a continuation of this run, in words, one for each thing that differs; empty if it is."""
+        before, now = self.to_json(), other.to_json()
+        found = [f"other weights: {words}" for words in _weight_words(before["weights"], now["weights"])]
+        if self.batches != other.batches:
+            found.append(f"other data: {self.batches} batches, now {other.batches}")
+        elif self.data != other.data:
+            found.append(f"other data: as many batches ({self.batches}), but not the same ones")
+        for title, kind in (
+            ("another recipe", "recipe"),
+            ("another algorithm", "algorithm"),
+            ("other options", "options"),
+        ):
+            words = _entry_words(before[kind], now[kind])
+            if words:
+                found.append(f"{title}: {', '.join(words)}")
+        return found
+
+    def remarks(self, other: "Fingerprint") -> list[str]:
+        """What differs and does not stop `other` from continuing this run, in words; the thread count first."""
+        found = []
+        if self.threads != other.threads:
+            found.append(
+                f"it was calibrated with {self.threads} threads, now there are {other.threads}: statistics may differ "
+                "in their last bits from those of an uninterrupted run (torch.set_num_threads, OMP_NUM_THREADS)"
+            )
+        for name in sorted({*self.versions, *other.versions}):
+            before, now = self.versions.get(name), other.versions.get(name)
+            if before != now:
+                found.append(f"it was calibrated with {name} {before}, now it is {now}")
+        return found
+
+
+def data_digest(batch_hashes: Iterable[int], group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """(digest, count) of the batches of all ranks: of which there are how many, not of their order or distribution.
+
+    Call it on all ranks of the group. Ranks that share batches (those of one tensor-parallel group) must not bring them
+    several times: only one of them passes its hashes, the others pass none.
+    """
+    own = list(batch_hashes)
+    hashes = sorted(value for values in on_all(group, lambda: own) for value in values)
+    text = b"".join(value.to_bytes(8, "big") for value in hashes)
+    return xxhash.xxh3_64_intdigest(text), len(hashes)
+
+
+def batch_hash(batch: Any) -> int:
+    """64 bits of one batch: its tensors' dtypes, shapes and bits, its other values, and how they are nested.
+
+    Raises:
+        TypeError: it holds an object of which it is not known what decides the outcome.
+    """
+    state = xxhash.xxh3_64()
+    _feed(state, batch, "batch")
+    return state.intdigest()
+
+
+def _feed(state: Any, value: Any, where: str) -> None:
+    """Hash a nested value; every container says what it is and how long, so that no two nestings look alike."""
+    if isinstance(value, Tensor):
+        state.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
+        state.update(digest_of(value.detach().cpu()))
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        text = value if isinstance(value, bytes) else repr(value).encode()
+        state.update(f"{type(value).__name__} {len(text)};".encode() + text)
+    elif isinstance(value, Mapping):
+        state.update(f"mapping {len(value)};".encode())
+        for key in value:
+            _feed(state, key, where)
+            _feed(state, value[key], f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        state.update(f"{'tuple' if isinstance(value, tuple) else 'list'} {len(value)};".encode())
+        for place, item in enumerate(value):
+            _feed(state, item, f"{where}[{place}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [item.name for item in dataclasses.fields(value)]
+        state.update(f"{type(value).__name__} {len(names)};".encode())
+        for name in names:
+            _feed(state, getattr(value, name), f"{where}.{name}")
+    else:
+        raise TypeError(
+            f"{where} is a {type(value).__qualname__}, expected tensors, numbers and texts in tuples, lists, dicts or "
+            "dataclasses: a calibration that can be resumed must recognise its data; pass plain values, or calibrate "
+            "without checkpoint_dir"
+        )
+
+
+def _weight_words(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    differing = [name for name in before if name in now and before[name] != now[name]]
+    gone, new = [name for name in before if name not in now], [name for name in now if name not in before]
+    return [
+        f"{named(names)} {verb if len(names) == 1 else verbs}"
+        for names, verb, verbs in (
+            (differing, "differs", "differ"),
+            (gone, "is missing now", "are missing now"),
+            (new, "is new", "are new"),
+        )
+        if names
+    ]
+
+
+def named(names: Sequence[str]) -> str:
+    """The first of some names and how many more there are."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def _entry_words(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two JSON objects, entry by entry."""
+    words = []
+    for name in dict.fromkeys([*before, *now]):
+        if name not in now:
+            words.append(f"{name} was {_short(before[name])}, now there is none")
+        elif name not in before:
+            words.append(f"{name} is {_short(now[name])}, there was none")
+        elif before[name] != now[name]:
+            words.append(f"{name} {_change(before[name], now[name])}")
+    return words
+
+
+def _change(before: Any, now: Any) -> str:
+    if not (isinstance(before, list) and isinstance(now, list)):
+        return f"was {_short(before)}, now {_short(now)}"
+    gone, new = [item for item in before if item not in now], [item for item in now if item not in before]
+    words = [f"without {named([*map(_short, gone)])}"] if gone else []
+    words += [f"with {named([*map(_short, new)])}"] if new else []
+    return f"now {', '.join(words)}" if words else "now in another order or number"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

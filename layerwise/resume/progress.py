@@ -1,0 +1,173 @@
+"""progress.json: which run this is and which layers are done; the one file whose renaming commits a window.
+
+    {"version": 1, "digest": ..., "progress": {"fingerprint", "run", "windows": [...], "finished"}}
+
+    windows     first and last layer, their names, the directory, size and digest of each of its files, and `extra`
+    run         the process that writes here; a later one takes the directory over by writing its own
+    finished    null, or the digests of the finished weights
+    digest      xxh3 of version and progress as canonical JSON
+
+It is written to a temporary name, synced, renamed, and the directory synced: at any moment there is the old one or the
+new one. A second copy is written after it, for when the first is damaged.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dcp_adapters.overwrite import CAN_NOT_SYNC
+from layerwise.resume.fingerprint import Fingerprint
+
+__all__ = ["BACKUP", "FORMAT", "PROGRESS", "WINDOW", "Progress", "Window", "read_progress", "sync", "write_progress"]
+
+FORMAT = 1
+PROGRESS, BACKUP = "progress.json", "progress.backup.json"
+WINDOW = re.compile(r"layers-\d{5,}-\d{5,}(-[0-9a-f]{8})?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Layers that were saved together.
+
+    Attributes:
+        first, last: their numbers, both included.
+        names: their fqns.
+        directory: of the DCP checkpoint, within the calibration's.
+        files: name -> "size xxh3" of every file in it.
+        extra: what the run wanted to keep beside the tensors.
+    """
+
+    first: int
+    last: int
+    names: tuple[str, ...]
+    directory: str
+    files: Mapping[str, str]
+    extra: Any = None
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Window":
+        """The inverse of asdict."""
+        if not WINDOW.fullmatch(record["directory"]) or any(Path(name).name != name for name in record["files"]):
+            raise ValueError(f"a window in {record['directory']!r}")
+        return cls(**{**record, "names": tuple(record["names"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run has come."""
+
+    fingerprint: Fingerprint
+    run: str
+    windows: tuple[Window, ...] = ()
+    finished: Mapping[str, int] | None = None
+
+    @property
+    def next_layer(self) -> int:
+        """The first layer that is not done."""
+        return self.windows[-1].last + 1 if self.windows else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        finished = None if self.finished is None else {name: f"{value:016x}" for name, value in self.finished.items()}
+        return {
+            "fingerprint": self.fingerprint.to_json(),
+            "run": self.run,
+            "windows": [asdict(window) for window in self.windows],
+            "finished": finished,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Progress":
+        """The inverse of to_json. Raises what a record of another shape leads to."""
+        finished = record["finished"]
+        return cls(
+            fingerprint=Fingerprint.from_json(record["fingerprint"]),
+            run=record["run"],
+            windows=tuple(map(Window.from_json, record["windows"])),
+            finished=None if finished is None else {name: int(value, 16) for name, value in finished.items()},
+        )
+
+
+def read_progress(directory: Path) -> tuple[Progress | None, list[str]]:
+    """The progress in a directory, None where there is none that can be read; and what is damaged, in words.
+
+    Raises:
+        ValueError: a newer version of this library has written it.
+    """
+    damages = []
+    for name in (PROGRESS, BACKUP):
+        try:
+            progress = _parsed((directory / name).read_bytes(), directory / name)
+        except FileNotFoundError:
+            damages.append(f"{name} is missing")
+            continue
+        except _DamagedError as error:
+            damages.append(f"{name} is damaged ({error})")
+            continue
+        # A copy that is missing behind a sound first file is a run that ended between writing the two.
+        return progress, damages
+    return None, [] if damages == [f"{name} is missing" for name in (PROGRESS, BACKUP)] else damages
+
+
+def write_progress(directory: Path, progress: Progress) -> None:
+    """Commit: durable when it returns, and the old or the new progress at any moment before. Rank 0 only."""
+    record = json.loads(json.dumps(progress.to_json()))  # so that its digest is that of what will be read
+    data = json.dumps({"version": FORMAT, "digest": _digest(FORMAT, record), "progress": record}, indent=1).encode()
+    for name in (PROGRESS, BACKUP):
+        temporary = directory / f"{name}.{progress.run.split()[0]}.tmp"
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(directory / name)
+        sync(directory)
+
+
+def sync(directory: Path) -> None:
+    """Make what was created, renamed and removed in a directory durable, where the file system can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CAN_NOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class _DamagedError(Exception):
+    """The file is not what was written."""
+
+
+def _parsed(data: bytes, file: Path) -> Progress:
+    try:
+        held = json.loads(data)
+        version, digest, record = held["version"], held["digest"], held["progress"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _DamagedError("not the JSON that was written") from error
+    if isinstance(version, int) and version > FORMAT:
+        raise ValueError(
+            f"{file} has format version {version}, this library reads up to {FORMAT}: a newer one has written it; "
+            "update qtensor, or give another checkpoint_dir. Nothing has been changed"
+        )
+    if version != FORMAT:
+        raise _DamagedError(f"format version {version!r}")
+    if digest != _digest(version, record):
+        raise _DamagedError("its digest is another one")
+    try:
+        return Progress.from_json(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _DamagedError(f"{type(error).__name__}: {error}") from error
+
+
+def _digest(version: int, record: Any) -> str:
+    text = json.dumps([version, record], sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_hexdigest(text.encode())

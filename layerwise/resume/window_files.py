@@ -1,0 +1,170 @@
+"""One window on disk: a DCP checkpoint, and the size and digest of each of its files.
+
+Digests of whole files find any damage on any number of ranks; the checkpoint's own ones are of chunks, and a rank that
+reads a part of a chunk can not compare it.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import CheckpointException
+
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader
+from layerwise.alike import is_first, on_all, on_first, rank_of, ranks_of
+from layerwise.resume.progress import Window
+
+__all__ = ["check_usable", "first_faults", "read_window", "write_window"]
+
+PROBE = ".probe-"
+READ = 1 << 24  # bytes of a file at a time
+
+
+def write_window(directory: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Save with `dcp.save`, every file synced. Returns the name and summary of each file.
+
+    Raises:
+        RuntimeError: some rank failed; the same text on all of them.
+    """
+    with _alike(), _quiet():
+        metadata = dcp.save(dict(state), checkpoint_id=directory, planner=QuantizedSavePlanner(), process_group=group)
+    # Not a listing of the directory: what other ranks have made may show up there later.
+    files = sorted({str(info.relative_path) for info in metadata.storage_data.values()} | {".metadata"})
+    own = [name for name in files if _writer(name) % ranks_of(group) == rank_of(group)]
+    told = on_all(group, lambda: {name: _summary(directory / name) for name in own})
+    return {name: summary for part in told for name, summary in part.items()}
+
+
+def read_window(directory: Path, targets: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Load with `dcp.load`, in place, unpickling nothing.
+
+    Raises:
+        RuntimeError: some rank failed; the same text on all of them.
+    """
+    with _alike(), _quiet():
+        dcp.load(
+            dict(targets),
+            storage_reader=SafeFileSystemReader(directory),
+            planner=QuantizedLoadPlanner(verify_checksums=True),
+            process_group=group,
+        )
+
+
+def first_faults(parent: Path, windows: Sequence[Window], group: dist.ProcessGroup | None) -> dict[int, str]:
+    """Place of each damaged window -> its first fault, in words. The ranks share the files out."""
+    files = [(place, name) for place, window in enumerate(windows) for name in window.files]
+
+    def own() -> list[tuple[int, str]]:
+        found = []
+        for place, name in files[rank_of(group) :: ranks_of(group)]:
+            window = windows[place]
+            fault = _fault(parent / window.directory / name, window.files[name])
+            if fault:
+                found.append((place, f"{window.directory}/{name} {fault}"))
+        return found
+
+    faults: dict[int, str] = {}
+    for place, fault in sorted(fault for part in on_all(group, own) for fault in part):
+        faults.setdefault(place, fault)
+    return faults
+
+
+def check_usable(directory: Path, name: str, group: dist.ProcessGroup | None) -> None:
+    """Make the directory if need be, and see that every rank can write files in it and sees the same one.
+
+    Args:
+        directory: the same path on all ranks.
+        name: a name for the probe that no other run chooses.
+        group: the ranks.
+
+    Raises:
+        OSError: it is not so, with a rank that says why.
+    """
+    shared = directory / f"{PROBE}{name}"
+
+    def make() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_probe(shared)
+
+    def look() -> None:
+        if not shared.exists():
+            raise FileNotFoundError(
+                "the directory is another one here than on rank 0; give one of a file system that all ranks share"
+            )
+        own = directory / f"{PROBE}{name}-{rank_of(group)}"
+        try:
+            _write_probe(own)
+        finally:
+            own.unlink(missing_ok=True)
+
+    try:
+        on_first(group, make)
+        try:
+            on_all(group, look)
+        finally:
+            if is_first(group):
+                shared.unlink(missing_ok=True)
+    except OSError as error:
+        raise type(error)(f"checkpoint_dir={str(directory)!r} can not be used: {error}") from error
+
+
+def _write_probe(path: Path) -> None:
+    with path.open("wb") as stream:
+        stream.write(b"probe")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _writer(name: str) -> int:
+    """The rank that has written a file of a DCP checkpoint: it has it in its cache."""
+    found = re.match(r"__(\d+)_", name)
+    return int(found[1]) if found else 0
+
+
+def _summary(file: Path) -> str:
+    """Size and digest of a file's bytes."""
+    state = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        while block := stream.read(READ):
+            state.update(block)
+        return f"{stream.tell()} {state.hexdigest()}"
+
+
+def _fault(file: Path, expected: str) -> str | None:
+    """What is wrong with a file, in words."""
+    size = int(expected.partition(" ")[0])
+    try:
+        found = file.stat().st_size
+        if found != size:
+            return f"has {found} bytes, expected {size}"
+        return None if _summary(file) == expected else "does not hold the bytes that were written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"can not be read ({error.strerror})"
+
+
+@contextmanager
+def _alike() -> Iterator[None]:
+    """DCP's exception, which is no Exception and the same on all ranks, as one that tells each rank's error."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = sorted(error.failures.items())
+        text = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failures)
+        raise RuntimeError(text) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what DCP says about saving and loading in a single process, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+        yield

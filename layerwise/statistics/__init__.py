@@ -1,0 +1,1 @@
+"""What reaches linears: watched, summed exactly, reduced over ranks."""

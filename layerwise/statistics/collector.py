@@ -1,0 +1,338 @@
+"""What reaches the linears of a layer: statistics of their inputs over all batches of all ranks.
+
+    collector = Collector(targets, algorithm.needs)
+    for batch in batches:                       # each rank its own, as many as it has
+        with collector.batch():
+            layer.forward(...)                  # computes what it always computes
+    groups = collector.reduce(group)            # on all ranks, the same result on each
+
+Linears that take the very same tensor in a batch form a group, and its statistics are computed once (`Watch` sees the
+products; see there for what counts as one). Where batches group differently (a branch taken for some of them only), the
+groups are split until every name has had one fate in every batch, and the sums of a batch go to all parts, so that no
+statistic depends on the order of batches or on who ran them. Sums are exact for the same reason (`ExactSum`).
+
+No collective happens inside a batch, so ranks may have any number of batches, none too. What is wrong with the data of
+one rank (values that are not finite, a weight used in a way that can not be followed) is kept until `reduce`, which
+raises it on all ranks alike.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK, Inputs
+from layerwise.statistics.arithmetic import full_precision
+from layerwise.statistics.exact_sum import ExactSum, totals
+from layerwise.statistics.watching import Product, Targets, Watch, names_of
+
+__all__ = ["SAMPLE_ROWS", "Collector", "partition"]
+
+SAMPLE_ROWS = 16  # kept of each input in each batch
+_SHOWN = 5  # linears that one message names
+
+Names = tuple[str, ...]
+
+
+@dataclass(eq=False)
+class _Seen:
+    """One input in the current batch."""
+
+    x: Tensor  # kept alive, so that its identity is its own
+    measured: "_Measured"
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Measured:
+    """Statistics of one input in one batch; `sums` holds what is added over batches, by the names of statistics."""
+
+    tokens: int
+    sample: Tensor
+    broken: int = 0  # values that are not finite; then nothing below is set
+    amax: Tensor | None = None  # fp32 [1] or, with COLUMNS, [1 + K]: the columns' after that of all
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Accumulated:
+    """Statistics of the inputs of one group of names over this rank's batches."""
+
+    tokens: int = 0
+    broken: int = 0
+    broken_batches: int = 0
+    amax: Tensor | None = None
+    sums: dict[str, ExactSum] = field(default_factory=dict)
+
+    def add(self, measured: _Measured) -> None:
+        self.tokens += measured.tokens
+        self.broken += measured.broken
+        self.broken_batches += measured.broken > 0
+        if measured.amax is not None:
+            self.amax = measured.amax if self.amax is None else torch.maximum(self.amax, measured.amax)
+        for what, value in measured.sums.items():
+            self.sums.setdefault(what, ExactSum(value.shape, value.device)).add(value)
+
+    def merge(self, other: "_Accumulated") -> None:
+        self.tokens += other.tokens
+        if other.amax is not None:
+            self.amax = other.amax if self.amax is None else torch.maximum(self.amax, other.amax)
+        for what, value in other.sums.items():
+            self.sums.setdefault(what, ExactSum(value.shape, value.device)).merge(value)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What ranks tell each other about one group of names."""
+
+    tokens: int
+    broken: int
+    broken_batches: int
+    overflowing: int  # batches whose products left the range of fp32
+
+
+class Collector:
+    """Statistics of the inputs of weights while a layer runs on batches.
+
+    Args:
+        targets: fqn -> the live weight, [N, K] or experts [E, N, K], plain and contiguous.
+        needs: COLUMNS, LOCAL_HESSIAN, HESSIAN; the amax is always collected.
+        only: names of the linears whose inputs' Hessian is wanted, all by default. (A Hessian is [K, K]; a driver that
+            has no memory for all of a layer at once replays the layer once for each part.)
+    """
+
+    def __init__(
+        self, targets: Mapping[str, Tensor], needs: frozenset[str], *, only: Collection[str] | None = None
+    ) -> None:
+        self._targets = Targets(targets)
+        self._needs = needs
+        self._columns = {name: weight.shape[-1] for fqn, weight in targets.items() for name in names_of(fqn, weight)}
+        self._device = {name: weight.device for fqn, weight in targets.items() for name in names_of(fqn, weight)}
+        self._linears = {fqn: names_of(fqn, weight) for fqn, weight in targets.items()}
+        unknown = needs - {COLUMNS, LOCAL_HESSIAN, HESSIAN}
+        unknown |= set(only or ()) - self._columns.keys()
+        if unknown:
+            raise ValueError(f"no statistic and no linear of these targets: {', '.join(sorted(unknown))}")
+        self._only = frozenset(self._columns if only is None else only)
+        self._order = {name: index for index, name in enumerate(self._columns)}
+        self._accumulated: dict[Names, _Accumulated] = {}
+        self._samples: dict[str, list[Tensor]] = {}
+        self._unfollowed: dict[str, str] = {}
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around the forward of one batch. A batch that raises leaves nothing behind.
+
+        Use `torch.no_grad()` rather than `torch.inference_mode()`: torch does not count versions there, so an input
+        that is changed in place between two linears would be taken for the same.
+        """
+        seen: dict[tuple[int, ...], _Seen] = {}
+        with Watch(self._targets, lambda product: self._take(seen, product)) as watch:
+            yield
+        self._unfollowed |= watch.unfollowed
+        for one in seen.values():
+            names = tuple(sorted(one.names, key=self._order.__getitem__))
+            self._accumulated.setdefault(names, _Accumulated()).add(one.measured)
+            for name in names:
+                self._samples.setdefault(name, []).append(one.measured.sample)
+
+    def samples(self, name: str) -> Tensor | None:
+        """[n, K]: up to 16 evenly spaced rows of each input of a linear on this rank, as they came; None for none."""
+        found = self._samples.get(name)
+        return torch.cat(found) if found else None
+
+    def reduce(self, group: dist.ProcessGroup | None) -> list[tuple[Names, Inputs | None]]:
+        """The groups in the order of the targets, each with the statistics over all batches of all ranks.
+
+        Call it once, after the last batch, on all ranks of the group (None: a single process, no collectives). A name
+        that no token reached is a group of its own, with None.
+
+        Raises:
+            RuntimeError: on all ranks alike, where an input held values that are not finite, or where a weight was used
+                in a way that can not be followed.
+        """
+        reports, unfollowed = self._gather(group)
+        self._check(reports, unfollowed)
+        parts = partition(list(reports), list(self._order))
+        taken = [self._merged(names, keys) for names, keys in parts]
+        self._accumulated.clear()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._agree_on_amax([names for names, _ in parts], taken, group)
+            tokens = [sum(reports[key].tokens for key in keys) for _, keys in parts]
+            results = self._inputs(taken, tokens, group)
+        inputs = dict(zip((names for names, _ in parts), results, strict=True))
+        starved = self._order.keys() - {name for names in inputs for name in names}
+        groups = [*inputs.items(), *(((name,), None) for name in starved)]
+        return sorted(groups, key=lambda item: self._order[item[0][0]])
+
+    def _take(self, seen: dict[tuple[int, ...], _Seen], product: Product) -> None:
+        if not product.rows.numel():
+            return
+        x = product.x
+        key = (id(x), 0 if x.is_inference() else x._version, *product.part)
+        # Statistics outlive the batch: no inference tensors, which could not be added to later.
+        with torch.inference_mode(mode=False), torch.no_grad(), full_precision(x.device):
+            if key not in seen:
+                rows = product.rows.detach().reshape(-1, product.rows.shape[-1])
+                seen[key] = _Seen(x, _measure(rows, self._needs))
+            one = seen[key]
+            one.names += [name for name in product.names if name not in one.names]
+            sums = one.measured.sums
+            wanted = HESSIAN in self._needs and not one.measured.broken and not self._only.isdisjoint(product.names)
+            if wanted and HESSIAN not in sums:
+                wide = _wide(product.rows)
+                sums[HESSIAN] = wide.t() @ wide
+
+    def _gather(self, group: dist.ProcessGroup | None) -> tuple[dict[Names, _Report], dict[str, str]]:
+        own = {
+            names: (one.tokens, one.broken, one.broken_batches, max((s.broken for s in one.sums.values()), default=0))
+            for names, one in self._accumulated.items()
+        }
+        everyone = [(own, self._unfollowed)]
+        if group is not None:
+            everyone = [everyone[0]] * group.size()
+            dist.all_gather_object(everyone, (own, self._unfollowed), group=group)
+        unfollowed: dict[str, str] = {}
+        counts: dict[Names, list[int]] = {}
+        for theirs, functions in everyone:
+            unfollowed |= functions
+            for names, values in theirs.items():
+                counts[names] = [a + b for a, b in zip(counts.get(names, (0, 0, 0, 0)), values, strict=True)]
+        return {names: _Report(*values) for names, values in counts.items()}, unfollowed
+
+    def _check(self, reports: Mapping[Names, _Report], unfollowed: Mapping[str, str]) -> None:
+        """Raise what is wrong with the data of some rank."""
+        problems = []
+        for names, report in sorted(reports.items(), key=lambda item: self._order[item[0][0]]):
+            if report.broken:
+                values, batches = _count(report.broken, "value"), _count(report.broken_batches, "batch", "es")
+                verb = "is" if report.broken == 1 else "are"
+                what = f"its input holds {values} that {verb} not finite in {batches}"
+            elif report.overflowing:
+                what = f"the squares of its input overflow fp32 in {_count(report.overflowing, 'batch', 'es')}"
+            else:
+                continue
+            problems.append(f"{', '.join(names)}: {what}")
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise RuntimeError(
+                f"{'; '.join(problems[:_SHOWN])}{more}. Look for an overflow in the layers before it (load the model "
+                "in bfloat16 or float32), for broken weights, or for a batch that is masked as a whole"
+            )
+        reached = {name for names in reports for name in names}
+        for fqn, function in unfollowed.items():
+            if reached.isdisjoint(self._linears[fqn]):
+                raise RuntimeError(
+                    f"{fqn}: calibration can not see its inputs, for the layer uses it through {function}(); expected "
+                    "F.linear(x, w), x @ w.T, torch.bmm(x, w.mT) or F.grouped_mm(x, w.mT). For experts of "
+                    'a transformers model, model.set_experts_implementation("eager") helps; else exclude it'
+                )
+
+    def _merged(self, names: Names, keys: Sequence[Names]) -> _Accumulated:
+        """What this rank has for a group; every sum that other ranks may have is there, empty."""
+        if len(keys) == 1 and keys[0] in self._accumulated:
+            merged = self._accumulated.pop(keys[0])
+        else:
+            merged = _Accumulated()
+            for key in keys:
+                if key in self._accumulated:
+                    merged.merge(self._accumulated[key])
+        wanted = self._needs if not self._only.isdisjoint(names) else self._needs - {HESSIAN}
+        k, device = self._columns[names[0]], self._device[names[0]]
+        shapes = {COLUMNS: (k,), LOCAL_HESSIAN: (-(-k // SUB_BLOCK), SUB_BLOCK, SUB_BLOCK), HESSIAN: (k, k)}
+        # one order on all ranks; without the Hessian of a part that nobody asked for
+        empty = {what: ExactSum(shapes[what], device) for what in sorted(wanted)}
+        merged.sums = {what: merged.sums.get(what, none) for what, none in empty.items()}
+        return merged
+
+    def _agree_on_amax(
+        self, groups: Sequence[Names], taken: Sequence[_Accumulated], group: dist.ProcessGroup | None
+    ) -> None:
+        """Make the amaxes those of all ranks, by one all-reduce."""
+        amaxes = []
+        for names, one in zip(groups, taken, strict=True):
+            size = 1 + (self._columns[names[0]] if COLUMNS in self._needs else 0)
+            amaxes.append(torch.zeros(size, device=self._device[names[0]]) if one.amax is None else one.amax)
+        if not amaxes:
+            return
+        message = torch.cat(amaxes)
+        if group is not None:
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+        for one, amax in zip(taken, message.split([amax.numel() for amax in amaxes]), strict=True):
+            one.amax = amax.clone()
+
+    def _inputs(
+        self, taken: Sequence[_Accumulated], tokens: Sequence[int], group: dist.ProcessGroup | None
+    ) -> list[Inputs]:
+        """The totals over all ranks, divided by the tokens."""
+        sums, factors = [], []
+        for one, count in zip(taken, tokens, strict=True):
+            for what, value in one.sums.items():
+                sums.append(value)
+                factors.append((2 if what == HESSIAN else 1) / count)
+        results = iter(totals(sums, group, factors))
+        inputs = []
+        for one, count in zip(taken, tokens, strict=True):
+            assert one.amax is not None
+            found = {what: next(results) for what in one.sums}
+            columns = one.amax[1:].clone() if COLUMNS in found else None
+            inputs.append(
+                Inputs(
+                    count,
+                    one.amax[0].clone(),
+                    column_amax=columns,
+                    column_mean=found.get(COLUMNS),
+                    local_hessian=found.get(LOCAL_HESSIAN),
+                    hessian=found.get(HESSIAN),
+                )
+            )
+        return inputs
+
+
+def partition(keys: Sequence[Names], names: Sequence[str]) -> list[tuple[Names, list[Names]]]:
+    """Split groups that overlap: each result is the names that are in the same ones of `keys`, with those keys.
+
+    A pure function of the set of keys, so that every rank comes to the same groups. Names in no key are left out.
+    """
+    groups: dict[tuple[Names, ...], list[str]] = {}
+    ordered = sorted(keys)
+    for name in names:
+        fate = tuple(key for key in ordered if name in key)
+        if fate:
+            groups.setdefault(fate, []).append(name)
+    return [(tuple(members), list(fate)) for fate, members in groups.items()]
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """Detached, fp32 [tokens, K]."""
+    wide = rows.detach().reshape(-1, rows.shape[-1]).float()
+    # Kernels may add in another order where rows do not start at a multiple of a vector's width.
+    return wide if wide.data_ptr() % 64 == 0 else wide.clone()
+
+
+def _measure(rows: Tensor, needs: Collection[str]) -> _Measured:
+    """All statistics of rows [tokens, K] but the Hessian."""
+    tokens = rows.shape[0]
+    count = min(tokens, SAMPLE_ROWS)
+    measured = _Measured(tokens, rows[[index * tokens // count for index in range(count)]])
+    wide = _wide(rows)
+    magnitudes = wide.abs()
+    amax = magnitudes.amax(dim=0) if COLUMNS in needs else magnitudes.amax().reshape(1)
+    if not torch.isfinite(amax).all():
+        measured.broken = int((~torch.isfinite(wide)).sum())
+        return measured
+    measured.amax = torch.cat([amax.amax().reshape(1), amax]) if COLUMNS in needs else amax
+    if COLUMNS in needs:
+        measured.sums[COLUMNS] = magnitudes.sum(dim=0)
+    if LOCAL_HESSIAN in needs:
+        blocks = F.pad(wide, (0, -wide.shape[1] % SUB_BLOCK)).view(tokens, -1, SUB_BLOCK).transpose(0, 1)
+        measured.sums[LOCAL_HESSIAN] = torch.bmm(blocks.transpose(1, 2), blocks)  # of [blocks, tokens, 16]
+    return measured
