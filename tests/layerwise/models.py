@@ -245,6 +245,12 @@ def whole(tensor: Tensor) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+@torch.no_grad()
+def own(tensor: Tensor) -> Any:
+    """The rows of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
     """Plain tensors by name: the parts of a quantized one."""
     if isinstance(tensor, QuantizedTensor):
@@ -260,9 +266,9 @@ def fingerprint(tensor: Tensor) -> str:
     return f"{tuple(held.shape)} {held.dtype} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-def fingerprints(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Of every tensor with all its rows, part by part; collective for DTensors."""
-    return {part: fingerprint(value) for name, tensor in tensors.items() for part, value in parts(name, whole(tensor))}
+def fingerprints(tensors: Mapping[str, Any], take: Callable[[Tensor], Any] = whole) -> dict[str, str]:
+    """Of every tensor, part by part: with all its rows, which is collective for DTensors, or this rank's `own`."""
+    return {part: fingerprint(value) for name, tensor in tensors.items() for part, value in parts(name, take(tensor))}
 
 
 def outcome(model: nn.Module, result: CalibrationResult) -> dict[str, dict[str, str]]:
@@ -304,11 +310,11 @@ def assert_model_is_result(model: nn.Module, result: CalibrationResult, before: 
     Args:
         model: after the calibration.
         result: of it.
-        before: `fingerprints(model.state_dict())` from before.
+        before: `fingerprints(model.state_dict(), own)` from before.
     """
     entries = result.state_dict()
     for name, param in model.state_dict().items():
-        stored, entry = whole(param), entries.get(name)
+        stored, entry = own(param), entries.get(name)
         if entry is None:
             for part, value in parts(name, stored):
                 assert fingerprint(value) == before[part], f"{name} was changed and is no part of the result"
@@ -318,7 +324,7 @@ def assert_model_is_result(model: nn.Module, result: CalibrationResult, before: 
             assert entry.placements == param.placements, name
             assert entry.device_mesh == param.device_mesh, name
         assert entry.shape == param.shape, name
-        kept = whole(entry)
+        kept = own(entry)
         if isinstance(kept, QuantizedTensor) and not isinstance(stored, QuantizedTensor):
             assert kept.dtype == stored.dtype, name
             kept = kept.dequantize(stored.dtype)

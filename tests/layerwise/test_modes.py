@@ -38,6 +38,7 @@ from tests.layerwise.models import (
     fingerprint,
     fingerprints,
     outcome,
+    own,
     run,
     shard,
     toy,
@@ -273,13 +274,13 @@ def test_the_model_is_the_result_dequantized_and_nothing_else_changed(name: str)
     assert all(param is params[key] for key, param in model.named_parameters())
     entries = result.state_dict()
     quantized = {key for key, value in entries.items() if isinstance(value, QuantizedTensor)}
-    own = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear) and "layers.0.mlp" not in n}
-    assert quantized == own
+    linears = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear) and "layers.0.mlp" not in n}
+    assert quantized == linears
     if not ALGORITHMS[name].writes_weights:
-        assert entries.keys() == own, "an algorithm that writes no weights changes nothing else"
-    for key in own:
+        assert entries.keys() == linears, "an algorithm that writes no weights changes nothing else"
+    for key in linears:
         assert fingerprint(entries[key].dequantize()) == fingerprint(model.get_parameter(key)), key
-    assert {record.name for record in result.report.records} == own
+    assert {record.name for record in result.report.records} == linears
 
 
 def test_linears_that_engines_fuse_share_a_global_scale() -> None:
@@ -307,7 +308,7 @@ CHOICES: list[tuple[list[str], list[str], set[str]]] = [
 @pytest.mark.parametrize(("include", "exclude", "expected"), CHOICES)
 def test_include_and_exclude_choose_modules(include: list[str], exclude: list[str], expected: set[str]) -> None:
     model = two_layers()
-    before = fingerprints(model.state_dict())
+    before = fingerprints(model.state_dict(), own)
     result = run(model, batches(1), MXFP8, Max(), include=include, exclude=exclude)
     assert result.state_dict().keys() == {f"{name}.weight" for name in expected}
     assert_model_is_result(model, result, before)
