@@ -58,8 +58,6 @@ class Run:
                 self._resume(checkpoint, weights, options)
             saver = _Saver(self, checkpoint, save_every)
             for stage in self.plan.stages if self.resumed < len(self.plan.stages) else ():
-                if self.plan.whole:
-                    self._hold_outside()
                 if stage.index < self.resumed:
                     self._replay(stage)
                 else:
@@ -78,9 +76,7 @@ class Run:
             self.tell(
                 stage, "metrics", {"records": calibrated.measured.records, "snr_db": calibrated.measured.output_snr}
             )
-        self.batches.done(stage)
-        if not stage.name:
-            self._release_outside()
+        self._end(stage)
         writes = self.plan.method.algorithm.writes_weights
         self.outcomes.append(outcome_of(stage, calibrated, writes_weights=writes))
         self.outcomes[-1].apply(stage)
@@ -97,13 +93,15 @@ class Run:
             with alike(self.plan.method.group):
                 for batch in range(passes.batches):
                     passes.keep(batch, passes.run(batch))
-        self.batches.done(stage)
+        self._end(stage)
         if not first:
             outcome.apply(stage)
         self.tell(stage, "resumed")
 
     def _begin(self, stage: Stage, turn: ExitStack) -> Passes:
         """Record the stage's inputs where they are not known, then gather its weights. Returns its passes."""
+        if self.plan.whole:
+            self._hold_outside()
         if any_of(self.plan.method.group, self.batches.needs_parent(stage)):
             self._hold_outside()
             with alike(self.plan.method.group):
@@ -118,6 +116,12 @@ class Run:
         self.tell(stage, "layer_start")
         gathered = {target.param.dtype for target in stage.targets if target.param.dtype != target.dtype}
         return self.batches.passes(stage, next(iter(gathered), None))
+
+    def _end(self, stage: Stage) -> None:
+        """Free what the stage needed; afterwards its parameters are the shards, which results are kept in rows of."""
+        self.batches.done(stage)
+        if not stage.name or self.plan.whole:
+            self._release_outside()
 
     def _hold_outside(self) -> None:
         if not self.held:

@@ -96,7 +96,7 @@ class Calibrated:
     Attributes:
         weights: name of a target -> its quantized weight.
         quantizers: name of a target -> what decided its scales.
-        inputs: name of a target -> statistics of its input; None where no token reached it.
+        inputs: name of a target -> statistics of its input, after folding; None where no token reached it.
         changed: the other parameters that were changed, as they stand while the stage is held.
         measured: the figures of a report.
     """
@@ -144,7 +144,7 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
             if method.quantized_onward:
                 passes.keep(batch, output)
     measured = yardstick.measured(
-        groups, _noted(decisions, smoothed), stage.index if stage.name else None, method.group
+        smoothed.groups, _noted(decisions, smoothed), stage.index if stage.name else None, method.group
     )
     late = changed_since(installed, stage)
     if late:
@@ -155,7 +155,7 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     targets = {target.name for target in stage.targets}
     now = stage.params()
     changed = {name: now[name].detach() for name in changed_since(before, stage) if name not in targets}
-    inputs = {name: statistics for names, statistics in groups for name in names}
+    inputs = {name: statistics for names, statistics in smoothed.groups for name in names}
     return Calibrated(weights, quantizers, inputs, changed, measured)
 
 

@@ -5,6 +5,7 @@
 Groups whose input nothing can be divided for keep their weights and statistics.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.algorithms.algorithm import Algorithm, Group, Inputs, Linear
 from layerwise.alike import alike
-from layerwise.folding.folds import Fold, choose, fold, producers_of, propose, tolerance, transformed, verify
+from layerwise.folding.folds import Fold, Producer, choose, fold, producers_of, propose, tolerance, transformed, verify
 from layerwise.inputs.structure import flatten
 from layerwise.weights.hold import modules_of
 
@@ -64,7 +65,10 @@ def smooth(
     # No embedding: it is looked up in, not multiplied with, so changing its columns would show nothing.
     modules = modules_of(stage.module, stage.without)
     looked_up = {id(one.weight) for one in modules.values() if isinstance(one, nn.Embedding)}
-    everything = {name.removeprefix(prefix): p for name, p in stage.params().items() if id(p) not in looked_up}
+    # Probed are aliases: what is put back must not count as written, or fp32 shards gathered in bf16 would lose bits.
+    aliases: dict[int, Tensor] = {id(param): param.data for param in stage.params().values()}
+    params = {name.removeprefix(prefix): p for name, p in stage.params().items() if id(p) not in looked_up}
+    everything = {name: aliases[id(param)] for name, param in params.items()}
     weights = {target.name: target.param for target in stage.targets if len(target.shape) == 2}
     plain = [index for index, (names, inputs) in enumerate(groups) if inputs is not None and {*names} <= {*weights}]
     own = {id(module) for module in modules.values()}
@@ -77,7 +81,7 @@ def smooth(
 
     names = [[name.removeprefix(prefix) for name in groups[index][0]] for index in plain]
     with alike(method.group):
-        answers = propose(names, everything, producers, run)
+        answers = propose(names, everything, [_aliased(one, aliases) for one in producers], run)
     if method.group is not None and answers.numel():
         device = stage.targets[0].param.device
         shared = answers.int().to(device)
@@ -103,6 +107,11 @@ def smooth(
         factors |= dict.fromkeys(own_names, given)
         now[index] = own_names, transformed(inputs, given)
     return Smoothed(now, factors, notes)
+
+
+def _aliased(producer: Producer, aliases: Mapping[int, Tensor]) -> Producer:
+    bias = None if producer.bias is None else aliases[id(producer.bias)]
+    return dataclasses.replace(producer, weight=aliases[id(producer.weight)], bias=bias)
 
 
 def _fold(stage: "Stage", folds: Mapping[int, Fold], run: Callable[[], list[Tensor]]) -> dict[int, Tensor]:
