@@ -23,7 +23,18 @@ from layerwise.inputs.stand_ins import Escape, TensorSpec
 from layerwise.inputs.stores import Kept, Store, version
 from layerwise.inputs.structure import Structure, flatten, is_mutable, rebuild
 
-__all__ = ["Call", "Fixed", "Link", "Output", "Shape", "Statics", "is_value", "same_state", "state_of_container"]
+__all__ = [
+    "Call",
+    "Fixed",
+    "Link",
+    "Output",
+    "Shape",
+    "Statics",
+    "is_value",
+    "restore_container",
+    "same_state",
+    "state_of_container",
+]
 
 
 @dataclass(frozen=True)
@@ -75,11 +86,15 @@ class Call:
         args, kwargs = rebuild(self.structure, [taken[key] for key in keys])
         return args, kwargs
 
+    def containers(self) -> list[tuple[Any, Any]]:
+        """The live containers among the arguments, each with what it holds at this moment."""
+        values = [source.value for source in self.sources if isinstance(source, Fixed)]
+        states = [(value, state_of_container(value)) for value in values]
+        return [(value, state) for value, state in states if state is not None]
+
     def _restore_containers(self) -> None:
         if self.before is None:
-            values = [source.value for source in self.sources if isinstance(source, Fixed)]
-            states = [(value, state_of_container(value)) for value in values]
-            self.before = [(value, state) for value, state in states if state is not None]
+            self.before = self.containers()
         else:
             for container, state in self.before:
                 if not same_state(state_of_container(container), state):

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from layerwise.inputs.batches import Data, batches_of, keeper
-from layerwise.inputs.calls import Output, Statics
+from layerwise.inputs.calls import Output, Statics, restore_container
 from layerwise.inputs.runs import Progress, Run
 from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
 from layerwise.inputs.stores import Store
@@ -140,13 +140,21 @@ class Recorder:
         progress = self._progress[batch]
         kept = Output.of(output, self._store)
         progress.outputs[index] = kept
+        call = progress.calls[index]
+        progress.left = [] if call is None else call.containers()
         progress.shapes[index] = kept.shape
         if progress.assumed.get(index, kept.shape) != kept.shape:
             del progress.calls[index + 1 :]  # recorded with a stand-in that returned something else
 
     def done(self, index: int) -> None:
-        """Free the inputs of a layer, and the outputs that no layer after it takes."""
+        """Free the inputs of a layer, and the outputs that no layer after it takes.
+
+        What layers share is then as the call left it whose output was put, however often the layer was called since.
+        """
         for progress in self._progress:
+            for container, state in progress.left:
+                restore_container(container, state)
+            progress.left = []
             progress.calls[index] = None
             for source in [source for source in progress.outputs if source < index]:
                 if progress.last_use.get(source, -1) <= index:

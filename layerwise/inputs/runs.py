@@ -39,6 +39,7 @@ class Progress:
         assumed: what stand-ins returned when later layers were recorded.
         last_use: the last layer known to take an output of this one.
         live: objects that layers are called with, by the place where they were met first.
+        left: containers that layers share, and what was in them after the call whose output was put last.
         cautious: the parent writes into what it passed to a layer, so each run records only one.
     """
 
@@ -49,6 +50,7 @@ class Progress:
     assumed: dict[int, Shape] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     live: dict[tuple[int, str], Any] = field(default_factory=dict)
+    left: list[tuple[Any, Any]] = field(default_factory=list)
     cautious: bool = False
 
 
