@@ -11,7 +11,7 @@ layers is one object for all of them, however many runs it takes to record them.
 """
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,12 @@ class Call:
         values = [source.value for source in self.sources if isinstance(source, Fixed)]
         states = [(value, state_of_container(value)) for value in values]
         return [(value, state) for value, state in states if state is not None]
+
+    def written(self) -> Iterator[Tensor]:
+        """Tensors in the live containers that were not there before the call."""
+        before = {id(leaf) for _, state in self.before or () for leaf in flatten(state)[0]}
+        for _, state in self.containers():
+            yield from (leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor) and id(leaf) not in before)
 
     def _restore_containers(self) -> None:
         if self.before is None:

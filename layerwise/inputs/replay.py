@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layerwise.inputs.batches import Data, batches_of, keeper
 from layerwise.inputs.calls import Output, Statics, restore_container
@@ -134,6 +134,11 @@ class Recorder:
             return progress.outputs[source]
 
         return call.arguments(output, cast)
+
+    def shared(self, index: int, batch: int) -> tuple[Tensor, ...]:
+        """What a layer, called with its `inputs` just now, put into containers that it shares with later layers."""
+        call = self._progress[batch].calls[index]
+        return () if call is None else tuple(call.written())
 
     def put(self, index: int, batch: int, output: Any) -> None:
         """Keep what a layer returned for a batch; replaces what was put before."""
