@@ -55,11 +55,16 @@ class Fixed:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer: the structure of (args, kwargs), and where each leaf comes from."""
+    """One call of a layer: the structure of (args, kwargs), where each leaf comes from, and what to call it."""
 
     structure: Structure
     sources: list[Link | Kept | Fixed]
+    names: list[str]
     before: list[tuple[Any, Any]] | None = field(default=None)  # live containers as they were at the first use
+
+    def kept(self) -> dict[str, Kept]:
+        """The tensors among its leaves that are no outputs, by name."""
+        return {name: source for name, source in zip(self.names, self.sources, strict=True) if isinstance(source, Kept)}
 
     def links(self) -> set[int]:
         """The layers whose outputs it takes."""

@@ -107,6 +107,7 @@ class Recorder:
                     self._run = Run(progress, number, self.layers, index, stop)
                     self._run.execute(self.model, self._statics)
                     self._run.commit()
+                progress.met = {}
         self._statics.forget()
 
     def inputs(
@@ -160,6 +161,10 @@ class Recorder:
             for container, state in progress.left:
                 restore_container(container, state)
             progress.left = []
+            call = progress.calls[index]
+            # The parent runs again for the next layer, and may call that with a tensor it called this one with.
+            again = len(progress.calls) == index + 1 < len(self.layers)
+            progress.met = call.kept() if call is not None and again else {}
             progress.calls[index] = None
             for source in [source for source in progress.outputs if source < index]:
                 if progress.last_use.get(source, -1) <= index:
