@@ -11,7 +11,7 @@ layers is one object for all of them, however many runs it takes to record them.
 """
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -24,7 +24,18 @@ from layerwise.inputs.stand_ins import Escape, TensorSpec
 from layerwise.inputs.stores import Kept, Store, version
 from layerwise.inputs.structure import Structure, flatten, rebuild
 
-__all__ = ["Call", "Fixed", "Link", "Output", "Shape", "Statics", "is_value", "same_state", "state_of_container"]
+__all__ = [
+    "Call",
+    "Fixed",
+    "Link",
+    "Output",
+    "Shape",
+    "Statics",
+    "is_value",
+    "restore_container",
+    "same_state",
+    "state_of_container",
+]
 
 
 @dataclass(frozen=True)
@@ -45,11 +56,16 @@ class Fixed:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer: the structure of (args, kwargs), and where each leaf comes from."""
+    """One call of a layer: the structure of (args, kwargs), where each leaf comes from, and what to call it."""
 
     structure: Structure
     sources: list[Link | Kept | Fixed]
+    names: list[str]
     before: list[tuple[Any, Any]] | None = field(default=None)  # live containers as they were at the first use
+
+    def kept(self) -> dict[str, Kept]:
+        """The tensors among its leaves that are no outputs, by name."""
+        return {name: source for name, source in zip(self.names, self.sources, strict=True) if isinstance(source, Kept)}
 
     def links(self) -> set[int]:
         """The layers whose outputs it takes."""
@@ -76,12 +92,22 @@ class Call:
         args, kwargs = rebuild(self.structure, [taken[key] for key in keys])
         return args, kwargs
 
+    def containers(self) -> list[tuple[Any, Any]]:
+        """The live containers among the arguments, each with what it holds at this moment."""
+        fixed = (source for source in self.sources if isinstance(source, Fixed))
+        values = [source.value for source in fixed if source.cache is None and not is_value(source.value)]
+        states = [(value, state_of_container(value)) for value in values]
+        return [(value, state) for value, state in states if state is not None]
+
+    def written(self) -> Iterator[Tensor]:
+        """Tensors in the live containers that were not there before the call."""
+        before = {id(leaf) for _, state in self.before or () for leaf in flatten(state)[0]}
+        for _, state in self.containers():
+            yield from (leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor) and id(leaf) not in before)
+
     def _restore_containers(self) -> None:
         if self.before is None:
-            fixed = (source for source in self.sources if isinstance(source, Fixed))
-            values = [source.value for source in fixed if source.cache is None and not is_value(source.value)]
-            states = [(value, state_of_container(value)) for value in values]
-            self.before = [(value, state) for value, state in states if state is not None]
+            self.before = self.containers()
         else:
             for container, state in self.before:
                 if not same_state(state_of_container(container), state):

@@ -5,6 +5,7 @@ ModelPasses   the model itself: stand-ins in place of the layers hand on what th
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,19 @@ from layerwise.stage import Passes, Stage
 __all__ = ["Batches", "LayerPasses", "ModelPasses"]
 
 
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """All that one run of a layer is seen by: who changes a layer so that it stays the same function looks at both.
+
+    Attributes:
+        output: what it returned.
+        shared: tensors that it put into containers which later layers get, too (shared keys and values).
+    """
+
+    output: Any
+    shared: tuple[Tensor, ...]
+
+
 class LayerPasses:
     """Runs one layer, past the hooks of FSDP: its weights are held, and stay."""
 
@@ -30,15 +44,16 @@ class LayerPasses:
         """How many this rank has."""
         return len(self.recorder)
 
-    def run(self, batch: int) -> Any:
-        """The layer's output for one batch."""
+    def run(self, batch: int) -> "Ran":
+        """The layer's output for one batch, and what it left for later layers elsewhere."""
         args, kwargs = self.recorder.inputs(self.stage.index, batch, cast=self.cast)
-        return self.stage.module.forward(*args, **kwargs)
+        output = self.stage.module.forward(*args, **kwargs)
+        return Ran(output, self.recorder.shared(self.stage.index, batch))
 
-    def keep(self, batch: int, output: Any) -> None:
+    def keep(self, batch: int, output: "Ran") -> None:
         """Hand an output on, unless nothing comes after it."""
         if not self.last:
-            self.recorder.put(self.stage.index, batch, output)
+            self.recorder.put(self.stage.index, batch, output.output)
 
 
 class ModelPasses:

@@ -28,10 +28,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layerwise.inputs.batches import Data, batches_of, keeper
-from layerwise.inputs.calls import Output, Statics
+from layerwise.inputs.calls import Output, Statics, restore_container
 from layerwise.inputs.runs import Progress, Run
 from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
 from layerwise.inputs.stores import Store
@@ -107,6 +107,7 @@ class Recorder:
                     self._run = Run(progress, number, self.layers, index, stop)
                     self._run.execute(self.model, self._statics)
                     self._run.commit()
+                progress.met = {}
         self._statics.forget()
 
     def inputs(
@@ -135,6 +136,11 @@ class Recorder:
 
         return call.arguments(output, cast)
 
+    def shared(self, index: int, batch: int) -> tuple[Tensor, ...]:
+        """What a layer, called with its `inputs` just now, put into containers that it shares with later layers."""
+        call = self._progress[batch].calls[index]
+        return () if call is None else tuple(call.written())
+
     def put(self, index: int, batch: int, output: Any) -> None:
         """Keep what a layer returned for a batch; replaces what was put before.
 
@@ -149,13 +155,25 @@ class Recorder:
         progress = self._progress[batch]
         kept = Output.of(output, self._store)
         progress.outputs[index] = kept
+        call = progress.calls[index]
+        progress.left = [] if call is None else call.containers()
         progress.shapes[index] = kept.shape
         if progress.assumed.get(index, kept.shape) != kept.shape:
             del progress.calls[index + 1 :]  # recorded with a stand-in that returned something else
 
     def done(self, index: int) -> None:
-        """Free the inputs of a layer, and the outputs that no layer after it takes."""
+        """Free the inputs of a layer, and the outputs that no layer after it takes.
+
+        What layers share is then as the call left it whose output was put, however often the layer was called since.
+        """
         for progress in self._progress:
+            for container, state in progress.left:
+                restore_container(container, state)
+            progress.left = []
+            call = progress.calls[index]
+            # The parent runs again for the next layer, and may call that with a tensor it called this one with.
+            again = len(progress.calls) == index + 1 < len(self.layers)
+            progress.met = call.kept() if call is not None and again else {}
             progress.calls[index] = None
             for source in [source for source in progress.outputs if source < index]:
                 if progress.last_use.get(source, -1) <= index:

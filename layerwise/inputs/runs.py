@@ -39,6 +39,8 @@ class Progress:
         assumed: what stand-ins returned when later layers were recorded.
         last_use: the last layer known to take an output of this one.
         live: objects that layers are called with, by the place where they were met first.
+        met: tensors that the layer before the next to be recorded was called with, by name.
+        left: containers that layers share, and what was in them after the call whose output was put last.
         cautious: the parent writes into what it passed to a layer, so each run records only one.
     """
 
@@ -49,6 +51,8 @@ class Progress:
     assumed: dict[int, Shape] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     live: dict[tuple[int, str], Any] = field(default_factory=dict)
+    met: dict[str, Kept] = field(default_factory=dict)
+    left: list[tuple[Any, Any]] = field(default_factory=list)
     cautious: bool = False
 
 
@@ -74,6 +78,7 @@ class Run:
         self.calls: list[Call] = []
         self.links: dict[int, tuple[Any, int, Link]] = {}
         self.sights: dict[int, _Sight] = {}
+        self.again: dict[int, tuple[Placeholder, int, Kept]] = {}  # stand for what was computed in an earlier run
         self.captured: list[_Sight | tuple[Tensor, int]] = []
         self.assumed: dict[int, Shape] = {}
         self.zeros: dict[Any, Tensor] = {}
@@ -138,7 +143,7 @@ class Run:
                 self._remember(index, name, leaf)
         else:
             sources = [self._source(index, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
-            self.calls.append(Call(structure, sources))
+            self.calls.append(Call(structure, sources, names))
         self.next = index + 1
         if index == self.stop:
             raise EarlyStop
@@ -177,6 +182,10 @@ class Run:
             _, count, link = self.links[id(leaf)]
             if not isinstance(leaf, Tensor) or version(leaf) == count:
                 return link
+        if id(leaf) in self.again:
+            _, count, kept = self.again[id(leaf)]
+            if version(leaf) == count:
+                return kept
         if isinstance(leaf, Placeholder) or _holds_placeholder(leaf):
             if index == self.first:
                 raise self._refusal(name, leaf)
@@ -195,6 +204,8 @@ class Run:
 
     def _remember(self, index: int, name: str, leaf: Any) -> None:
         """Find out which object of an earlier run this one is."""
+        if isinstance(leaf, Placeholder) and index == self.first - 1 and name in self.progress.met:
+            self.again[id(leaf)] = (leaf, version(leaf), self.progress.met[name])
         if isinstance(leaf, Tensor) or is_value(leaf) or self._seen(leaf) is not None:
             return
         live = self.progress.live.get((index, name))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dcp_adapters import read_manifest
-from layerwise.report import Report
+from layerwise.report.report import Report
 from tests.ranks import agreed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
