@@ -16,6 +16,12 @@ rounding of weight / scale, 2^-23 of it, may send to either side. And a scale th
 element: its (amax - largest * dec)^2 is one term of the error, so where that alone is more than the best error so far,
 this candidate loses, and so do all that follow, whose scales are smaller. Computed sums are no less than their computed
 terms, for rounding is monotonic: this changes no choice.
+
+With H, an error is at least (w^T H e)^2 / w^T H w (Cauchy-Schwarz), and decoded values are at most largest * dec, so
+
+    |w^T H e| >= w^T H w - largest * dec * sum |H w|
+
+which rises as scales fall, too. A tenth of it is given to the rounding of fp32 sums.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -103,17 +109,29 @@ class _Span:
         self.scales = scale.shape[1] if scale.ndim else 0  # a row has, 0: all share one
         self.amax = self._shared([self._blocks(tile).abs().amax(dim=1).t() for tile in self.tiles], torch.amax)
         self.largest = self.fmt.snap(torch.full_like(unit, torch.inf), recipe)
+        if hessian is not None:
+            moments = [self._moments(tile, hessian) for tile in self.tiles]
+            self.norm, self.reach = (self._shared(list(each), torch.sum) for each in zip(*moments, strict=True))
 
     def errors(self, quantizer: Quantizer) -> Tensor:
         """fp64, one for each scale."""
         grid = [self._per_tile(scale) for scale in self._grid(quantizer)]
         return self._shared([self._errors(*each) for each in zip(self.tiles, *grid, strict=True)], torch.sum)
 
-    def saturation_errors(self, quantizer: Quantizer) -> Tensor:
-        """What of it the largest element under each scale has for being too large; 0 where it is not."""
+    def least_errors(self, quantizer: Quantizer) -> Tensor:
+        """What the errors are at least, since no element decodes to more than the largest; see above."""
         _, dec = self._grid(quantizer)
-        too_large: Tensor = self.amax - self.largest * dec
-        return too_large.clamp_(min=0).square_()
+        if self.hessian is None:
+            too_large: Tensor = self.amax - self.largest * dec
+            return too_large.clamp_(min=0).square_()
+        least = (self.norm - self.largest * dec * self.reach).clamp_(min=0).square_() / self.norm * 0.9
+        return torch.where(self.norm > 0, least, 0.0)
+
+    def _moments(self, tile: Tensor, hessian: Tensor) -> list[Tensor]:
+        """fp64 [rows, scales]: w^T H w and sum |H w|."""
+        w = tile.view(-1, SUB_BLOCK, tile.shape[1]).double()
+        weighed = torch.bmm(hessian.double(), w)
+        return [self._blocks(each.sum(dim=1)).sum(dim=1).t() for each in (w * weighed, weighed.abs())]
 
     def _grid(self, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
         enc, dec = self.fmt.grid(self.recipe, quantizer)
@@ -153,10 +171,9 @@ def _best(span: _Span, own: Quantizer, candidates: Iterator[dict[str, Tensor]]) 
     best, least = own, span.errors(own)
     enough = least * BETTER
     for candidate in candidates:
-        if span.hessian is None:
-            saturation = span.saturation_errors(candidate)
-            if not ((saturation < enough) & (saturation <= least)).any():
-                break
+        bound = span.least_errors(candidate)
+        if not ((bound < enough) & (bound <= least)).any():
+            break
         errors = span.errors(candidate)
         better = (errors < enough) & (errors <= least)
         least = torch.where(better, errors, least)

@@ -167,15 +167,42 @@ def test_columns_that_are_no_multiple_of_a_sub_block_take_part(recipe: Any) -> N
 
 @all_recipes
 @pytest.mark.parametrize("seed", [0, 1])
-def test_leaving_out_what_can_not_win_changes_nothing(recipe: Any, seed: int) -> None:
-    """A Hessian of 1 gives the same sums, and with one nothing is left out."""
-    for x in (trained(256, 192, seed), on_the_grid(recipe) * 0.7, torch.randn(32, 64).abs() + 1):
-        eye = torch.eye(16).expand(x.shape[1] // 16, 16, 16)
-        amax = linear(x, recipe).amax
-        (pruned, clip), (full, full_clip) = search(x, recipe, amax), search(x, recipe, amax, eye)
-        assert clip == full_clip
-        for name, part in full.items():
-            assert same_bytes(pruned[name], part), name
+def test_leaving_out_what_can_not_win_changes_nothing(recipe: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hessian of 1 gives the same sums, under all candidates of the format."""
+    cases = [trained(256, 192, seed), on_the_grid(recipe) * 0.7, torch.randn(32, 64).abs() + 1]
+    amaxes = [linear(x, recipe).amax for x in cases]
+
+    def found(*hessians: Tensor | None) -> list[Any]:
+        return [search(x, recipe, a, h) for x, a, h in zip(cases, amaxes, hessians, strict=True)]
+
+    inputs, ones = [[make(x.shape[1]) for x in cases] for make in (hessian, one)]
+    by_weights, by_inputs = found(None, None, None), found(*inputs)
+    monkeypatch.setattr(search_module._Span, "least_errors", lambda *_: torch.zeros(()))
+    for pruned, full in zip([*by_weights, *by_inputs], [*found(*ones), *found(*inputs)], strict=True):
+        assert pruned[1] == full[1]
+        for name, part in full[0].items():
+            assert same_bytes(pruned[0][name], part), name
+
+
+def one(columns: int) -> Tensor:
+    return torch.eye(16).expand(columns // 16, 16, 16)
+
+
+@all_recipes
+@pytest.mark.parametrize("h", [None, hessian()], ids=["weights", "inputs"])
+def test_no_error_is_below_what_it_is_said_to_be_at_least(recipe: Any, h: Tensor | None) -> None:
+    """Down to scales so small that everything saturates, where the two come close."""
+    fmt, x = format_of(recipe), trained().float()
+    own, unit = fmt.quantizer(x, recipe, linear(x, recipe).amax), torch.ones(())
+    span = search_module._Span(x, recipe, own, unit, h)
+    nearest = torch.zeros(())
+    for exponent in range(1, 12):
+        y = torch.ldexp(x, torch.tensor(-exponent))
+        smaller = fmt.quantizer(y, recipe, linear(y, recipe).amax)
+        least, errors = span.least_errors(smaller), span.errors(smaller)
+        assert (least <= errors * (1 + CLOSE)).all()
+        nearest = torch.maximum(nearest, (least / errors).nan_to_num(0.0).max())
+    assert nearest > 0.1
 
 
 def test_a_scale_that_saturates_is_tried_while_that_alone_can_win() -> None:
@@ -194,6 +221,9 @@ def test_a_candidate_must_win_by_more_than_rounding() -> None:
 
         def errors(self, quantizer: dict[str, Tensor]) -> Tensor:
             return quantizer["errors"]
+
+        def least_errors(self, quantizer: dict[str, Tensor]) -> Tensor:
+            return torch.zeros(())
 
     own, close, better, equal = (
         {"errors": torch.tensor([1.0, 1.0 - less], dtype=torch.float64), "scale": torch.tensor([scale, scale])}

@@ -24,7 +24,7 @@ from layerwise.resume.progress import BACKUP, PROGRESS, read_progress
 from tests.dcp_adapters.cases import RECIPES, assert_holds, placed, values
 from tests.ranks import run_ranks, run_ranks_catching
 
-REPO = Path(__file__).resolve().parent.parent.parent
+REPO = Path(__file__).resolve().parents[3]
 RUN = Fingerprint(weights={"w": 1, "v": 2}, data=3, batches=4, recipe={"type": "R"}, algorithm={"type": "Max"})
 FINISHED = {"w": 11, "v": 12}
 EXTRA = {"reports": [{"error": 0.1, "note": None}], "changed": ["norm.weight"]}
@@ -326,7 +326,7 @@ def test_a_record_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_record_that_names_other_directories_is_damaged(tmp_path: Path) -> None:
     """What no record names is removed, and what one names is read: names are those of windows."""
-    from layerwise import progress as module
+    from layerwise.resume import progress as module
 
     save_dense(tmp_path, 1)
     held, _ = read_progress(tmp_path)
@@ -365,7 +365,7 @@ def test_the_later_of_two_runs_has_the_directory(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_taken_over_while_it_writes_commits_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    from layerwise import checkpoints
+    from layerwise.resume import checkpoints
 
     first, second = CalibrationCheckpoint(tmp_path), CalibrationCheckpoint(tmp_path)
     first.open(RUN)

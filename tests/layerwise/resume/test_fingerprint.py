@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from layerwise import weight_sums
+from layerwise.resume import weight_sums
 from layerwise.resume.fingerprint import Fingerprint, batch_hash, data_digest, weights_digest
 from qtensor import (
     Float8CurrentScaling,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerwise import exact_sum
+from layerwise.statistics import exact_sum
 from layerwise.statistics.exact_sum import MAX_TENSORS, ExactSum, totals
 from tests.ranks import run_ranks, run_ranks_catching
 
