@@ -1,0 +1,214 @@
+"""Stopped runs go on behind their last window, on any number of ranks, to the very bytes of an uninterrupted run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from torch.distributed.checkpoint import FileSystemReader
+
+from layerwise import GPTQ, Event
+from tests.layerwise.killed_runs import at_event
+from tests.layerwise.small_runs import (
+    CASES,
+    LAYERS,
+    Case,
+    Found,
+    Layer,
+    Stop,
+    found,
+    model_of,
+    run,
+    stopped,
+    stopping,
+)
+from tests.ranks import RankFailure, run_ranks, run_ranks_each, under_torchrun
+
+if TYPE_CHECKING:
+    from torch import nn
+
+REPO = Path(__file__).resolve().parent.parent.parent
+STAGES = LAYERS + 1  # the head is one more
+ON_THREE = ("max, static", "max, quantized storage", "smoothquant", "gptq")
+
+
+def saved(case: Case) -> int:
+    """How many layers a run that stopped where the case says has saved, one a window."""
+    kind, index = case.stop
+    return index + (kind == "checkpoint")
+
+
+# -- on any number of ranks --------------------------------------------------------------------------------------------
+
+
+def whole_and_stopped(name: str, base: Path) -> Found:
+    """An uninterrupted run without FSDP; and another that leaves something for others."""
+    case = CASES[name]
+    stopped(model_of(case, shard=False), case, base / "of one" / name)
+    model = model_of(case, shard=False)
+    return found(run(model, case), model)
+
+
+def resumed(name: str, path: Path) -> Found:
+    """The run in `path` continued on these ranks."""
+    model = model_of(CASES[name])
+    return found(run(model, CASES[name], checkpoint_dir=path / name), model)
+
+
+def resumed_then_stopped(name: str, base: Path) -> Found:
+    """What one process has left goes on, to an end; and these ranks leave something for others."""
+    here = resumed(name, base / "of one")
+    assert_returns_at_once(CASES[name], model_of(CASES[name]), base / "of one" / name, here)
+    for ranks in (1, 3) if name in ON_THREE else (1,):
+        stopped(model_of(CASES[name]), CASES[name], base / f"of two, for {ranks}" / name)
+    return here
+
+
+def resumed_and_finished(name: str, base: Path) -> Found:
+    """What two ranks have left goes on; what one began and two finished is there for three, in either model."""
+    case, finished = CASES[name], base / "of one" / name
+    model = model_of(case)
+    here = found(run(model, case, checkpoint_dir=base / "of two, for 3" / name), model)
+    at_once = assert_returns_at_once(case, model_of(case), finished, here)
+    assert assert_returns_at_once(case, model, finished, here).records == at_once.records
+    return here
+
+
+def assert_returns_at_once(case: Case, model: nn.Module, path: Path, expected: Found) -> Found:
+    """A finished run does nothing but to put its result into the model."""
+    Layer.calls = 0
+    result = run(model, case, checkpoint_dir=path)
+    assert Layer.calls == 0
+    again = found(result, model)
+    assert again.same() == expected.same()
+    assert again.resumed == (*range(STAGES),)
+    return again
+
+
+def test_every_algorithm_goes_on_to_the_same_bytes_on_any_number_of_ranks(shared_tmp_path: Path) -> None:
+    one = run_ranks_each(1, CASES, whole_and_stopped, shared_tmp_path)[0]
+    whole = dict(zip(CASES, one, strict=True))
+    ranks = {
+        2: run_ranks_each(2, CASES, resumed_then_stopped, shared_tmp_path),
+        3: run_ranks_each(3, ON_THREE, resumed_and_finished, shared_tmp_path),
+        1: run_ranks_each(1, CASES, resumed, shared_tmp_path / "of two, for 1"),
+    }
+    for count, told in ranks.items():
+        for own in told:
+            for name, here in zip(ON_THREE if count == 3 else CASES, own, strict=True):
+                assert here.same() == whole[name].same(), f"{name} on {count} ranks"
+                assert here.resumed == (*range(saved(CASES[name])),), f"{name} on {count} ranks"
+
+
+def on_all_killed(path: Path) -> None:
+    """At an event of the third layer, when the first two are saved."""
+    run(model_of(), checkpoint_dir=path, save_every=2, on_event=at_event("metrics", 2))
+
+
+def resumed_plainly(path: Path) -> Found:
+    model = model_of()
+    return found(run(model, checkpoint_dir=path, save_every=2), model)
+
+
+@pytest.mark.skipif(under_torchrun(), reason="kills its ranks")
+def test_ranks_that_were_killed_are_continued_by_more(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="killed by SIGKILL"):
+        run_ranks(2, on_all_killed, tmp_path)
+    model = model_of()
+    whole = found(run(model), model)
+    for here in run_ranks(3, resumed_plainly, tmp_path):
+        assert here.same() == whole.same()
+        assert here.resumed == (0, 1)
+
+
+# -- in a single process -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.layerwise.killed_runs", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [one["point"] for one in told if not one["same"]] == []
+    assert [one["resumed"] for one in told[:6]] == [0, 0, 1, 2, LAYERS, STAGES]
+    assert all(one["killed"] for one in told[:6])
+    steps = [one for one in told if isinstance(one["point"], int) and one["killed"]]
+    assert {one["resumed"] for one in steps} >= {0, 1, 2, 3}  # so the kills were spread over the run
+
+
+@pytest.mark.parametrize(("save_every", "found_first"), [(1, 3), (2, 2), (3, 3), (STAGES + 5, 0)])
+def test_a_window_that_was_not_finished_is_calibrated_again(tmp_path: Path, save_every: int, found_first: int) -> None:
+    case = Case(algorithm=GPTQ(), stop=("metrics", LAYERS))
+    model = model_of(case)
+    whole = found(run(model, case), model)
+    stopped(model_of(case), case, tmp_path, save_every=save_every)
+    told: list[Event] = []
+    model = model_of(case)
+    here = found(run(model, case, checkpoint_dir=tmp_path, save_every=save_every, on_event=told.append), model)
+    assert here.same() == whole.same()
+    assert here.records == whole.records
+    assert here.resumed == (*range(found_first),)
+    assert [event.index for event in told if event.kind == "resumed"] == [*range(found_first)]
+    assert {event.index for event in told if event.kind == "calibrate"} == {*range(found_first, STAGES)}
+    saved_at = [event.index for event in told if event.kind == "checkpoint"]
+    assert saved_at == [*range(found_first + save_every - 1, LAYERS, save_every), LAYERS]
+
+
+def test_another_save_every_continues_the_same_run(tmp_path: Path) -> None:
+    case = Case(stop=("metrics", 2))
+    stopped(model_of(), case, tmp_path, save_every=2)
+    model = model_of()
+    here = found(run(model, checkpoint_dir=tmp_path, save_every=1), model)
+    whole = found(run(model := model_of()), model)
+    assert here.same() == whole.same()
+    assert here.resumed == (0, 1)
+
+
+def test_a_run_stopped_again_and_again_comes_to_its_end(tmp_path: Path) -> None:
+    case = CASES["smoothquant"]
+    for index in (0, 1, 1, 2):
+        stopped(model_of(case), dataclasses.replace(case, stop=("write", index)), tmp_path)
+    model = model_of(case)
+    here = found(run(model, case, checkpoint_dir=tmp_path), model)
+    whole = found(run(model := model_of(case), case), model)
+    assert here.same() == whole.same()
+    assert here.records == whole.records
+    assert here.starved == tuple(f"layers.{index}.spare.weight" for index in range(LAYERS))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_checkpoint_holds(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    model = model_of(case)
+    result = run(model, case, checkpoint_dir=tmp_path)
+    held: dict[str, int] = {}
+    for window in tmp_path.rglob(".metadata"):
+        for entry, kept in FileSystemReader(window.parent).read_metadata().state_dict_metadata.items():
+            if hasattr(kept, "size"):
+                held[entry] = kept.size.numel()
+    weights = {entry: value for entry, value in result.state_dict().items() if "input_scale" not in entry}
+    quantized = {entry: value for entry, value in weights.items() if hasattr(value, "parts")}
+    assert len(quantized) == 6 * LAYERS + 1
+    for entry, value in quantized.items():
+        assert any(other.startswith(f"{entry}.") for other in held), entry
+        if case.algorithm.writes_weights:
+            assert held[f"{entry}.payload"] == value.parts()["payload"].numel()
+    if case.algorithm.writes_weights:
+        assert {*weights} - {*quantized} <= {*held}
+    else:  # scales only, one for a row of 16 elements or more
+        assert not [entry for entry in held if "payload" in entry]
+        scales = [numel for entry, numel in held.items() if entry.startswith((*quantized,))]
+        assert sum(scales) <= sum(value.numel() for value in quantized.values()) / 16 + len(quantized)
+
+
+def test_nothing_is_written_without_a_checkpoint_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Stop):
+        run(model_of(), on_event=stopping("write", 1))
+    assert run(model_of()).report.resumed == ()
+    assert [*tmp_path.iterdir()] == []
