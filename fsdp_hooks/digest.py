@@ -8,6 +8,7 @@ from torch import Tensor
 __all__ = ["digest"]
 
 _ODD = -7046029254386353131  # 2^64 / golden ratio, odd: distinct positions get unrelated weights
+_CHUNK = 2**20  # words at a time, so that no second copy of a large tensor is needed
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
@@ -18,9 +19,16 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
         if data.storage_offset() % 8:
             data = data.clone()
         whole = data.numel() // 8 * 8
-        words = torch.cat([data[:whole].view(torch.int64), data[whole:].to(torch.int64)])
-        weights = torch.arange(1, words.numel() + 1, device=words.device).mul_(_ODD).bitwise_or_(1)
-        value = weights.mul_(words).sum() * (2 * number + 1)
+        value = _weighted(data[whole:].to(torch.int64), whole // 8)
+        for start, words in enumerate(data[:whole].view(torch.int64).split(_CHUNK)):
+            value = value + _weighted(words, start * _CHUNK)
+        value = value * (2 * number + 1)
         total = value if total is None else total + value
     assert total is not None
     return total
+
+
+def _weighted(words: Tensor, start: int) -> Tensor:
+    """The sum of words, each times the weight of its position, which is `start` for the first."""
+    weights = torch.arange(start + 1, start + words.numel() + 1, device=words.device).mul_(_ODD).bitwise_or_(1)
+    return weights.mul_(words).sum()

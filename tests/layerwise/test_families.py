@@ -13,7 +13,8 @@ from transformers import DynamicCache
 from layerwise import AWQ, GPTQ, Max, SmoothQuant, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.layerwise.families import FAMILIES, VOCABULARY, assert_same, batches_for, family, off, output
-from tests.layerwise.inputs.parents import PARENTS, id_batches
+from tests.layerwise.inputs.parents import PARENTS
+from tests.layerwise.inputs.replaying import id_batches
 
 # Its 4 x 4 products between streams have no block to scale.
 OPTIONS: dict[str, dict[str, Any]] = {"gemma3n": {"exclude": ["*.altup.*"]}}
