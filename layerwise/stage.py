@@ -116,12 +116,13 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
         stage: what is calibrated.
         passes: its batches.
         method: how.
-        tell: told "capture", "calibrate" and "write".
+        tell: told "layer_start", "capture", "calibrate" and "write".
 
     Raises:
         RuntimeError: weights were changed though the algorithm writes none, or were changed too late.
     """
     before = contents(stage)
+    tell("layer_start")
     tell("capture")
     yardstick = Yardstick(stage.targets)
     collector = _observe(stage, passes, method, yardstick)
