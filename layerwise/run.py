@@ -127,20 +127,22 @@ class Run:
         self.outside.close()
 
     def tell(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
-        """One event of a stage."""
-        self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
+        """One event of a stage; what a callback raises on one rank, all of them raise."""
+        with alike(self.plan.method.group):
+            self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
 
     def tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
         """One event of a stage whose result stands, so that no change of its weights would be in it."""
         before = contents(stage)
         self.tell(stage, kind, data)
-        changed = changed_since(before, stage)
-        if changed:
-            raise RuntimeError(
-                f'calibrate: {", ".join(changed[:5])} changed in the event "{kind}", when '
-                f"{stage.name or 'the model'} was finished; change weights before the event "
-                '"calibrate" has been told'
-            )
+        with alike(self.plan.method.group):
+            changed = changed_since(before, stage)
+            if changed:
+                raise RuntimeError(
+                    f'calibrate: {", ".join(changed[:5])} changed in the event "{kind}", when '
+                    f"{stage.name or 'the model'} was finished; change weights before the event "
+                    '"calibrate" has been told'
+                )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
