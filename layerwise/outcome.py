@@ -7,13 +7,15 @@ An algorithm that writes no weights is saved without any: the scales are, and th
 weights of the model, which the fingerprint of the run says are the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_hooks.scale_sync import local_of
+from layerwise.folding.smoothing import Pair
 from layerwise.report.measure import Measured
 from layerwise.report.report import LinearReport
 from layerwise.stage import Calibrated, Stage
@@ -35,6 +37,7 @@ class Outcome:
         dense: name of another parameter that was changed -> its value now, likewise.
         input_amax: name of a target -> largest |input|; None where no token reached it.
         measured: the figures of a report.
+        pairs: where column factors could go in it.
     """
 
     weights: Mapping[str, Tensor]
@@ -42,6 +45,7 @@ class Outcome:
     dense: Mapping[str, Tensor]
     input_amax: Mapping[str, float | None]
     measured: Measured = field(default_factory=Measured)
+    pairs: tuple[Pair, ...] = ()
 
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint holds of it."""
@@ -56,12 +60,17 @@ class Outcome:
             "input_amax": dict(self.input_amax),
             "records": [asdict(record) for record in self.measured.records],
             "output_snr": self.measured.output_snr,
+            "pairs": self.pairs,
         }
 
-    def apply(self, stage: Stage) -> None:
-        """Put it into the model: call it while the stage is sharded."""
+    def apply(self, stage: Stage, installed: Container[str] = ()) -> None:
+        """Put it into the model: call it while the stage is sharded.
+
+        Dense weights in `installed` have their values already, since they stood in the gathered weight.
+        """
         for target in stage.targets:
-            if not target.param.is_meta:
+            there = target.name in installed and not isinstance(local_of(target.param), QuantizedTensor)
+            if not target.param.is_meta and not there:
                 store(self.weights[target.name], target.param)
         params = stage.params()
         for name, value in self.dense.items():
@@ -90,6 +99,7 @@ def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) ->
         },
         input_amax={target.name: _largest(calibrated, target) for target in stage.targets},
         measured=calibrated.measured,
+        pairs=calibrated.pairs,
     )
 
 
@@ -130,7 +140,8 @@ def restored(
             quantizers[target.name] = own
             weights[target.name] = rounded(values[target.name], own, recipe, target.param)
     dense = {name: state[name] for name in note["dense"]}
-    return Outcome(weights, quantizers, dense, note["input_amax"], measured)
+    pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])
+    return Outcome(weights, quantizers, dense, note["input_amax"], measured, pairs)
 
 
 def _largest(calibrated: Calibrated, target: Target) -> float | None:

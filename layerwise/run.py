@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from layerwise.algorithms.algorithm import Algorithm
 from layerwise.alike import alike, any_of
 from layerwise.events import Event, Observer
 from layerwise.inputs.passes import Batches
@@ -21,7 +22,7 @@ from layerwise.outcome import Outcome, outcome_of, placeholders, restored
 from layerwise.plan import Plan
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint, data_digest, weights_digest
-from layerwise.stage import Passes, Stage, calibrate_stage, changed_since, contents
+from layerwise.stage import Passes, Stage, calibrate_stage
 from layerwise.weights.hold import working
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import dense_rows
@@ -74,11 +75,12 @@ class Run:
             passes = self._begin(stage, turn)
             calibrated = calibrate_stage(stage, passes, self.plan.method, lambda kind: self.tell(stage, kind))
             measured = calibrated.measured
+            installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
             self.tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
         self._end(stage)
         writes = self.plan.method.algorithm.writes_weights
         self.outcomes.append(outcome_of(stage, calibrated, writes_weights=writes))
-        self.outcomes[-1].apply(stage)
+        self.outcomes[-1].apply(stage, installed)
 
     def _replay(self, stage: Stage) -> None:
         """Take a finished stage's turn: its outputs, and its result into the model."""
@@ -137,16 +139,10 @@ class Run:
 
     def tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
         """One event of a stage whose result stands, so that no change of its weights would be in it."""
-        before = contents(stage)
+        before = stage.guard(watched=self.plan.method.watched)
         self.tell(stage, kind, data)
         with alike(self.plan.method.group):
-            changed = changed_since(before, stage)
-            if changed:
-                raise RuntimeError(
-                    f'calibrate: {", ".join(changed[:5])} changed in the event "{kind}", when '
-                    f"{stage.name or 'the model'} was finished; change weights before the event "
-                    '"calibrate" has been told'
-                )
+            before.check_finished(kind)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +176,8 @@ class Run:
             for stage, note, state in zip(stages, window.extra, wanted, strict=True):
                 values = {} if writes else {target.name: self._rows(target) for target in stage.targets}
                 self.outcomes.append(restored(stage, method.recipe, note, state, values))
+                if type(method.algorithm).smooth is not Algorithm.smooth:
+                    method.known.learn(stage, self.outcomes[-1].pairs)
         if self.resumed == len(self.plan.stages):
             for stage, outcome in zip(self.plan.stages, self.outcomes, strict=True):
                 outcome.apply(stage)

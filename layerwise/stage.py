@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_hooks.digest import digest
-from fsdp_hooks.scale_sync import local_of
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
 from layerwise.alike import alike
-from layerwise.folding.smoothing import Smoothed, smooth
+from layerwise.folding.smoothing import Known, Pair, Smoothed, smooth
+from layerwise.guard import Guard
 from layerwise.report.measure import Measured, Yardstick, matrices
 from layerwise.statistics.collector import Collector
 from layerwise.targets import Target, siblings
@@ -30,7 +29,7 @@ from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage", "changed_since", "contents"]
+__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +56,10 @@ class Stage:
         """Fqn in the model -> parameter of the stage, as it stands."""
         return params_of(self.name, self.module, self.without)
 
+    def guard(self, *, watched: bool) -> Guard:
+        """Its parameters at this moment."""
+        return Guard(self.name, self.module, self.without, watched=watched)
+
 
 @dataclass(frozen=True, eq=False)
 class Method:
@@ -67,12 +70,16 @@ class Method:
         recipe: the format.
         quantized_onward: the next stage gets the outputs of the quantized one, not those from before.
         group: over which statistics are reduced; None for none.
+        watched: a callback, or an algorithm of somebody else, could write weights where none are expected.
+        known: where column factors can go, as far as earlier stages have shown.
     """
 
     algorithm: Algorithm
     recipe: Recipe
     quantized_onward: bool
     group: dist.ProcessGroup | None
+    watched: bool = True
+    known: Known = field(default_factory=Known)
 
 
 class Passes(Protocol):
@@ -99,6 +106,7 @@ class Calibrated:
         inputs: name of a target -> statistics of its input, after folding; None where no token reached it.
         changed: the other parameters that were changed, as they stand while the stage is held.
         measured: the figures of a report.
+        pairs: where column factors could go in it.
     """
 
     weights: Mapping[str, QuantizedTensor]
@@ -106,6 +114,7 @@ class Calibrated:
     inputs: Mapping[str, Inputs | None]
     changed: Mapping[str, Tensor]
     measured: Measured = field(default_factory=Measured)
+    pairs: tuple[Pair, ...] = ()
 
 
 @torch.no_grad()
@@ -121,7 +130,7 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     Raises:
         RuntimeError: weights were changed though the algorithm writes none, or were changed too late.
     """
-    before = contents(stage)
+    before = stage.guard(watched=method.watched)
     tell("layer_start")
     tell("capture")
     yardstick = Yardstick(stage.targets)
@@ -129,16 +138,16 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     groups = collector.reduce(method.group)
     tell("calibrate")
     with alike(method.group):
-        _check_unwritten(stage, before, method.algorithm)
+        before.check_unwritten(method.algorithm)
     smoothed = smooth(stage, groups, _shared_amaxes(stage.targets, method.recipe), method, passes)
     yardstick.refer(collector, smoothed.factors)
     decisions = _decide(stage, passes, smoothed.groups, method)
     with alike(method.group):
-        _check_unwritten(stage, before, method.algorithm)
+        before.check_unwritten(method.algorithm)
         quantizers, weights = _round(stage, decisions, method.recipe)
         for target in stage.targets:
             target.param.data.copy_(weights[target.name].dequantize())
-    installed = contents(stage)
+    installed = stage.guard(watched=method.watched)
     tell("write")
     with alike(method.group):
         for batch in range(passes.batches if method.quantized_onward else min(1, passes.batches)):
@@ -150,12 +159,12 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
         smoothed.groups, _noted(decisions, smoothed), stage.index if stage.name else None, method.group
     )
     with alike(method.group):
-        _check_untouched(stage, installed)
+        installed.check_installed()
     targets = {target.name for target in stage.targets}
     now = stage.params()
-    changed = {name: now[name].detach() for name in changed_since(before, stage) if name not in targets}
+    changed = {name: now[name].detach() for name in {*before.written(), *smoothed.written} - targets}
     inputs = {name: statistics for names, statistics in smoothed.groups for name in names}
-    return Calibrated(weights, quantizers, inputs, changed, measured)
+    return Calibrated(weights, quantizers, inputs, changed, measured, smoothed.pairs)
 
 
 def _observe(stage: Stage, passes: Passes, method: Method, yardstick: Yardstick) -> Collector:
@@ -272,38 +281,3 @@ def _quantized(
 def _noted(decisions: Mapping[str, Decision], smoothed: Smoothed) -> dict[str, Mapping[str, Any]]:
     """What a report shows of each linear."""
     return {name: {**smoothed.notes.get(name, {}), **decision.notes} for name, decision in decisions.items()}
-
-
-def contents(stage: Stage) -> dict[str, Tensor]:
-    """A digest of every parameter of a stage as it stands on this rank."""
-    local = {name: local_of(param) for name, param in stage.params().items() if not param.is_meta}
-    return {
-        name: digest(held.parts().values() if isinstance(held, QuantizedTensor) else [held])
-        for name, held in local.items()
-    }
-
-
-def changed_since(before: Mapping[str, Tensor], stage: Stage) -> list[str]:
-    """The parameters whose bytes are others than in `before`, or that came or went."""
-    now = contents(stage)
-    return [name for name in {**before, **now} if name not in now or name not in before or now[name] != before[name]]
-
-
-def _check_unwritten(stage: Stage, before: Mapping[str, Tensor], algorithm: Algorithm) -> None:
-    changed = [] if algorithm.writes_weights else changed_since(before, stage)
-    if changed:
-        raise RuntimeError(
-            f"calibrate: {', '.join(changed[:5])} changed while {type(algorithm).__name__} calibrated "
-            f"{stage.name or 'the model'}, and it is an algorithm that writes no weights: the change would be lost. "
-            "Nothing of this layer was stored; set writes_weights = True on an algorithm that writes them, or change "
-            "weights before the calibration"
-        )
-
-
-def _check_untouched(stage: Stage, installed: Mapping[str, Tensor]) -> None:
-    late = changed_since(installed, stage)
-    if late:
-        raise RuntimeError(
-            f"calibrate: {', '.join(late[:5])} in {stage.name or 'the model'} changed after the quantized values were "
-            'there, which would lose the change; change weights before the event "calibrate" has been told'
-        )
