@@ -182,6 +182,7 @@ class Run:
             for stage, outcome in zip(self.plan.stages, self.outcomes, strict=True):
                 outcome.apply(stage)
                 self.tell_late(stage, "resumed")
+                self.observer.done()
 
     def _rows(self, target: Any) -> Tensor:
         weights = self.plan.weights
