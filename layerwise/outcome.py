@@ -34,6 +34,8 @@ class Outcome:
         quantizers: name of a target -> what decided its scales, likewise; empty where weights are saved.
         dense: name of another parameter that was changed -> its value now, likewise.
         input_amax: name of a target -> largest |input|; None where no token reached it.
+        gathered: name of a target -> the dtype of the values that were rounded, which under mixed precision is not
+            that of the parameter.
         measured: the figures of a report.
     """
 
@@ -41,6 +43,7 @@ class Outcome:
     quantizers: Mapping[str, Mapping[str, Tensor]]
     dense: Mapping[str, Tensor]
     input_amax: Mapping[str, float | None]
+    gathered: Mapping[str, str]
     measured: Measured = field(default_factory=Measured)
 
     def saved(self) -> dict[str, Tensor]:
@@ -54,6 +57,7 @@ class Outcome:
         return {
             "dense": list(self.dense),
             "input_amax": dict(self.input_amax),
+            "gathered": dict(self.gathered),
             "records": [asdict(record) for record in self.measured.records],
             "output_snr": self.measured.output_snr,
         }
@@ -89,6 +93,7 @@ def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) ->
             for name, held in calibrated.changed.items()
         },
         input_amax={target.name: _largest(calibrated, target) for target in stage.targets},
+        gathered={name: str(weight.dtype).removeprefix("torch.") for name, weight in calibrated.weights.items()},
         measured=calibrated.measured,
     )
 
@@ -128,9 +133,10 @@ def restored(
             prefix = f"{target.name}."
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             quantizers[target.name] = own
-            weights[target.name] = rounded(values[target.name], own, recipe, target.param)
-    dense = {name: state[name] for name in note["dense"]}
-    return Outcome(weights, quantizers, dense, note["input_amax"], measured)
+            dense = values[target.name].to(getattr(torch, note["gathered"][target.name]))
+            weights[target.name] = rounded(dense, own, recipe, target.param)
+    changed = {name: state[name] for name in note["dense"]}
+    return Outcome(weights, quantizers, changed, note["input_amax"], note["gathered"], measured)
 
 
 def _largest(calibrated: Calibrated, target: Target) -> float | None:
