@@ -116,26 +116,29 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
         stage: what is calibrated.
         passes: its batches.
         method: how.
-        tell: told "capture", "calibrate" and "write".
+        tell: told "layer_start", "capture", "calibrate" and "write".
 
     Raises:
         RuntimeError: weights were changed though the algorithm writes none, or were changed too late.
     """
     before = contents(stage)
+    tell("layer_start")
     tell("capture")
     yardstick = Yardstick(stage.targets)
     collector, identities = _observe(stage, passes, method, yardstick)
     groups = collector.reduce(method.group)
     tell("calibrate")
-    _check_unwritten(stage, before, method.algorithm)
+    with alike(method.group):
+        _check_unwritten(stage, before, method.algorithm)
     amaxes = _shared_amaxes(stage.targets, method.recipe)
     smoothed = smooth(stage, groups, amaxes, method, passes, identities=identities)
     yardstick.refer(collector, smoothed.factors)
     decisions = _decide(stage, passes, smoothed.groups, method)
-    _check_unwritten(stage, before, method.algorithm)
-    quantizers, weights = _round(stage, decisions, method.recipe)
-    for target in stage.targets:
-        target.param.data.copy_(weights[target.name].dequantize())
+    with alike(method.group):
+        _check_unwritten(stage, before, method.algorithm)
+        quantizers, weights = _round(stage, decisions, method.recipe)
+        for target in stage.targets:
+            target.param.data.copy_(weights[target.name].dequantize())
     installed = contents(stage)
     tell("write")
     with alike(method.group):
@@ -147,12 +150,8 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     measured = yardstick.measured(
         smoothed.groups, _noted(decisions, smoothed), stage.index if stage.name else None, method.group
     )
-    late = changed_since(installed, stage)
-    if late:
-        raise RuntimeError(
-            f"calibrate: {', '.join(late[:5])} in {stage.name or 'the model'} changed after the quantized values were "
-            'there, which would lose the change; change weights before the event "calibrate" has been told'
-        )
+    with alike(method.group):
+        _check_untouched(stage, installed)
     targets = {target.name for target in stage.targets}
     now = stage.params()
     changed = {name: now[name].detach() for name in changed_since(before, stage) if name not in targets}
@@ -182,28 +181,41 @@ def _decide(
     stage: Stage, passes: Passes, groups: Sequence[tuple[tuple[str, ...], Inputs | None]], method: Method
 ) -> dict[str, Decision]:
     """The decision about every 2-D weight; with one Hessian at a time, its batches are run again for each."""
-    algorithm, recipe = method.algorithm, method.recipe
+    algorithm = method.algorithm
     weights = {name: weight for target in stage.targets for name, weight in matrices(target)}
-    amaxes = _shared_amaxes(stage.targets, recipe)
-    decisions: dict[str, Decision] = {}
-    for names, statistics in groups:
-        inputs = statistics
-        if algorithm.one_at_a_time and inputs is not None:
-            collector = Collector({t.name: t.param for t in stage.targets}, frozenset({HESSIAN}), only=names)
-            with alike(method.group):
-                for batch in range(passes.batches):
-                    with collector.batch():
-                        passes.run(batch)
-            inputs = next(found for own, found in collector.reduce(method.group) if names[0] in own)
+    amaxes = _shared_amaxes(stage.targets, method.recipe)
+
+    def decided(names: tuple[str, ...], inputs: Inputs | None) -> dict[str, Decision]:
         linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
-        decided = algorithm.decide(Group(linears, inputs), recipe)
-        if len(decided) != len(names):
+        own = algorithm.decide(Group(linears, inputs), method.recipe)
+        if len(own) != len(names):
             raise ValueError(
-                f"{type(algorithm).__name__}.decide returned {len(decided)} decisions for the {len(names)} linears "
+                f"{type(algorithm).__name__}.decide returned {len(own)} decisions for the {len(names)} linears "
                 f"{', '.join(names)}; expected one for each"
             )
-        decisions |= dict(zip(names, decided, strict=True))
+        return dict(zip(names, own, strict=True))
+
+    decisions: dict[str, Decision] = {}
+    if not algorithm.one_at_a_time:
+        with alike(method.group):
+            for names, inputs in groups:
+                decisions |= decided(names, inputs)
+        return decisions
+    for names, statistics in groups:
+        inputs = None if statistics is None else _with_hessian(stage, passes, method, names)
+        with alike(method.group):
+            decisions |= decided(names, inputs)
     return decisions
+
+
+def _with_hessian(stage: Stage, passes: Passes, method: Method, names: tuple[str, ...]) -> Inputs | None:
+    """The statistics of one group's input, from all batches once more, with its Hessian."""
+    collector = Collector({target.name: target.param for target in stage.targets}, frozenset({HESSIAN}), only=names)
+    with alike(method.group):
+        for batch in range(passes.batches):
+            with collector.batch():
+                passes.run(batch)
+    return next(found for own, found in collector.reduce(method.group) if names[0] in own)
 
 
 def _shared_amaxes(targets: Sequence[Target], recipe: Recipe) -> dict[str, Tensor | None]:
@@ -289,4 +301,13 @@ def _check_unwritten(stage: Stage, before: Mapping[str, Tensor], algorithm: Algo
             f"{stage.name or 'the model'}, and it is an algorithm that writes no weights: the change would be lost. "
             "Nothing of this layer was stored; set writes_weights = True on an algorithm that writes them, or change "
             "weights before the calibration"
+        )
+
+
+def _check_untouched(stage: Stage, installed: Mapping[str, Tensor]) -> None:
+    late = changed_since(installed, stage)
+    if late:
+        raise RuntimeError(
+            f"calibrate: {', '.join(late[:5])} in {stage.name or 'the model'} changed after the quantized values were "
+            'there, which would lose the change; change weights before the event "calibrate" has been told'
         )
