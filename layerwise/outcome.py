@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.scale_sync import local_of
-from layerwise.folding.smoothing import Pair
+from layerwise.folding.places import Pair
 from layerwise.report.measure import Measured
 from layerwise.report.report import LinearReport
 from layerwise.stage import Calibrated, Stage
@@ -36,6 +36,8 @@ class Outcome:
         quantizers: name of a target -> what decided its scales, likewise; empty where weights are saved.
         dense: name of another parameter that was changed -> its value now, likewise.
         input_amax: name of a target -> largest |input|; None where no token reached it.
+        gathered: name of a target -> the dtype of the values that were rounded, which under mixed precision is not
+            that of the parameter.
         measured: the figures of a report.
         pairs: where column factors could go in it.
     """
@@ -44,6 +46,7 @@ class Outcome:
     quantizers: Mapping[str, Mapping[str, Tensor]]
     dense: Mapping[str, Tensor]
     input_amax: Mapping[str, float | None]
+    gathered: Mapping[str, str]
     measured: Measured = field(default_factory=Measured)
     pairs: tuple[Pair, ...] = ()
 
@@ -58,6 +61,7 @@ class Outcome:
         return {
             "dense": list(self.dense),
             "input_amax": dict(self.input_amax),
+            "gathered": dict(self.gathered),
             "records": [asdict(record) for record in self.measured.records],
             "output_snr": self.measured.output_snr,
             "pairs": self.pairs,
@@ -98,6 +102,7 @@ def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) ->
             for name, held in calibrated.changed.items()
         },
         input_amax={target.name: _largest(calibrated, target) for target in stage.targets},
+        gathered={name: str(weight.dtype).removeprefix("torch.") for name, weight in calibrated.weights.items()},
         measured=calibrated.measured,
         pairs=calibrated.pairs,
     )
@@ -138,10 +143,11 @@ def restored(
             prefix = f"{target.name}."
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             quantizers[target.name] = own
-            weights[target.name] = rounded(values[target.name], own, recipe, target.param)
-    dense = {name: state[name] for name in note["dense"]}
+            dense = values[target.name].to(getattr(torch, note["gathered"][target.name]))
+            weights[target.name] = rounded(dense, own, recipe, target.param)
+    changed = {name: state[name] for name in note["dense"]}
     pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])
-    return Outcome(weights, quantizers, dense, note["input_amax"], measured, pairs)
+    return Outcome(weights, quantizers, changed, note["input_amax"], note["gathered"], measured, pairs)
 
 
 def _largest(calibrated: Calibrated, target: Target) -> float | None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import Algorithm
 from layerwise.alike import alike, any_of
 from layerwise.events import Event, Observer
+from layerwise.folding.smoothing import smooths
 from layerwise.inputs.passes import Batches
 from layerwise.outcome import Outcome, outcome_of, placeholders, restored
 from layerwise.plan import Plan
@@ -176,7 +176,7 @@ class Run:
             for stage, note, state in zip(stages, window.extra, wanted, strict=True):
                 values = {} if writes else {target.name: self._rows(target) for target in stage.targets}
                 self.outcomes.append(restored(stage, method.recipe, note, state, values))
-                if type(method.algorithm).smooth is not Algorithm.smooth:
+                if smooths(method.algorithm):
                     method.known.learn(stage, self.outcomes[-1].pairs)
         if self.resumed == len(self.plan.stages):
             for stage, outcome in zip(self.plan.stages, self.outcomes, strict=True):

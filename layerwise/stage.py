@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
 from layerwise.alike import alike
-from layerwise.folding.smoothing import Known, Pair, Smoothed, smooth
+from layerwise.folding.places import Known, Pair, identity
+from layerwise.folding.smoothing import Smoothed, smooth, smooths
 from layerwise.guard import Guard
 from layerwise.report.measure import Measured, Yardstick, matrices
 from layerwise.statistics.collector import Collector
@@ -134,12 +135,13 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     tell("layer_start")
     tell("capture")
     yardstick = Yardstick(stage.targets)
-    collector = _observe(stage, passes, method, yardstick)
+    collector, identities = _observe(stage, passes, method, yardstick)
     groups = collector.reduce(method.group)
     tell("calibrate")
     with alike(method.group):
         before.check_unwritten(method.algorithm)
-    smoothed = smooth(stage, groups, _shared_amaxes(stage.targets, method.recipe), method, passes)
+    amaxes = _shared_amaxes(stage.targets, method.recipe)
+    smoothed = smooth(stage, groups, amaxes, method, passes, identities=identities)
     yardstick.refer(collector, smoothed.factors)
     decisions = _decide(stage, passes, smoothed.groups, method)
     with alike(method.group):
@@ -167,19 +169,22 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     return Calibrated(weights, quantizers, inputs, changed, measured, smoothed.pairs)
 
 
-def _observe(stage: Stage, passes: Passes, method: Method, yardstick: Yardstick) -> Collector:
-    """Run every batch, its linears watched."""
+def _observe(stage: Stage, passes: Passes, method: Method, yardstick: Yardstick) -> tuple[Collector, list[int]]:
+    """Run every batch, its linears watched. Returns the identities of the outputs, too, where folds will be probed."""
     algorithm = method.algorithm
     needs = algorithm.needs - ({HESSIAN} if algorithm.one_at_a_time else set())
     collector = Collector({target.name: target.param for target in stage.targets}, needs)
+    identities = []
     with alike(method.group):
         for batch in range(passes.batches):
             with collector.batch():
                 output = passes.run(batch)
             yardstick.note(batch, output)
+            if smooths(algorithm):
+                identities.append(identity(output))
             if not method.quantized_onward:
                 passes.keep(batch, output)
-    return collector
+    return collector, [int(one) for one in identities]
 
 
 def _decide(
