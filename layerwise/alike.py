@@ -96,13 +96,13 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
 def alike(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A block in which ranks do work of their own, without collectives; if it raises on some, it raises on all.
 
-    A rank that failed raises its own error, the others a RuntimeError with the text of the first that did. Here `group`
-    is None for no ranks but this one.
+    A rank that failed raises its own error, an interrupt too, the others a RuntimeError with the text of the first that
+    did. Here `group` is None for no ranks but this one.
     """
-    failed: Exception | None = None
+    failed: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if group is None:
             raise
         failed = error

@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from layerwise.algorithms.algorithm import Algorithm
+from layerwise.algorithms.awq import AWQ
+from layerwise.algorithms.gptq import GPTQ
+from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
+from layerwise.algorithms.mse import Mse
+from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.events import Event, observing
 from layerwise.inputs.passes import Batches
 from layerwise.plan import Options, planned
@@ -29,6 +34,7 @@ from qtensor.recipes import Recipe
 __all__ = ["calibrate"]
 
 MAX = Max()
+OWN_ALGORITHMS = (Max, Mse, LocalHessian, SmoothQuant, AWQ, GPTQ)  # which write nothing on the way to a decision
 
 
 def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
@@ -102,7 +108,8 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         weights=weights,
     )
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-    plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group)
+    watched = on_event is not None or type(algorithm) not in OWN_ALGORITHMS
+    plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
     decides = {
         "stages": [stage.name for stage in plan.stages],
         "targets": [target.name for stage in plan.stages for target in stage.targets],

@@ -7,13 +7,15 @@ An algorithm that writes no weights is saved without any: the scales are, and th
 weights of the model, which the fingerprint of the run says are the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_hooks.scale_sync import local_of
+from layerwise.folding.places import Pair
 from layerwise.report.measure import Measured
 from layerwise.report.report import LinearReport
 from layerwise.stage import Calibrated, Stage
@@ -34,14 +36,19 @@ class Outcome:
         quantizers: name of a target -> what decided its scales, likewise; empty where weights are saved.
         dense: name of another parameter that was changed -> its value now, likewise.
         input_amax: name of a target -> largest |input|; None where no token reached it.
+        gathered: name of a target -> the dtype of the values that were rounded, which under mixed precision is not
+            that of the parameter.
         measured: the figures of a report.
+        pairs: where column factors could go in it.
     """
 
     weights: Mapping[str, Tensor]
     quantizers: Mapping[str, Mapping[str, Tensor]]
     dense: Mapping[str, Tensor]
     input_amax: Mapping[str, float | None]
+    gathered: Mapping[str, str]
     measured: Measured = field(default_factory=Measured)
+    pairs: tuple[Pair, ...] = ()
 
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint holds of it."""
@@ -54,14 +61,20 @@ class Outcome:
         return {
             "dense": list(self.dense),
             "input_amax": dict(self.input_amax),
+            "gathered": dict(self.gathered),
             "records": [asdict(record) for record in self.measured.records],
             "output_snr": self.measured.output_snr,
+            "pairs": self.pairs,
         }
 
-    def apply(self, stage: Stage) -> None:
-        """Put it into the model: call it while the stage is sharded."""
+    def apply(self, stage: Stage, installed: Container[str] = ()) -> None:
+        """Put it into the model: call it while the stage is sharded.
+
+        Dense weights in `installed` have their values already, since they stood in the gathered weight.
+        """
         for target in stage.targets:
-            if not target.param.is_meta:
+            there = target.name in installed and not isinstance(local_of(target.param), QuantizedTensor)
+            if not target.param.is_meta and not there:
                 store(self.weights[target.name], target.param)
         params = stage.params()
         for name, value in self.dense.items():
@@ -89,7 +102,9 @@ def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) ->
             for name, held in calibrated.changed.items()
         },
         input_amax={target.name: _largest(calibrated, target) for target in stage.targets},
+        gathered={name: str(weight.dtype).removeprefix("torch.") for name, weight in calibrated.weights.items()},
         measured=calibrated.measured,
+        pairs=calibrated.pairs,
     )
 
 
@@ -128,9 +143,11 @@ def restored(
             prefix = f"{target.name}."
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             quantizers[target.name] = own
-            weights[target.name] = rounded(values[target.name], own, recipe, target.param)
-    dense = {name: state[name] for name in note["dense"]}
-    return Outcome(weights, quantizers, dense, note["input_amax"], measured)
+            dense = values[target.name].to(getattr(torch, note["gathered"][target.name]))
+            weights[target.name] = rounded(dense, own, recipe, target.param)
+    changed = {name: state[name] for name in note["dense"]}
+    pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])
+    return Outcome(weights, quantizers, changed, note["input_amax"], note["gathered"], measured, pairs)
 
 
 def _largest(calibrated: Calibrated, target: Target) -> float | None:

@@ -127,6 +127,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     include: Sequence[str],
     exclude: Sequence[str],
     group: dist.ProcessGroup | None,
+    watched: bool,
 ) -> Plan:
     """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
     named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
@@ -150,7 +151,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     modules = tuple(layer for _, layer in named)
     if rest or not stages:
         stages.append(Stage(len(stages), "", model, modules, rest))
-    method = Method(options.algorithm, options.recipe, options.quantized_onward, group)
+    method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
     return Plan(model, modules, tuple(stages), method, _weights_of(model, options), _reaches_in(model, modules))
 
 

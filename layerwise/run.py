@@ -16,12 +16,13 @@ from torch import Tensor
 
 from layerwise.alike import alike, any_of
 from layerwise.events import Event, Observer
+from layerwise.folding.smoothing import smooths
 from layerwise.inputs.passes import Batches
 from layerwise.outcome import Outcome, outcome_of, placeholders, restored
 from layerwise.plan import Plan
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint, data_digest, weights_digest
-from layerwise.stage import Passes, Stage, calibrate_stage, changed_since, contents
+from layerwise.stage import Passes, Stage, calibrate_stage
 from layerwise.weights.hold import working
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import dense_rows
@@ -73,13 +74,13 @@ class Run:
         with ExitStack() as turn:
             passes = self._begin(stage, turn)
             calibrated = calibrate_stage(stage, passes, self.plan.method, lambda kind: self.tell(stage, kind))
-            self.tell(
-                stage, "metrics", {"records": calibrated.measured.records, "snr_db": calibrated.measured.output_snr}
-            )
+            measured = calibrated.measured
+            installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
+            self.tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
         self._end(stage)
         writes = self.plan.method.algorithm.writes_weights
         self.outcomes.append(outcome_of(stage, calibrated, writes_weights=writes))
-        self.outcomes[-1].apply(stage)
+        self.outcomes[-1].apply(stage, installed)
 
     def _replay(self, stage: Stage) -> None:
         """Take a finished stage's turn: its outputs, and its result into the model."""
@@ -96,7 +97,7 @@ class Run:
         self._end(stage)
         if not first:
             outcome.apply(stage)
-        self.tell(stage, "resumed")
+        self.tell_late(stage, "resumed")
 
     def _begin(self, stage: Stage, turn: ExitStack) -> Passes:
         """Record the stage's inputs where they are not known, then gather its weights. Returns its passes."""
@@ -113,7 +114,6 @@ class Run:
         else:
             self._hold_outside()
         turn.enter_context(working(stage.targets))
-        self.tell(stage, "layer_start")
         gathered = {target.param.dtype for target in stage.targets if target.param.dtype != target.dtype}
         return self.batches.passes(stage, next(iter(gathered), None))
 
@@ -133,8 +133,16 @@ class Run:
         self.outside.close()
 
     def tell(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
-        """One event of a stage."""
-        self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
+        """One event of a stage; what a callback raises on one rank, all of them raise."""
+        with alike(self.plan.method.group):
+            self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
+
+    def tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
+        """One event of a stage whose result stands, so that no change of its weights would be in it."""
+        before = stage.guard(watched=self.plan.method.watched)
+        self.tell(stage, kind, data)
+        with alike(self.plan.method.group):
+            before.check_finished(kind)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -168,10 +176,13 @@ class Run:
             for stage, note, state in zip(stages, window.extra, wanted, strict=True):
                 values = {} if writes else {target.name: self._rows(target) for target in stage.targets}
                 self.outcomes.append(restored(stage, method.recipe, note, state, values))
+                if smooths(method.algorithm):
+                    method.known.learn(stage, self.outcomes[-1].pairs)
         if self.resumed == len(self.plan.stages):
             for stage, outcome in zip(self.plan.stages, self.outcomes, strict=True):
                 outcome.apply(stage)
-                self.tell(stage, "resumed")
+                self.tell_late(stage, "resumed")
+                self.observer.done()
 
     def _rows(self, target: Any) -> Tensor:
         weights = self.plan.weights
@@ -206,18 +217,7 @@ class _Saver:
                 [outcome.to_json() for outcome in chosen],
                 names=[one.name for one in self.pending],
             )
-            self._tell(stage, window.directory)
+            self.run.tell_late(stage, "checkpoint", {"directory": window.directory})
         for one in self.pending:
             outcomes[one.index] = dataclasses.replace(outcomes[one.index], quantizers={})
         self.pending = []
-
-    def _tell(self, stage: Stage, directory: str) -> None:
-        """The event "checkpoint"; the weights are sharded by now, where a change by assignment would be lost."""
-        before = contents(stage)
-        self.run.tell(stage, "checkpoint", {"directory": directory})
-        changed = changed_since(before, stage)
-        if changed:
-            raise RuntimeError(
-                f'calibrate: {", ".join(changed[:5])} changed in the event "checkpoint", when {stage.name} was '
-                'finished and saved; change weights before the event "calibrate" has been told'
-            )

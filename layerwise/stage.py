@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_hooks.digest import digest
-from fsdp_hooks.scale_sync import local_of
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
 from layerwise.alike import alike
-from layerwise.folding.smoothing import Smoothed, smooth
+from layerwise.folding.places import Known, Pair, identity
+from layerwise.folding.smoothing import Smoothed, smooth, smooths
+from layerwise.guard import Guard
 from layerwise.report.measure import Measured, Yardstick, matrices
 from layerwise.statistics.collector import Collector
 from layerwise.targets import Target, siblings
@@ -30,7 +30,7 @@ from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage", "changed_since", "contents"]
+__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +57,10 @@ class Stage:
         """Fqn in the model -> parameter of the stage, as it stands."""
         return params_of(self.name, self.module, self.without)
 
+    def guard(self, *, watched: bool) -> Guard:
+        """Its parameters at this moment."""
+        return Guard(self.name, self.module, self.without, watched=watched)
+
 
 @dataclass(frozen=True, eq=False)
 class Method:
@@ -67,12 +71,16 @@ class Method:
         recipe: the format.
         quantized_onward: the next stage gets the outputs of the quantized one, not those from before.
         group: over which statistics are reduced; None for none.
+        watched: a callback, or an algorithm of somebody else, could write weights where none are expected.
+        known: where column factors can go, as far as earlier stages have shown.
     """
 
     algorithm: Algorithm
     recipe: Recipe
     quantized_onward: bool
     group: dist.ProcessGroup | None
+    watched: bool = True
+    known: Known = field(default_factory=Known)
 
 
 class Passes(Protocol):
@@ -99,6 +107,7 @@ class Calibrated:
         inputs: name of a target -> statistics of its input, after folding; None where no token reached it.
         changed: the other parameters that were changed, as they stand while the stage is held.
         measured: the figures of a report.
+        pairs: where column factors could go in it.
     """
 
     weights: Mapping[str, QuantizedTensor]
@@ -106,6 +115,7 @@ class Calibrated:
     inputs: Mapping[str, Inputs | None]
     changed: Mapping[str, Tensor]
     measured: Measured = field(default_factory=Measured)
+    pairs: tuple[Pair, ...] = ()
 
 
 @torch.no_grad()
@@ -116,26 +126,30 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
         stage: what is calibrated.
         passes: its batches.
         method: how.
-        tell: told "capture", "calibrate" and "write".
+        tell: told "layer_start", "capture", "calibrate" and "write".
 
     Raises:
         RuntimeError: weights were changed though the algorithm writes none, or were changed too late.
     """
-    before = contents(stage)
+    before = stage.guard(watched=method.watched)
+    tell("layer_start")
     tell("capture")
     yardstick = Yardstick(stage.targets)
-    collector = _observe(stage, passes, method, yardstick)
+    collector, identities = _observe(stage, passes, method, yardstick)
     groups = collector.reduce(method.group)
     tell("calibrate")
-    _check_unwritten(stage, before, method.algorithm)
-    smoothed = smooth(stage, groups, _shared_amaxes(stage.targets, method.recipe), method, passes)
+    with alike(method.group):
+        before.check_unwritten(method.algorithm)
+    amaxes = _shared_amaxes(stage.targets, method.recipe)
+    smoothed = smooth(stage, groups, amaxes, method, passes, identities=identities)
     yardstick.refer(collector, smoothed.factors)
     decisions = _decide(stage, passes, smoothed.groups, method)
-    _check_unwritten(stage, before, method.algorithm)
-    quantizers, weights = _round(stage, decisions, method.recipe)
-    for target in stage.targets:
-        target.param.data.copy_(weights[target.name].dequantize())
-    installed = contents(stage)
+    with alike(method.group):
+        before.check_unwritten(method.algorithm)
+        quantizers, weights = _round(stage, decisions, method.recipe)
+        for target in stage.targets:
+            target.param.data.copy_(weights[target.name].dequantize())
+    installed = stage.guard(watched=method.watched)
     tell("write")
     with alike(method.group):
         for batch in range(passes.batches if method.quantized_onward else min(1, passes.batches)):
@@ -146,60 +160,72 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     measured = yardstick.measured(
         smoothed.groups, _noted(decisions, smoothed), stage.index if stage.name else None, method.group
     )
-    late = changed_since(installed, stage)
-    if late:
-        raise RuntimeError(
-            f"calibrate: {', '.join(late[:5])} in {stage.name or 'the model'} changed after the quantized values were "
-            'there, which would lose the change; change weights before the event "calibrate" has been told'
-        )
+    with alike(method.group):
+        installed.check_installed()
     targets = {target.name for target in stage.targets}
     now = stage.params()
-    changed = {name: now[name].detach() for name in changed_since(before, stage) if name not in targets}
+    changed = {name: now[name].detach() for name in {*before.written(), *smoothed.written} - targets}
     inputs = {name: statistics for names, statistics in smoothed.groups for name in names}
-    return Calibrated(weights, quantizers, inputs, changed, measured)
+    return Calibrated(weights, quantizers, inputs, changed, measured, smoothed.pairs)
 
 
-def _observe(stage: Stage, passes: Passes, method: Method, yardstick: Yardstick) -> Collector:
-    """Run every batch, its linears watched."""
+def _observe(stage: Stage, passes: Passes, method: Method, yardstick: Yardstick) -> tuple[Collector, list[int]]:
+    """Run every batch, its linears watched. Returns the identities of the outputs, too, where folds will be probed."""
     algorithm = method.algorithm
     needs = algorithm.needs - ({HESSIAN} if algorithm.one_at_a_time else set())
     collector = Collector({target.name: target.param for target in stage.targets}, needs)
+    identities = []
     with alike(method.group):
         for batch in range(passes.batches):
             with collector.batch():
                 output = passes.run(batch)
             yardstick.note(batch, output)
+            if smooths(algorithm):
+                identities.append(identity(output))
             if not method.quantized_onward:
                 passes.keep(batch, output)
-    return collector
+    return collector, [int(one) for one in identities]
 
 
 def _decide(
     stage: Stage, passes: Passes, groups: Sequence[tuple[tuple[str, ...], Inputs | None]], method: Method
 ) -> dict[str, Decision]:
     """The decision about every 2-D weight; with one Hessian at a time, its batches are run again for each."""
-    algorithm, recipe = method.algorithm, method.recipe
+    algorithm = method.algorithm
     weights = {name: weight for target in stage.targets for name, weight in matrices(target)}
-    amaxes = _shared_amaxes(stage.targets, recipe)
-    decisions: dict[str, Decision] = {}
-    for names, statistics in groups:
-        inputs = statistics
-        if algorithm.one_at_a_time and inputs is not None:
-            collector = Collector({t.name: t.param for t in stage.targets}, frozenset({HESSIAN}), only=names)
-            with alike(method.group):
-                for batch in range(passes.batches):
-                    with collector.batch():
-                        passes.run(batch)
-            inputs = next(found for own, found in collector.reduce(method.group) if names[0] in own)
+    amaxes = _shared_amaxes(stage.targets, method.recipe)
+
+    def decided(names: tuple[str, ...], inputs: Inputs | None) -> dict[str, Decision]:
         linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
-        decided = algorithm.decide(Group(linears, inputs), recipe)
-        if len(decided) != len(names):
+        own = algorithm.decide(Group(linears, inputs), method.recipe)
+        if len(own) != len(names):
             raise ValueError(
-                f"{type(algorithm).__name__}.decide returned {len(decided)} decisions for the {len(names)} linears "
+                f"{type(algorithm).__name__}.decide returned {len(own)} decisions for the {len(names)} linears "
                 f"{', '.join(names)}; expected one for each"
             )
-        decisions |= dict(zip(names, decided, strict=True))
+        return dict(zip(names, own, strict=True))
+
+    decisions: dict[str, Decision] = {}
+    if not algorithm.one_at_a_time:
+        with alike(method.group):
+            for names, inputs in groups:
+                decisions |= decided(names, inputs)
+        return decisions
+    for names, statistics in groups:
+        inputs = None if statistics is None else _with_hessian(stage, passes, method, names)
+        with alike(method.group):
+            decisions |= decided(names, inputs)
     return decisions
+
+
+def _with_hessian(stage: Stage, passes: Passes, method: Method, names: tuple[str, ...]) -> Inputs | None:
+    """The statistics of one group's input, from all batches once more, with its Hessian."""
+    collector = Collector({target.name: target.param for target in stage.targets}, frozenset({HESSIAN}), only=names)
+    with alike(method.group):
+        for batch in range(passes.batches):
+            with collector.batch():
+                passes.run(batch)
+    return next(found for own, found in collector.reduce(method.group) if names[0] in own)
 
 
 def _shared_amaxes(targets: Sequence[Target], recipe: Recipe) -> dict[str, Tensor | None]:
@@ -260,29 +286,3 @@ def _quantized(
 def _noted(decisions: Mapping[str, Decision], smoothed: Smoothed) -> dict[str, Mapping[str, Any]]:
     """What a report shows of each linear."""
     return {name: {**smoothed.notes.get(name, {}), **decision.notes} for name, decision in decisions.items()}
-
-
-def contents(stage: Stage) -> dict[str, Tensor]:
-    """A digest of every parameter of a stage as it stands on this rank."""
-    local = {name: local_of(param) for name, param in stage.params().items() if not param.is_meta}
-    return {
-        name: digest(held.parts().values() if isinstance(held, QuantizedTensor) else [held])
-        for name, held in local.items()
-    }
-
-
-def changed_since(before: Mapping[str, Tensor], stage: Stage) -> list[str]:
-    """The parameters whose bytes are others than in `before`, or that came or went."""
-    now = contents(stage)
-    return [name for name in {**before, **now} if name not in now or name not in before or now[name] != before[name]]
-
-
-def _check_unwritten(stage: Stage, before: Mapping[str, Tensor], algorithm: Algorithm) -> None:
-    changed = [] if algorithm.writes_weights else changed_since(before, stage)
-    if changed:
-        raise RuntimeError(
-            f"calibrate: {', '.join(changed[:5])} changed while {type(algorithm).__name__} calibrated "
-            f"{stage.name or 'the model'}, and it is an algorithm that writes no weights: the change would be lost. "
-            "Nothing of this layer was stored; set writes_weights = True on an algorithm that writes them, or change "
-            "weights before the calibration"
-        )

@@ -5,26 +5,23 @@
 Groups whose input nothing can be divided for keep their weights and statistics.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerwise.algorithms.algorithm import Algorithm, Group, Inputs, Linear
 from layerwise.alike import alike
-from layerwise.folding.folds import Fold, Producer, choose, fold, producers_of, propose, tolerance, transformed, verify
+from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify
+from layerwise.folding.places import Pair, pairs_of, places
 from layerwise.inputs.structure import flatten
-from layerwise.weights.hold import modules_of
 
 if TYPE_CHECKING:
     from layerwise.stage import Method, Passes, Stage
 
-__all__ = ["Smoothed", "smooth"]
-
-PROBES = 2  # batches that a fold is proven on
+__all__ = ["Smoothed", "smooth", "smooths"]
 
 Groups = Sequence[tuple[tuple[str, ...], Inputs | None]]
 
@@ -37,15 +34,30 @@ class Smoothed:
         groups: names and statistics.
         factors: name of a linear -> what its input has been divided by.
         notes: name of a linear -> what a report shows of that.
+        written: names of all parameters that factors went into.
+        pairs: where factors could go, by names in the stage.
     """
 
     groups: Groups
     factors: Mapping[str, Tensor] = field(default_factory=dict)
     notes: Mapping[str, Mapping[str, float | str]] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
+    pairs: tuple[Pair, ...] = ()
 
 
-def smooth(
-    stage: "Stage", groups: Groups, amaxes: Mapping[str, Tensor | None], method: "Method", passes: "Passes"
+def smooths(algorithm: Algorithm) -> bool:
+    """Whether it is an algorithm with factors."""
+    return type(algorithm).smooth is not Algorithm.smooth
+
+
+def smooth(  # noqa: PLR0913 - what a stage knows by then
+    stage: "Stage",
+    groups: Groups,
+    amaxes: Mapping[str, Tensor | None],
+    method: "Method",
+    passes: "Passes",
+    *,
+    identities: Sequence[int],
 ) -> Smoothed:
     """Fold what the algorithm's `smooth` finds into the stage, in place.
 
@@ -55,63 +67,41 @@ def smooth(
         amaxes: by name, what decides the shared scale of the weight as it is.
         method: its algorithm finds the factors.
         passes: to probe and verify on.
+        identities: of the stage's output for each of this rank's batches.
 
     Raises:
         RuntimeError: the outputs of the stage changed by more than rounding.
     """
-    if type(method.algorithm).smooth is Algorithm.smooth:
-        return Smoothed(groups)  # an algorithm without factors
-    prefix = f"{stage.name}." if stage.name else ""
-    # No embedding: it is looked up in, not multiplied with, so changing its columns would show nothing.
-    modules = modules_of(stage.module, stage.without)
-    looked_up = {id(one.weight) for one in modules.values() if isinstance(one, nn.Embedding)}
-    # Probed are aliases: what is put back must not count as written, or fp32 shards gathered in bf16 would lose bits.
-    aliases: dict[int, Tensor] = {id(param): param.data for param in stage.params().values()}
-    params = {name.removeprefix(prefix): p for name, p in stage.params().items() if id(p) not in looked_up}
-    everything = {name: aliases[id(param)] for name, param in params.items()}
+    if not smooths(method.algorithm):
+        return Smoothed(groups)
+
+    def run(batch: int) -> list[Tensor]:
+        return [leaf for leaf in flatten(passes.run(batch))[0] if isinstance(leaf, Tensor)]
+
     weights = {target.name: target.param for target in stage.targets if len(target.shape) == 2}
-    plain = [index for index, (names, inputs) in enumerate(groups) if inputs is not None and {*names} <= {*weights}]
-    own = {id(module) for module in modules.values()}
-    producers = [one for one in producers_of(stage.module) if id(stage.module.get_submodule(one.name)) in own]
-    producers = [one for one in producers if prefix + one.name not in stage.shared]
-
-    def run() -> list[Tensor]:
-        leaves = [leaf for batch in range(min(PROBES, passes.batches)) for leaf in flatten(passes.run(batch))[0]]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    names = [[name.removeprefix(prefix) for name in groups[index][0]] for index in plain]
-    with alike(method.group):
-        answers = propose(names, everything, [_aliased(one, aliases) for one in producers], run)
-    if method.group is not None and answers.numel():
-        device = stage.targets[0].param.device
-        shared = answers.int().to(device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=method.group)
-        answers = shared.to(answers)
+    foldable = {index: own for index, (own, inputs) in enumerate(groups) if inputs is not None and {*own} <= {*weights}}
+    found = places(stage, foldable, method.known, run, identities=identities, group=method.group)
     folds: dict[int, Fold] = {}
     notes: dict[str, Mapping[str, float | str]] = {}
-    for position, producer in choose(answers, producers).items():
-        own_names, inputs = groups[plain[position]]
-        linears = tuple(Linear(name, weights[name], amaxes[name]) for name in own_names)
+    for index, producer in found.items():
+        names, inputs = groups[index]
+        linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
         smoothing = method.algorithm.smooth(Group(linears, inputs), method.recipe)
         if smoothing is not None:
-            held = tuple(weights[name] for name in own_names)
-            folds[plain[position]] = Fold(producer, held, smoothing.factors)
-            notes |= dict.fromkeys(own_names, smoothing.notes)
+            folds[index] = Fold(producer, tuple(weights[name] for name in names), smoothing.factors)
+            notes |= dict.fromkeys(names, smoothing.notes)
     with alike(method.group):
-        applied = _fold(stage, folds, run)
+        applied = _fold(stage, folds, partial(run, 0) if passes.batches else list)
     factors: dict[str, Tensor] = {}
     now = list(groups)
     for index, given in applied.items():
-        own_names, inputs = groups[index]
+        names, inputs = groups[index]
         assert inputs is not None
-        factors |= dict.fromkeys(own_names, given)
-        now[index] = own_names, transformed(inputs, given)
-    return Smoothed(now, factors, notes)
-
-
-def _aliased(producer: Producer, aliases: Mapping[int, Tensor]) -> Producer:
-    bias = None if producer.bias is None else aliases[id(producer.bias)]
-    return dataclasses.replace(producer, weight=aliases[id(producer.weight)], bias=bias)
+        factors |= dict.fromkeys(names, given)
+        now[index] = names, transformed(inputs, given)
+    tensors = {id(tensor) for one in folds.values() for tensor in (*one.weights, *one.producer.tensors)}
+    written = frozenset(name for name, param in stage.params().items() if id(param) in tensors)
+    return Smoothed(now, factors, notes, written, pairs_of(stage, foldable, found))
 
 
 def _fold(stage: "Stage", folds: Mapping[int, Fold], run: Callable[[], list[Tensor]]) -> dict[int, Tensor]:

@@ -22,7 +22,7 @@ from layerwise.targets import Target
 
 __all__ = ["Measured", "Yardstick", "matrices"]
 
-ROWS = 256  # of input, at most, on which a linear is measured
+ROWS = 64  # of input, at most, on which a linear is measured
 
 
 @dataclass(frozen=True)

@@ -323,16 +323,19 @@ def _measure(rows: Tensor, needs: Collection[str]) -> _Measured:
     tokens = rows.shape[0]
     count = min(tokens, SAMPLE_ROWS)
     measured = _Measured(tokens, rows[[index * tokens // count for index in range(count)]])
-    wide = _wide(rows)
-    magnitudes = wide.abs()
-    amax = magnitudes.amax(dim=0) if COLUMNS in needs else magnitudes.amax().reshape(1)
+    if COLUMNS in needs:
+        magnitudes = _wide(rows).abs()
+        amax = magnitudes.amax(dim=0)
+    else:  # one pass without a copy; NaN and infinities show in it
+        amax = torch.stack(torch.aminmax(rows.detach())).float().abs().amax().reshape(1)
     if not torch.isfinite(amax).all():
-        measured.broken = int((~torch.isfinite(wide)).sum())
+        measured.broken = int((~torch.isfinite(rows)).sum())
         return measured
     measured.amax = torch.cat([amax.amax().reshape(1), amax]) if COLUMNS in needs else amax
     if COLUMNS in needs:
         measured.sums[COLUMNS] = magnitudes.sum(dim=0)
     if LOCAL_HESSIAN in needs:
+        wide = _wide(rows)
         blocks = F.pad(wide, (0, -wide.shape[1] % SUB_BLOCK)).view(tokens, -1, SUB_BLOCK).transpose(0, 1)
         measured.sums[LOCAL_HESSIAN] = torch.bmm(blocks.transpose(1, 2), blocks)  # of [blocks, tokens, 16]
     return measured

@@ -101,8 +101,10 @@ CASES = {
 }
 
 
-def model_of(case: Case | None = None, *, shard: bool | None = None) -> Model:
-    """The same model each time; sharded where there is a process group, unless told."""
+def model_of(
+    case: Case | None = None, *, shard: bool | None = None, prepare: Callable[[Model], object] | None = None
+) -> Model:
+    """The same model each time, but for what `prepare` does; sharded where there is a process group, unless told."""
     case = case or Case()
     torch.manual_seed(0)
     dense = Model().to(case.dtype)
@@ -112,6 +114,8 @@ def model_of(case: Case | None = None, *, shard: bool | None = None) -> Model:
             param.copy_(1 + torch.rand_like(param) if "norm" in name else torch.randn_like(param) / 4)
             if "norm" in name:
                 param[3] *= 8
+        if prepare is not None:
+            prepare(dense)
     model = dense
     if case.stored is not None:
         with quantized_model_init(case.stored):

@@ -81,6 +81,32 @@ def test_however_batches_are_dealt_out(world_size: int, sharded: bool) -> None:
             assert_same(found, expected, f"{method}, {deal}, rank {rank} of {world_size}")
 
 
+def _fp16() -> nn.Module:
+    return toy(layers=2, dtype=torch.float16)
+
+
+def _dealt_in_fp16(method: str) -> dict[str, dict[str, str]]:
+    algorithm, recipe, _ = METHODS[method]
+    model = _fp16()
+    return outcome(model, run(model, batches(COUNT)[dist.get_rank() :: 2], recipe, algorithm))
+
+
+def test_which_factors_are_folded_does_not_depend_on_who_has_which_batch() -> None:
+    """In fp16 small values leave the normal range in some batches, and there a fold is seen not to be exact."""
+    folded = set()
+    for outcomes in run_ranks_each(2, ["SmoothQuant", "AWQ"], _dealt_in_fp16):
+        for method, found in zip(["SmoothQuant", "AWQ"], outcomes, strict=True):
+            algorithm, recipe, _ = METHODS[method]
+            expected = reference(_fp16, recipe, algorithm, COUNT)
+            assert_same(found, expected, method)
+            model = _fp16()
+            backwards = outcome(model, run(model, batches(COUNT)[::-1], recipe, algorithm))
+            assert_same(backwards, expected, f"{method}, backwards")
+            folded |= {name for name in expected["result"] if name.endswith("norm.weight")}
+    assert folded, "nothing was folded at all"
+    assert len(folded) < 5, "nothing was refused"
+
+
 def _none_anywhere(method: str) -> dict[str, dict[str, str]]:
     algorithm, recipe, inputs = METHODS[method]
     model = shard(two_layers())

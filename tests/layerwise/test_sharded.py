@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,8 +188,7 @@ def _in_bf16(method: str) -> Outcome:
 
 def _in_mixed_precision(method: str) -> Outcome:
     algorithm, recipe = METHODS[method]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = shard(_two_layers(), mp_policy=policy)
+    model = shard(_two_layers(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     found = calibrated(model, algorithm, recipe)
     assert all(param.dtype is torch.float32 for param in model.parameters())
     return found
@@ -303,6 +303,40 @@ def test_the_model_trains_afterwards() -> None:
     expected = model.layers[0].attn.q_proj.weight.grad
     for found in run_ranks(2, _stays_trainable):
         torch.testing.assert_close(found, expected)
+
+
+# -- stopped and gone on with ------------------------------------------------------------------------------------------
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+RESUMED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "only the root": (fully_shard, "GPTQ"),
+    "the root and one layer": (_some_layers, "Max"),
+    "mixed precision": (lambda model: shard(model, mp_policy=MIXED), "Max"),
+    "only the root, in mixed precision": (lambda model: fully_shard(model, mp_policy=MIXED), "SmoothQuant"),
+}
+
+
+def _stop_in_the_second_layer(event: Any) -> None:
+    if event.kind == "layer_start" and event.index == 1:
+        raise KeyboardInterrupt
+
+
+def _resumed(case: str, directory: Path) -> tuple[Outcome, Outcome]:
+    build, method = RESUMED[case]
+    algorithm, recipe = METHODS[method]
+    options: dict[str, Any] = {"checkpoint_dir": directory / case}
+    with pytest.raises(KeyboardInterrupt):
+        run(build(_two_layers()), share(batches()), recipe, algorithm, on_event=_stop_in_the_second_layer, **options)
+    model = build(_two_layers())
+    result = run(model, share(batches()), recipe, algorithm, **options)
+    assert list(result.report.resumed) == [0]
+    return outcome(model, result), calibrated(build(_two_layers()), algorithm, recipe)
+
+
+def test_a_resumed_run_comes_to_the_same_however_the_model_is_sharded(shared_tmp_path: Path) -> None:
+    for pairs in run_ranks_each(2, RESUMED, _resumed, shared_tmp_path):
+        for case, (found, expected) in zip(RESUMED, pairs, strict=True):
+            assert_same(found, expected, case)
 
 
 # -- a model of transformers -------------------------------------------------------------------------------------------
