@@ -107,7 +107,7 @@ class Run:
             self._hold_outside()
             with alike(self.plan.method.group):
                 self.batches.recorder.prepare(stage.index)
-        elif not self.plan.whole and stage.name:
+        elif not self.plan.whole and self.plan.stages[-1].name:
             self._release_outside()
         if stage.name:
             turn.enter_context(self.plan.weights.hold(stage.module))

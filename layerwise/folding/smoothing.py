@@ -83,14 +83,14 @@ def smooth(  # noqa: PLR0913 - what a stage knows by then
     found = places(stage, foldable, method.known, run, identities=identities, group=method.group)
     folds: dict[int, Fold] = {}
     notes: dict[str, Mapping[str, float | str]] = {}
-    for index, producer in found.items():
-        names, inputs = groups[index]
-        linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
-        smoothing = method.algorithm.smooth(Group(linears, inputs), method.recipe)
-        if smoothing is not None:
-            folds[index] = Fold(producer, tuple(weights[name] for name in names), smoothing.factors)
-            notes |= dict.fromkeys(names, smoothing.notes)
     with alike(method.group):
+        for index, producer in found.items():
+            names, inputs = groups[index]
+            linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
+            smoothing = method.algorithm.smooth(Group(linears, inputs), method.recipe)
+            if smoothing is not None:
+                folds[index] = Fold(producer, tuple(weights[name] for name in names), smoothing.factors)
+                notes |= dict.fromkeys(names, smoothing.notes)
         applied = _fold(stage, folds, partial(run, 0) if passes.batches else list)
     factors: dict[str, Tensor] = {}
     now = list(groups)

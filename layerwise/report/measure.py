@@ -22,8 +22,6 @@ from layerwise.targets import Target
 
 __all__ = ["Measured", "Yardstick", "matrices"]
 
-ROWS = 64  # of input, at most, on which a linear is measured
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -62,7 +60,6 @@ class Yardstick:
                 self.amax[name] = weight.abs().amax()
                 rows = collector.samples(name)
                 if rows is not None:
-                    rows = rows[:: -(-len(rows) // ROWS)]
                     self.rows[name] = rows / factors[name].to(rows.dtype) if name in factors else rows
                     self.products[name] = _product(self.rows[name], weight)
 

@@ -32,7 +32,8 @@ from layerwise.statistics.watching import Product, Targets, Watch, names_of
 
 __all__ = ["SAMPLE_ROWS", "Collector", "partition"]
 
-SAMPLE_ROWS = 16  # kept of each input in each batch
+SAMPLE_ROWS = 16  # kept of an input in each of the first batches
+SAMPLE_BATCHES = 4
 _SHOWN = 5  # linears that one message names
 
 Names = tuple[str, ...]
@@ -138,10 +139,12 @@ class Collector:
             names = tuple(sorted(one.names, key=self._order.__getitem__))
             self._accumulated.setdefault(names, _Accumulated()).add(one.measured)
             for name in names:
-                self._samples.setdefault(name, []).append(one.measured.sample)
+                kept = self._samples.setdefault(name, [])
+                if len(kept) < SAMPLE_BATCHES:
+                    kept.append(one.measured.sample)
 
     def samples(self, name: str) -> Tensor | None:
-        """[n, K]: up to 16 evenly spaced rows of each input of a linear on this rank, as they came; None for none."""
+        """[n, K]: up to 16 rows of a linear's input in each of this rank's first 4 batches; None for none."""
         found = self._samples.get(name)
         return torch.cat(found) if found else None
 
