@@ -29,8 +29,8 @@ EVENTS = [
     ("checkpoint", LAYERS),
 ]
 STEPS = 100  # that touch a file in a whole run, or nearly
-CASES = {Case(algorithm=Max()): [*EVENTS, *range(4, STEPS, 16)], Case(algorithm=GPTQ()): [*EVENTS[2:4]]}
-WRITES = 3  # how many random steps are tried beside those
+CASES = {Case(algorithm=Max()): [*EVENTS, *range(4, STEPS, 24)], Case(algorithm=GPTQ()): [EVENTS[3]]}
+WRITES = 2  # how many random steps are tried beside those
 
 
 def at_event(kind: str, index: int) -> Callable[[Event], None]:

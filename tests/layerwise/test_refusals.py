@@ -139,7 +139,7 @@ def refusals(path: Path) -> list[str]:
         else:
             told.append("nothing")
         assert (state_of(model), files(path)) == (before, held)
-        assert_usable(model)
+    assert_usable(model)
     model = model_of(BASE)
     assert run(model, BASE, data=own(DATA), checkpoint_dir=path).report.resumed == (0, 1)
     return told
