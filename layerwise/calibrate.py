@@ -133,7 +133,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
+        # inference tensors could not be added to later
+        with torch.inference_mode(mode=False), torch.no_grad():
             yield
     finally:
         for module in training:

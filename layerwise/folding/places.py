@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Known", "Pair", "identity", "pairs_of", "places"]
 
-PROBES = 1  # batches, of all ranks' together; each has hundreds of tokens
+PROBES = 2  # batches, of all ranks' together
 
 Pair = tuple[tuple[str, ...], str, str]  # linears, and the name and kind of what produces their input
 

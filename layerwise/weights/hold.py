@@ -104,18 +104,28 @@ class Resident:
     def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Moves the stage there and back; Parameter objects stay the same. After an exception its values do, too."""
         owners = modules_of(module, without).values()
-        tensors = {id(tensor): tensor for child in owners for tensor in tensors_of(child)}
-        homes = [(tensor, tensor.data) for tensor in tensors.values() if not isinstance(tensor, QuantizedTensor)]
+        places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
+        tensors = {id(tensor): tensor for owner in owners for tensor in tensors_of(owner) if self._moves(owner, tensor)}
+        homes = {key: tensor.data for key, tensor in tensors.items()}
         with self._quantized_there(owners):
-            for tensor, home in homes:
-                tensor.data = home.to(self.device or home.device, copy=True)
+            for key, tensor in tensors.items():
+                tensor.data = homes[key].to(self.device or tensor.device, copy=True)
             try:
                 yield
-                for tensor, home in homes:
-                    home.copy_(tensor.data)
+                for owner, name, param in places:
+                    _take_replacement(owner, name, param)
+                for key, tensor in tensors.items():
+                    homes[key].copy_(tensor.data)
             finally:
-                for tensor, home in homes:
-                    tensor.data = home
+                for owner, name, param in places:
+                    owner._parameters[name] = param
+                for key, tensor in tensors.items():
+                    tensor.data = homes[key]
+
+    def _moves(self, owner: nn.Module, tensor: Tensor) -> bool:
+        """Whether a stage gets a copy: not where a table that is only looked up is on the device already."""
+        there = self.device in (None, tensor.device)
+        return not isinstance(tensor, QuantizedTensor) and not (isinstance(owner, nn.Embedding) and there)
 
     @contextmanager
     def _quantized_there(self, owners: Iterable[nn.Module]) -> Iterator[None]:
@@ -132,6 +142,17 @@ class Resident:
         finally:
             for owner, name, param in stood:
                 owner._parameters[name] = param
+
+
+def _take_replacement(owner: nn.Module, name: str, param: Any) -> None:
+    """Where another parameter stands in a place, let the one that stood there have its values."""
+    now = owner._parameters[name]
+    if now is param or isinstance(param, QuantizedTensor):
+        return
+    if now is None or now.shape != param.shape:
+        found = "is gone" if now is None else f"has shape {tuple(now.shape)}"
+        raise ValueError(f"{name} of a {type(owner).__name__} {found}, expected shape {tuple(param.shape)}")
+    param.data = now.data.to(param.dtype)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, QuantizedTensor):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, QuantizedTensor) and not leaf.is_meta:
                 reference = StorageWeakRef(leaf.untyped_storage())
                 self._seen[reference.cdata] = reference
         self.peak = max(self.peak, self._held())

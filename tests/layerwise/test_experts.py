@@ -100,16 +100,15 @@ def _lists(case: tuple[str, bool]) -> Outcome:
     return outcome(model, result)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_starved_experts_of_a_list_come_to_what_one_process_comes_to(world_size: int) -> None:
-    """Their FSDP modules of their own are gathered on all ranks, tokens or none."""
+def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
+    """Two ranks with tokens for some of them, one with no batch; FSDP modules of their own are gathered on all."""
     cases = [(method, index % 2 == 1) for index, method in enumerate(METHODS)]
     expected = {}
     for method, (algorithm, recipe) in METHODS.items():
         model = expert_lists()
         expected[method] = outcome(model, run(model, DATA, recipe, algorithm, inputs=static(recipe)))
         assert sorted(expected[method]["starved"]) == sorted(STARVED)
-    for rank, outcomes in enumerate(run_ranks_each(world_size, cases, _lists)):
+    for rank, outcomes in enumerate(run_ranks_each(3, cases, _lists)):
         for (method, nested), found in zip(cases, outcomes, strict=True):
             assert_same(found, expected[method], f"{method} on rank {rank}, experts wrapped by themselves: {nested}")
 
@@ -217,6 +216,16 @@ def test_experts_in_one_parameter(implementation: str) -> None:
             assert not torch.equal(entries[name].payload[expert].float(), expected.payload[expert].float()), name
         assert torch.equal(entries[name].scale, expected.scale), f"{name}: GPTQ keeps the scales of the weights"
     _assert_usable_scales(entries)
+
+
+def test_experts_that_would_need_several_scales_where_there_is_one_are_refused() -> None:
+    pytest.importorskip("transformers")
+    model = qwen3_moe()
+    before = fingerprints(model.state_dict())
+    text = r"layers\.0\.mlp\.experts\.gate_up_proj: its experts came to different values of amax.*granularity=.row."
+    with pytest.raises(ValueError, match=text):
+        run(model, IDS, FLOAT8, ALGORITHMS["Mse"])
+    assert fingerprints(model.state_dict()) == before
 
 
 def test_both_ways_to_multiply_experts_have_the_same_inputs() -> None:

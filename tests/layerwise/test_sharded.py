@@ -174,6 +174,29 @@ def test_hybrid_sharding_with_other_batches_on_every_rank() -> None:
             assert_same(found, reference(_two_layers, recipe, algorithm), method)
 
 
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a layer without targets": ("SmoothQuant", {"include": ("layers.1.*",)}),
+    "only the head": ("GPTQ", {"include": ("head",)}),
+    "a layer by name": ("GPTQ", {"layers": "layers.1"}),
+    "no layers": ("AWQ", {"layers": ()}),
+    "inputs on disk": ("GPTQ", {"inputs_on": "disk"}),
+}
+
+
+def _each_option(case: str) -> Outcome:
+    method, options = OPTIONS[case]
+    algorithm, recipe = METHODS[method]
+    return calibrated(shard(_two_layers()), algorithm, recipe, **options)
+
+
+def test_options_mean_the_same_on_ranks() -> None:
+    for outcomes in run_ranks_each(2, OPTIONS, _each_option):
+        for case, found in zip(OPTIONS, outcomes, strict=True):
+            method, options = OPTIONS[case]
+            algorithm, recipe = METHODS[method]
+            assert_same(found, reference(_two_layers, recipe, algorithm, **options), case)
+
+
 # -- dtypes ------------------------------------------------------------------------------------------------------------
 
 
@@ -233,10 +256,9 @@ def _in_quantized_storage(case: tuple[str, bool]) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_quantized_storage_holds_the_bytes_of_the_result(world_size: int) -> None:
+def test_quantized_storage_holds_the_bytes_of_the_result() -> None:
     cases = [("Max", False), ("GPTQ", False), ("AWQ", True)]
-    for outcomes in run_ranks_each(world_size, cases, _in_quantized_storage):
+    for outcomes in run_ranks_each(3, cases, _in_quantized_storage):
         for (method, built), found in zip(cases, outcomes, strict=True):
             expected = reference(_built_quantized if built else _quantized_toy, NVFP4, ALGORITHMS[method])
             assert_same(found, expected, f"{method}, built quantized: {built}")
