@@ -1,6 +1,6 @@
 """Layerwise calibration: quantize a model layer by layer, sharded, resumable on any number of ranks."""
 
-from layerwise.algorithms.algorithm import Algorithm
+from layerwise.algorithms.algorithm import Algorithm, Decision, Group, Inputs, Linear, Smoothing
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.gptq import GPTQ
 from layerwise.algorithms.local_hessian import LocalHessian
@@ -16,10 +16,15 @@ __all__ = [
     "GPTQ",
     "Algorithm",
     "CalibrationResult",
+    "Decision",
     "Event",
+    "Group",
+    "Inputs",
+    "Linear",
     "LocalHessian",
     "Max",
     "Mse",
     "SmoothQuant",
+    "Smoothing",
     "calibrate",
 ]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.inputs.layers import find_layers
@@ -92,14 +93,14 @@ class Plan:
     whole: bool
 
     def named_weights(self) -> Mapping[str, Tensor]:
-        """All parameters at rest, by fqn; those on disk are read when they are asked for."""
-        names = dict(self.model.named_parameters())
+        """All parameters and buffers at rest, by fqn; those on disk are read when they are asked for."""
+        names = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         if isinstance(self.weights, OnDisk):
             return _Read(names, self.weights)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward leaves some gathered, such as a root's own
-        return dict(self.model.named_parameters())
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
 
 class _Read(Mapping[str, Tensor]):
@@ -180,6 +181,12 @@ def _weights_of(model: nn.Module, options: Options) -> Weights:
                 f"calibrate: {on_meta[0]} is on the meta device; call to_empty() and load the weights first"
             )
         return Sharded(model)
+    cut = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+    if cut:
+        raise ValueError(
+            f"calibrate: {cut[0]} is a DTensor without FSDP: tensor parallelism is not supported by calibrate; shard "
+            "the model with fully_shard alone"
+        )
     if options.weights is not None:
         return OnDisk(options.weights, model, options.device)
     if on_meta:

@@ -42,6 +42,7 @@ class Run:
         self.plan, self.observer, self.batches = plan, observer, batches
         self.outcomes: list[Outcome] = []
         self.resumed = 0
+        self.finished = False  # a checkpoint says so
         self.outside = ExitStack()  # holds what is outside of the layers, as long as it is needed
         self.held = False
 
@@ -65,7 +66,7 @@ class Run:
                     self._calibrate(stage)
                     saver.save(stage)
                 self.observer.done()
-        if checkpoint is not None and self.resumed < len(self.plan.stages):
+        if checkpoint is not None and not self.finished:
             checkpoint.finish(self._digest())
 
     # -- a stage's turn ------------------------------------------------------------------------------------------------
@@ -151,7 +152,9 @@ class Run:
     ) -> None:
         """Load the outcomes that a checkpoint has."""
         method = self.plan.method
-        digest, count = data_digest(self.batches.recorder.batch_hashes(), method.group)
+        with alike(method.group):
+            hashes = self.batches.recorder.batch_hashes()
+        digest, count = data_digest(hashes, method.group)
         fingerprint = Fingerprint(
             weights=weights,
             data=digest,
@@ -164,7 +167,7 @@ class Run:
         if found is None:
             return
         self._release_outside()  # what is loaded goes beside the shards
-        self.resumed = found.next_layer
+        self.resumed, self.finished = found.next_layer, found.finished
         writes = method.algorithm.writes_weights
         for window in found.windows:
             stages = self.plan.stages[window.first : window.last + 1]

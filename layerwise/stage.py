@@ -162,9 +162,8 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     )
     with alike(method.group):
         installed.check_installed()
-    targets = {target.name for target in stage.targets}
-    now = stage.params()
-    changed = {name: now[name].detach() for name in {*before.written(), *smoothed.written} - targets}
+    written = {*before.written(), *smoothed.written} - {target.name for target in stage.targets}
+    changed = {name: param.detach() for name, param in stage.params().items() if name in written}
     inputs = {name: statistics for names, statistics in smoothed.groups for name in names}
     return Calibrated(weights, quantizers, inputs, changed, measured, smoothed.pairs)
 

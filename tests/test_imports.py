@@ -1,6 +1,6 @@
 """The packages import each other in one direction, importing them does nothing else, and what they export is known.
 
-fsdp_hooks <- qtensor <- dcp_adapters
+fsdp_hooks <- qtensor <- dcp_adapters <- layerwise
 """
 
 import ast
@@ -54,12 +54,17 @@ PUBLIC: dict[str, list[str]] = {
         "AWQ",
         "Algorithm",
         "CalibrationResult",
+        "Decision",
         "Event",
         "GPTQ",
+        "Group",
+        "Inputs",
+        "Linear",
         "LocalHessian",
         "Max",
         "Mse",
         "SmoothQuant",
+        "Smoothing",
         "calibrate",
     ],
 }

@@ -34,12 +34,14 @@ class Batch:
         leaves: a `Kept` for every tensor; everything else as it is.
         caches: filled caches among the leaves, as they were.
         hash: xxh3 of the arguments, the same on every device and in every process.
+        opaque: arguments that are in the hash by their type alone.
     """
 
     structure: Structure
     leaves: list[Any]
     caches: list[CacheState]
     hash: int
+    opaque: list[str]
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Kept]]]:
         """The arguments, and which of their tensors comes from where."""
@@ -68,8 +70,10 @@ def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], Kept]) -> 
     for args, kwargs in calls:
         leaves, structure = flatten((args, kwargs))
         caches = [CacheState(leaf) for leaf in leaves if is_cache(leaf) and not is_empty(leaf)]
-        digest = _hash(leaves, paths(structure), caches)
-        yield Batch(structure, [keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], caches, digest)
+        digest, opaque = _hash(leaves, paths(structure), caches)
+        yield Batch(
+            structure, [keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], caches, digest, opaque
+        )
 
 
 def _calls_of(data: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -107,19 +111,23 @@ def _calls_in(model: nn.Module, loop: Callable[[nn.Module], Any]) -> list[tuple[
     return calls
 
 
-def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> int:
+def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tuple[int, list[str]]:
+    """The hash of a call's arguments, and those of them that are in it by their type alone."""
+    opaque = []
     digest = xxhash.xxh3_64()
     for name, leaf in zip(names, leaves, strict=True):
         digest.update(f"{name}: ".encode())
         if isinstance(leaf, Tensor):
             _add(digest, leaf)
-        elif isinstance(leaf, bool | int | float | str | bytes | None):
+        elif isinstance(leaf, bool | int | float | str | bytes | torch.dtype | torch.device | None):
             digest.update(repr(leaf).encode())
         else:  # an object: only that it is there, and for a cache what it holds
             digest.update(type(leaf).__qualname__.encode())
+            if not is_cache(leaf):
+                opaque.append(f"{name} ({type(leaf).__name__})")
             for tensor in (tensor for state in caches if state.cache is leaf for tensor in state.tensors()):
                 _add(digest, tensor)
-    return digest.intdigest()
+    return digest.intdigest(), opaque
 
 
 def _add(digest: xxhash.xxh3_64, tensor: Tensor) -> None:

@@ -83,7 +83,17 @@ class Recorder:
         return len(self._progress)
 
     def batch_hashes(self) -> list[int]:
-        """An unsigned 64-bit hash of what the model is called with, for each batch; the same on every device."""
+        """An unsigned 64-bit hash of what the model is called with, for each batch; the same on every device.
+
+        Raises:
+            TypeError: an argument is an object of which it is not known what decides the outcome.
+        """
+        for number, progress in enumerate(self._progress):
+            if progress.batch.opaque:
+                raise TypeError(
+                    f"batch {number} holds {', '.join(progress.batch.opaque)}: whether another run has the same data "
+                    "can not be told from such an object; pass tensors, numbers and texts, or no checkpoint_dir"
+                )
         return [progress.batch.hash for progress in self._progress]
 
     def needs_parent(self, index: int) -> bool:

@@ -110,8 +110,8 @@ class CalibrationCheckpoint:
         if damages:
             warnings.warn(self._damage(damages, found, sound), stacklevel=2)
         remarks = found.fingerprint.remarks(fingerprint) if found else []
-        if found and found.fingerprint.threads != fingerprint.threads:
-            warnings.warn(f"checkpoint_dir={str(self.directory)!r}: {remarks[0]}", stacklevel=2)
+        if remarks:
+            warnings.warn(f"checkpoint_dir={str(self.directory)!r}: {'; '.join(remarks)}", stacklevel=2)
         self._progress = dataclasses.replace(sound or Progress(fingerprint=fingerprint, run=run), run=run)
         on_first(self.group, self._take_over)
         if sound is None:

@@ -1,7 +1,7 @@
 """What a calibration run is: the fingerprint that tells whether a checkpoint of one may be continued by another.
 
     weights     per name of the state dict, 64 bits of its values       weights_digest
-    data        64 bits of the multiset of batches, and their number    data_digest of every rank's batch_hash values
+    data        64 bits of the multiset of batches, and their number    data_digest of every rank's hashes of batches
     recipe, algorithm, options                                          JSON, compared entry by entry
     threads, versions                                                   recorded; a difference is told, not refused
 
@@ -24,13 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
 
-from dcp_adapters.checksums import digest_of
 from layerwise.alike import on_all
 from layerwise.resume.weight_sums import weights_digest
 
-__all__ = ["Fingerprint", "batch_hash", "data_digest", "weights_digest"]
+__all__ = ["Fingerprint", "data_digest", "weights_digest"]
 
 
 def _versions() -> dict[str, str]:
@@ -121,47 +119,6 @@ def data_digest(batch_hashes: Iterable[int], group: dist.ProcessGroup | None = N
     hashes = sorted(value for values in on_all(group, lambda: own) for value in values)
     text = b"".join(value.to_bytes(8, "big") for value in hashes)
     return xxhash.xxh3_64_intdigest(text), len(hashes)
-
-
-def batch_hash(batch: Any) -> int:
-    """64 bits of one batch: its tensors' dtypes, shapes and bits, its other values, and how they are nested.
-
-    Raises:
-        TypeError: it holds an object of which it is not known what decides the outcome.
-    """
-    state = xxhash.xxh3_64()
-    _feed(state, batch, "batch")
-    return state.intdigest()
-
-
-def _feed(state: Any, value: Any, where: str) -> None:
-    """Hash a nested value; every container says what it is and how long, so that no two nestings look alike."""
-    if isinstance(value, Tensor):
-        state.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
-        state.update(digest_of(value.detach().cpu()))
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
-        text = value if isinstance(value, bytes) else repr(value).encode()
-        state.update(f"{type(value).__name__} {len(text)};".encode() + text)
-    elif isinstance(value, Mapping):
-        state.update(f"mapping {len(value)};".encode())
-        for key in value:
-            _feed(state, key, where)
-            _feed(state, value[key], f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        state.update(f"{'tuple' if isinstance(value, tuple) else 'list'} {len(value)};".encode())
-        for place, item in enumerate(value):
-            _feed(state, item, f"{where}[{place}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [item.name for item in dataclasses.fields(value)]
-        state.update(f"{type(value).__name__} {len(names)};".encode())
-        for name in names:
-            _feed(state, getattr(value, name), f"{where}.{name}")
-    else:
-        raise TypeError(
-            f"{where} is a {type(value).__qualname__}, expected tensors, numbers and texts in tuples, lists, dicts or "
-            "dataclasses: a calibration that can be resumed must recognise its data; pass plain values, or calibrate "
-            "without checkpoint_dir"
-        )
 
 
 def _weight_words(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

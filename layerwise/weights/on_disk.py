@@ -71,7 +71,7 @@ class OnDisk:
         name = self.names[id(tensor)]
         with safe_open(self.files[name], framework="pt", device=str(self.device)) as tensors:
             values: Tensor = tensors.get_tensor(name)
-        return values.to(tensor.dtype)
+        return values.to(tensor.dtype, copy=True)  # products depend on alignment, which files have none of
 
     @contextmanager
     def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
