@@ -32,7 +32,7 @@ def quotient(numerator: float, denominator: Tensor) -> Tensor:
 
 def finite_magnitude(x: Tensor) -> Tensor:
     """|x|, with 0 in place of NaN and infinities (so that a reduction sees the finite elements only)."""
-    return torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x))
+    return torch.nan_to_num(x.abs(), nan=0.0, posinf=0.0)
 
 
 def finite_amax(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class _NVFP4:
             broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
         scaled = (blocks * enc.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
         codes = _nearest_code(onto_grid(scaled, EPS, SMALLEST_NORMAL))
-        nibbles = torch.where(finite, codes, torch.zeros_like(codes)).reshape(x.shape)
+        nibbles = (codes * finite).reshape(x.shape)
         payload = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
         marked = torch.where(broken, torch.full_like(enc, torch.nan), scale.float()).to(torch.float8_e4m3fn)
         return {"payload": payload, "scale": marked, "global_scale": quantizer["global_scale"]}
