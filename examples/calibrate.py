@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,16 @@ from dcp_adapters import QuantizedSavePlanner
 from layerwise import AWQ, GPTQ, Max, Mse, calibrate
 
 ALGORITHMS: dict[str, Any] = {"Max": Max(), "Mse": Mse(), "AWQ": AWQ(), "GPTQ": GPTQ()}
-COLUMNS = ("algorithm", "perplexity before", "after", "SNR of layers, dB", "seconds", "MiB on disk")
+COLUMNS = ("algorithm", "perplexity before", "after", "SNR of layers, dB", "MiB on disk")
 MIB = 1 << 20
 
 
-def sharded_model() -> LlamaForCausalLM:
-    """The pretrained model in fp32, each rank its shards."""
+def sharded_model(layers: int | None) -> LlamaForCausalLM:
+    """The pretrained model in fp32, each rank its shards; or only its first layers, to try things out."""
+    config = smollm2.config()
+    config.num_hidden_layers = layers or config.num_hidden_layers
     with torch.device("meta"):
-        model = LlamaForCausalLM(smollm2.config())
+        model = LlamaForCausalLM(config)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -56,27 +57,24 @@ def perplexity(model: Any, blocks: torch.Tensor) -> float:
     return math.exp(loss.item())
 
 
-def run(name: str, data: torch.Tensor, held_out: torch.Tensor, out: Path) -> dict[str, Any]:
+def run(name: str, data: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """One algorithm on a fresh model; the figures of its row."""
-    model: Any = sharded_model()
+    model: Any = sharded_model(args.layers)
     before = perplexity(model, held_out)
     batches = [{"input_ids": row[None], "use_cache": False} for row in data[dist.get_rank() :: dist.get_world_size()]]
-    began = time.perf_counter()
     # The output projection is the embedding, which stays as it is.
     result = calibrate(model, batches, recipe=qt.NVFP4BlockScaling(), algorithm=ALGORITHMS[name], exclude=("lm_head",))
-    seconds = time.perf_counter() - began
-    checkpoint = str(out / name)
+    checkpoint = str(args.out / name)
     dcp.save({"model": result.state_dict()}, checkpoint_id=checkpoint, planner=QuantizedSavePlanner())
     after = perplexity(model, held_out)  # the model's weights have the quantized values now
     if dist.get_rank() == 0:
-        result.report.save(out / f"{name}.json")
-        result.report.plot(out / f"{name}.png")
+        result.report.save(args.out / f"{name}.json")
+        result.report.plot(args.out / f"{name}.png")
     return {
         "algorithm": name,
         "before": before,
         "after": after,
         "layer_errors": dict(result.report.layer_errors),
-        "seconds": seconds,
         "bytes": saved_weight_bytes(checkpoint, "model."),
     }
 
@@ -89,7 +87,6 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['before']:.2f}",
         f"{row['after']:.2f}",
         mean,
-        f"{row['seconds']:.0f}",
         f"{row['bytes'] / MIB:.1f}",
     ]
     return [row["algorithm"], *numbers]
@@ -126,6 +123,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=16, help="of one row, over all ranks")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--eval-blocks", type=int, default=24, help="a multiple of the ranks")
+    parser.add_argument("--layers", type=int, help="only so many of the model's, to try things out")
     parser.add_argument("--out", type=Path, default=Path("runs/calibrate"))
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -134,7 +132,7 @@ def main() -> None:
     tokenizer = smollm2.tokenizer()
     data = smollm2.token_blocks(tokenizer, args.seq_len)[: args.batches]
     held_out = smollm2.token_blocks(tokenizer, args.seq_len, split="heldout")[: args.eval_blocks]
-    rows = [run(name, data, held_out, args.out) for name in args.algorithms]
+    rows = [run(name, data, held_out, args) for name in args.algorithms]
     if dist.get_rank() == 0:
         table = Table(title=f"SmolLM2-135M, NVFP4 weights, {dist.get_world_size()} ranks, {data.numel()} tokens")
         for column in COLUMNS:

@@ -140,7 +140,7 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     tell("calibrate")
     with alike(method.group):
         before.check_unwritten(method.algorithm)
-    amaxes = _shared_amaxes(stage.targets, method.recipe)
+    amaxes = _shared_amaxes(stage.targets, method.recipe) if smooths(method.algorithm) else {}
     smoothed = smooth(stage, groups, amaxes, method, passes, identities=identities)
     yardstick.refer(collector, smoothed.factors)
     decisions = _decide(stage, passes, smoothed.groups, method)

@@ -1,4 +1,4 @@
-"""The calibration example, a small run of it: the real model on two ranks, two algorithms, what it leaves behind."""
+"""The calibration example on the first layers of the real model: two ranks, two algorithms, what it leaves behind."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
         pytest.skip("launches its own ranks: rank 0 runs it")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(ROOT / "examples" / "calibrate.py"), "--out", str(tmp_path), "--algorithms", "Max", "GPTQ"]
-    command += ["--batches", "3", "--seq-len", "32", "--eval-blocks", "2"]
+    command += ["--batches", "3", "--seq-len", "32", "--eval-blocks", "2", "--layers", "3"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
@@ -31,12 +31,12 @@ def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
     assert [row["algorithm"] for row in rows] == ["Max", "GPTQ"]
     assert rows[0]["before"] == rows[1]["before"]
     for row in rows:
-        assert row["before"] < row["after"] < 2 * row["before"]
-        assert row["bytes"] < 0.57 * 106e6 + 1e6  # 4.5 bits each of the linear weights
-        assert len(read_manifest(tmp_path / row["algorithm"]).tensors) == 7 * 30
+        assert 0.5 * row["before"] < row["after"] < 2 * row["before"]
+        assert row["bytes"] < 0.57 * 10.7e6 + 1e5  # 4.5 bits each of the linear weights
+        assert len(read_manifest(tmp_path / row["algorithm"]).tensors) == 7 * 3
         report = Report.load(tmp_path / f"{row['algorithm']}.json")
-        assert len(report.records) == 7 * 30
-        assert len(report.layer_errors) == 30
+        assert len(report.records) == 7 * 3
+        assert len(report.layer_errors) == 3
         assert (tmp_path / f"{row['algorithm']}.png").stat().st_size > 0
     assert "| GPTQ |" in (tmp_path / "calibration.md").read_text()
     assert "GPTQ" in done.stdout
