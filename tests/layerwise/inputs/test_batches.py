@@ -172,6 +172,6 @@ class _Opaque:
 @pytest.mark.parametrize("found", [torch.ones(2, 3).as_subclass(_More), _Opaque(), object()])
 def test_what_can_not_be_told_from_other_data_is_named(found: Any) -> None:
     text = f"batch 1 holds [1]['ids'] ({type(found).__name__}): whether another run has the same data can not be told"
-    with record(Parent(), [{"ids": torch.ones(1)}, {"ids": found}]) as recorder:
-        with pytest.raises(TypeError, match=re.escape(text)):
-            recorder.batch_hashes()
+    data = [{"ids": torch.ones(1)}, {"ids": found}]
+    with record(Parent(), data) as recorder, pytest.raises(TypeError, match=re.escape(text)):
+        recorder.batch_hashes()
