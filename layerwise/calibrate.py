@@ -24,6 +24,7 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
+from layerwise.alike import alike
 from layerwise.events import Event, observing
 from layerwise.inputs.passes import Batches
 from layerwise.plan import Options, planned
@@ -109,7 +110,8 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     )
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     watched = on_event is not None or type(algorithm) not in OWN_ALGORITHMS
-    plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
+    with alike(group):  # files may be missing on some ranks
+        plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
     decides = {
         "stages": [stage.name for stage in plan.stages],
         "targets": [target.name for stage in plan.stages for target in stage.targets],

@@ -7,12 +7,12 @@ next: under the weights from before, or under its result, whichever the next sta
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.alike import alike, any_of
 from layerwise.events import Event, Observer
@@ -23,7 +23,7 @@ from layerwise.plan import Plan
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint, data_digest, weights_digest
 from layerwise.stage import Passes, Stage, calibrate_stage
-from layerwise.weights.hold import working
+from layerwise.weights.hold import Sharded, working
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import dense_rows
 
@@ -111,7 +111,7 @@ class Run:
         elif not self.plan.whole and self.plan.stages[-1].name:
             self._release_outside()
         if stage.name:
-            turn.enter_context(self.plan.weights.hold(stage.module))
+            self._enter(turn, stage.module)
         else:
             self._hold_outside()
         turn.enter_context(working(stage.targets))
@@ -127,7 +127,12 @@ class Run:
     def _hold_outside(self) -> None:
         if not self.held:
             self.held = True
-            self.outside.enter_context(self.plan.weights.hold(self.plan.model, self.plan.layers))
+            self._enter(self.outside, self.plan.model, self.plan.layers)
+
+    def _enter(self, held: ExitStack, module: nn.Module, without: Sequence[nn.Module] = ()) -> None:
+        """Hold a part of the model; what is no gather may fail on some ranks (a file, memory)."""
+        with alike(None if isinstance(self.plan.weights, Sharded) else self.plan.method.group):
+            held.enter_context(self.plan.weights.hold(module, without))
 
     def _release_outside(self) -> None:
         self.held = False

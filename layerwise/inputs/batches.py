@@ -44,14 +44,24 @@ class Batch:
     opaque: list[str]
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Kept]]]:
-        """The arguments, and which of their tensors comes from where."""
+        """The arguments, and which of their tensors comes from where.
+
+        Raises:
+            RuntimeError: their values have changed since they were taken.
+        """
         taken: dict[int, Tensor] = {}
         used: list[tuple[Tensor, Kept]] = []
         for leaf in self.leaves:
             if isinstance(leaf, Kept) and id(leaf) not in taken:
                 taken[id(leaf)] = leaf.tensor(fresh=False)
                 used.append((taken[id(leaf)], leaf))
-        args, kwargs = rebuild(self.structure, [taken.get(id(leaf), leaf) for leaf in self.leaves])
+        leaves = [taken.get(id(leaf), leaf) for leaf in self.leaves]
+        if _hash(leaves, paths(self.structure), self.caches)[0] != self.hash:
+            raise RuntimeError(
+                "a batch holds other values than when it was taken from data: whatever made it has filled the same "
+                "memory again since; give each batch memory of its own, or calibrate with inputs_on='cpu'"
+            )
+        args, kwargs = rebuild(self.structure, leaves)
         return args, kwargs, used
 
 
@@ -119,13 +129,16 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
         digest.update(f"{name}: ".encode())
         if isinstance(leaf, Tensor):
             _add(digest, leaf)
+            if not is_plain(leaf):
+                opaque.append(f"{name} ({type(leaf).__name__})")
         elif isinstance(leaf, bool | int | float | str | bytes | torch.dtype | torch.device | None):
             digest.update(repr(leaf).encode())
         else:  # an object: only that it is there, and for a cache what it holds
             digest.update(type(leaf).__qualname__.encode())
-            if not is_cache(leaf):
+            past = [tensor for state in caches if state.cache is leaf for tensor in state.tensors()]
+            if not is_cache(leaf) or not (past or is_empty(leaf)):
                 opaque.append(f"{name} ({type(leaf).__name__})")
-            for tensor in (tensor for state in caches if state.cache is leaf for tensor in state.tensors()):
+            for tensor in past:
                 _add(digest, tensor)
     return digest.intdigest(), opaque
 
@@ -137,12 +150,15 @@ def _add(digest: xxhash.xxh3_64, tensor: Tensor) -> None:
 
 
 def keeper(store: Store) -> Callable[[Tensor], Kept]:
-    """`Store.keep` that keeps a tensor once that is in several batches."""
-    known: dict[int, tuple[Tensor, Kept]] = {}
+    """`Store.keep` that keeps a tensor once that is in several batches; one with other values by then is another."""
+    known: dict[tuple[int, int], tuple[Tensor, Kept]] = {}
 
     def keep(tensor: Tensor) -> Kept:
-        if id(tensor) not in known:
-            known[id(tensor)] = (tensor, store.keep(tensor))
-        return known[id(tensor)][1]
+        digest = xxhash.xxh3_64()  # not its version: who fills a buffer through numpy raises none
+        _add(digest, tensor)
+        key = (id(tensor), digest.intdigest())
+        if key not in known:
+            known[key] = (tensor, store.keep(tensor))
+        return known[key][1]
 
     return keep

@@ -1,4 +1,4 @@
-"""The batches of this rank, and how they get through a stage: a layer by its own forward, the rest by the model's.
+"""The batches of this rank, and how they get through a stage: a layer called by itself, the rest by the model.
 
 LayerPasses   what the layer was called with when the parent was recorded, and the outputs of the layers before it
 ModelPasses   the model itself: stand-ins in place of the layers hand on what the last layer returned
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.inputs.hooks import called
 from layerwise.inputs.replay import Recorder
 from layerwise.inputs.structure import flatten, rebuild
 from layerwise.plan import Options, Plan
@@ -47,7 +48,7 @@ class LayerPasses:
     def run(self, batch: int) -> "Ran":
         """The layer's output for one batch, and what it left for later layers elsewhere."""
         args, kwargs = self.recorder.inputs(self.stage.index, batch, cast=self.cast)
-        output = self.stage.module.forward(*args, **kwargs)
+        output = called(self.stage.module, args, kwargs)
         return Ran(output, self.recorder.shared(self.stage.index, batch))
 
     def keep(self, batch: int, output: "Ran") -> None:

@@ -265,8 +265,8 @@ class CalibrationCheckpoint:
             )
 
     def _refuse_half_done(self, fingerprint: Fingerprint, found: Progress, sound: Progress, fault: str) -> None:
-        """Layers can be calibrated again from the original weights only."""
-        if found.finished == fingerprint.weights:
+        """Layers can be calibrated again from the original weights only (files stay what they were)."""
+        if found.finished == fingerprint.weights != found.fingerprint.weights:
             raise ValueError(
                 f"checkpoint_dir={str(self.directory)!r}: {fault}, so layers from {sound.next_layer} on must be "
                 "calibrated again, but the model holds the finished weights. Nothing has been changed; start from the "

@@ -56,7 +56,8 @@ class Sharded:
     """Weights under FSDP2.
 
     FSDP modules inside a stage (experts wrapped by themselves, say) are called many times in it, so they are told to
-    keep what they gathered; afterwards they reshard after forward. Which policy they had before can not be read.
+    keep what they gathered, and to prefetch nothing, which would be a collective in the loop over batches. Afterwards
+    they reshard after forward. Which policy and prefetches they had before can not be read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,6 +72,7 @@ class Sharded:
         with holding(module, groups, writeback=True):
             for group in called:
                 group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
+                group.set_modules_to_forward_prefetch([])
             if module is self.model and called:
                 _show_all_modules(module)
             try:

@@ -159,6 +159,9 @@ def test_every_layer_is_gathered_once() -> None:
 def _collectives(case: tuple[str, tuple[int, int]]) -> dict[str, int]:
     algorithm, counts = case
     net = sharded(2)
+    # explicit prefetching, which a forward of the root would begin
+    net.set_modules_to_forward_prefetch([net.layers[0]])
+    net.layers[0].set_modules_to_forward_prefetch([net.layers[1]])
     data = batches(counts[dist.get_rank()])
     with Collectives() as collectives:
         calibrate(net, data, recipe=RECIPE, algorithm=ALGORITHMS[algorithm], progress=False)

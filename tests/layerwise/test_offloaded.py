@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from layerwise import AWQ, GPTQ, Event, Max, SmoothQuant, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from tests.layerwise.families import assert_same, batches_for, family
+from tests.ranks import run_ranks
 
 DIM = 32
 
@@ -259,3 +261,42 @@ def test_without_data_the_weights_alone_are_quantized(data: Any, recipe: Any) ->
 def test_what_is_no_data_is_refused(data: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         run(Net(), data)
+
+
+def test_files_are_the_original_weights_however_often_they_were_calibrated(tmp_path: Path) -> None:
+    path = write(tensors_of(Net()), tmp_path / "weights", "file")
+    whole = run(on_meta(), weights=path, checkpoint_dir=tmp_path / "run").state_dict()
+    data = next((tmp_path / "run" / "layers-00001-00001").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="restarts from layer 1"):
+        again = run(on_meta(), weights=path, checkpoint_dir=tmp_path / "run")
+    assert again.report.resumed == (0,)
+    assert_same(again.state_dict(), whole)
+
+
+def _failure(paths: list[Path], when: str) -> str:
+    """What a rank says whose files are its own."""
+    path = paths[dist.get_rank()]
+
+    def remove(event: Event) -> None:
+        if event.kind == "layer_start" and path.suffix:
+            path.unlink(missing_ok=True)
+
+    try:
+        run(on_meta(), weights=path, on_event=remove if when == "later" else None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_files_that_are_missing_on_one_rank_fail_on_all(when: str, shared_tmp_path: Path) -> None:
+    path = write(tensors_of(Net()), shared_tmp_path / "there", "file")
+    other = shared_tmp_path / "missing"
+    other.mkdir()
+    if when == "later":
+        other = write(tensors_of(Net()), shared_tmp_path / "going", "file")
+        path = path.parent
+    first, second = run_ranks(2, _failure, [path, other], when)
+    assert second.startswith("FileNotFoundError: ")
+    assert first == f"RuntimeError: rank 1: {second}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,3 +117,61 @@ def test_batches_are_known_by_their_content() -> None:
     assert set(hashes) == {4889499598802646498}, "stable over processes and versions"
     others = record(Parent(), other).batch_hashes()
     assert len({*hashes, *others}) == 1 + len(other)
+
+
+def _refilled(fill: Callable[[Tensor, Tensor], object]) -> Iterator[Tensor]:
+    """One tensor that every batch is written into."""
+    buffer = torch.empty(2, 5, dtype=torch.int64)
+    for number in range(3):
+        fill(buffer, torch.full((2, 5), 3 * number + 1))
+        yield buffer
+
+
+FILLS = {
+    "copy_": lambda to, values: to.copy_(values),
+    "numpy": lambda to, values: np.copyto(to.numpy(), values.numpy()),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS.values(), ids=[*FILLS])
+@pytest.mark.parametrize("inputs_on", ["cpu", "disk"])
+def test_a_buffer_that_every_batch_is_written_into_gives_every_batch_its_values(fill: Any, inputs_on: str) -> None:
+    model = Parent()
+    results, _ = plain(model, [batch.clone() for batch in _refilled(fill)])
+    with record(model, _refilled(fill), inputs_on) as recorder:
+        assert_same(replay(recorder)[0], results, "the model")
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [
+        (FILLS["copy_"], "was written in place after it was recorded"),
+        (FILLS["numpy"], "a batch holds other values than when it was taken from data"),
+    ],
+    ids=[*FILLS],
+)
+def test_a_batch_that_was_overwritten_where_it_is_kept_is_refused(fill: Any, message: str) -> None:
+    with record(Parent(), _refilled(fill)) as recorder, pytest.raises(RuntimeError, match=message):
+        recorder.prepare(0)
+
+
+class _More(Tensor):
+    """A tensor that may be more than its bytes."""
+
+
+class _Opaque:
+    """A filled cache that shows nothing of what it holds."""
+
+    def get_seq_length(self) -> int:
+        return 3
+
+    def update(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("found", [torch.ones(2, 3).as_subclass(_More), _Opaque(), object()])
+def test_what_can_not_be_told_from_other_data_is_named(found: Any) -> None:
+    text = f"batch 1 holds [1]['ids'] ({type(found).__name__}): whether another run has the same data can not be told"
+    data = [{"ids": torch.ones(1)}, {"ids": found}]
+    with record(Parent(), data) as recorder, pytest.raises(TypeError, match=re.escape(text)):
+        recorder.batch_hashes()

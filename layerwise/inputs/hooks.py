@@ -1,0 +1,40 @@
+"""A layer called with the hooks that its user gave it, and without FSDP's.
+
+FSDP's own would gather and shard the layer's weights around every call, while they are held for all calls together.
+Any other hook is part of what the layer computes: one that scales its output, say, decides what the next layer gets.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["called"]
+
+FSDP = "torch.distributed.fsdp."
+
+
+def called(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What `layer(*args, **kwargs)` returns, its forward hooks included, but for those of FSDP."""
+    for hook, with_kwargs in _hooks(layer, "_forward_pre_hooks"):
+        changed = hook(layer, args, kwargs) if with_kwargs else hook(layer, args)
+        if changed is not None and with_kwargs:
+            args, kwargs = changed
+        elif changed is not None:
+            args = changed if isinstance(changed, tuple) else (changed,)
+    output = layer.forward(*args, **kwargs)
+    for hook, with_kwargs in _hooks(layer, "_forward_hooks"):
+        changed = hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
+        output = output if changed is None else changed
+    return output
+
+
+def _hooks(layer: nn.Module, kind: str) -> list[tuple[Any, bool]]:
+    """Each hook of a kind in its order, and whether it gets keyword arguments."""
+    with_kwargs = vars(layer)[f"{kind}_with_kwargs"]
+    hooks = vars(layer)[kind].items()
+    return [(hook, key in with_kwargs) for key, hook in hooks if not _of_fsdp(hook)]
+
+
+def _of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(FSDP)
