@@ -24,6 +24,7 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
+from layerwise.alike import is_first
 from layerwise.events import Event, observing
 from layerwise.inputs.passes import Batches
 from layerwise.plan import Options, planned
@@ -116,7 +117,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         "inputs": inputs,
         "layer_inputs": "quantized" if options.quantized_onward else "unquantized",
     }
-    bar = progress and (group is None or dist.get_rank(group) == 0)
+    bar = progress and is_first(group)
     with (
         _evaluating(model),
         observing(on_event, len(plan.stages), bar=bar) as observer,

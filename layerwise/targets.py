@@ -22,7 +22,7 @@ from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["FUSED", "Target", "find_targets", "siblings"]
+__all__ = ["FUSED", "Target", "find_targets", "linear_names", "siblings"]
 
 # Linears that inference engines fuse into one: in NVFP4 they must have one global scale between them.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -62,9 +62,12 @@ class Target:
 
     def linears(self) -> tuple[str, ...]:
         """The names of those 2-D weights, as statistics and reports have them."""
-        if len(self.shape) == 2:
-            return (self.name,)
-        return tuple(f"{self.name}[{expert}]" for expert in range(self.experts))
+        return linear_names(self.name, self.shape)
+
+
+def linear_names(fqn: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """What the linears of a weight are called: its fqn, with the number of the expert in brackets for a 3-D one."""
+    return (fqn,) if len(shape) == 2 else tuple(f"{fqn}[{expert}]" for expert in range(shape[0]))
 
 
 def find_targets(
