@@ -21,12 +21,7 @@ def of_answers(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         seconds = {side: [answer["calibrate"][clock] for answer in rounds] for side, rounds in answers.items()}
         seconds[STORED] = [answer["calibrate"][clock] + answer["store"][clock] for answer in answers[PEER]]
         out["seconds"][clock] = {
-            side: {
-                "median": round(statistics.median(values), 3),
-                "min": round(min(values), 3),
-                "max": round(max(values), 3),
-            }
-            for side, values in seconds.items()
+            side: {name: round(of(values), 3) for name, of in STATISTICS.items()} for side, values in seconds.items()
         }
         mine = seconds["layerwise"]
         out["ratios"][clock] = {
@@ -43,11 +38,7 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         cpu = figures["ratios"]["cpu"][f"layerwise / {PEER}"]
         layers = [calls for rank in figures["ranks"] for name, calls in rank["gathers"].items() if name != "root"]
         rows += [
-            (
-                f"{TITLES[task]}: CPU seconds / ModelOpt's",
-                cpu["ratio"],
-                limit,
-            ),
+            (f"{TITLES[task]}: CPU seconds / ModelOpt's", cpu["ratio"], limit),
             (f"{TITLES[task]}: all-gathers of a layer, 2 ranks, most", max(layers), 1),
             (
                 f"{TITLES[task]}: peak of tensors / what cannot be avoided, 2 ranks",

@@ -16,9 +16,8 @@ from typing import Any, Self
 
 import torch
 
-from benchmarks.calibration_sides import Job, perform
+from benchmarks.calibration_sides import ROOT, Job, perform
 
-ROOT = Path(__file__).parents[1]
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",

@@ -21,7 +21,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["CHECKSUMS", "ROW", "Checksums", "Verification", "checksum_table", "chunk_key", "digest_of", "rows_of"]
+__all__ = [
+    "CHECKSUMS",
+    "ROW",
+    "Checksums",
+    "Verification",
+    "checksum_table",
+    "chunk_key",
+    "digest_of",
+    "memory_of",
+    "rows_of",
+]
 
 CHECKSUMS = "qtensor.checksums"
 ROW = 16  # bytes: 8 that say which chunk, 8 of its data
@@ -38,7 +48,7 @@ def digest_of(data: Tensor | io.BytesIO) -> bytes:
     if isinstance(data, io.BytesIO):
         return xxhash.xxh3_64_digest(data.getbuffer())
     plain = data.detach().contiguous()
-    return xxhash.xxh3_64_digest(_memory(plain) if plain.numel() else b"")
+    return xxhash.xxh3_64_digest(memory_of(plain) if plain.numel() else b"")
 
 
 def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
@@ -49,7 +59,7 @@ def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
 
 def rows_of(table: Tensor) -> Iterator[tuple[bytes, bytes]]:
     """The (chunk_key, digest) pairs of a table, uint8 [chunks, 16]."""
-    data = _memory(table).raw if table.numel() else b""
+    data = memory_of(table).raw if table.numel() else b""
     for at in range(0, len(data), ROW):
         yield data[at : at + 8], data[at + 8 : at + ROW]
 
@@ -135,6 +145,6 @@ class Verification:
         )
 
 
-def _memory(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
-    """The bytes of a contiguous CPU tensor, as a view that neither copies nor needs numpy."""
+def memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
+    """The bytes of a contiguous CPU tensor, as a view that neither copies nor needs numpy; keep the tensor."""
     return (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())

@@ -22,7 +22,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-__all__ = ["clear", "own_names"]
+__all__ = ["clear", "own_names", "sync"]
 
 DATA = re.compile(r"__\d+_\w+\.distcp")
 RANK_METADATA = re.compile(r"__\d+\.metadata")
@@ -57,7 +57,7 @@ def clear(checkpoint_id: str | os.PathLike[str] | None, *, alone: bool) -> bool:
     found = [path for path in metadata if _removed(path)]
     if not found:
         return False
-    _sync(directory)
+    sync(directory)
     if not alone:
         for path in directory.iterdir():
             if DATA.fullmatch(path.name):
@@ -95,7 +95,8 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
+    """Make what was created, renamed and removed in a directory durable, where the file system can."""
     if os.name != "posix":
         return
     descriptor = os.open(directory, os.O_RDONLY)

@@ -1,5 +1,6 @@
 """Calibrate SmolLM2-135M to NVFP4 with several algorithms, sharded by FSDP2, and see what each does to perplexity.
 
+    pip install -e '.[demo,calibration]'  # after `make demo`, which brings the model; the pictures need matplotlib
     torchrun --nproc-per-node 2 examples/calibrate.py --out runs/calibrate
 
 For each algorithm: the model from the file in fp32, one FSDP group a decoder layer; one layer at a time gathered and
@@ -105,11 +106,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         right.annotate(f"{row['after']:.2f}", (number, row["after"]), ha="center", va="bottom")
     before = rows[0]["before"]
     right.axhline(before, color="black", linewidth=1)
-    right.annotate(f"fp32 {before:.2f}", (len(rows) - 0.6, before), ha="right", va="bottom")
     left.set(title="SmolLM2-135M in NVFP4", xlabel="layer", ylabel="output SNR in dB (higher is better)")
     left.grid(alpha=0.3)
     left.legend(frameon=False)
-    right.set(xticks=range(len(rows)), xticklabels=[row["algorithm"] for row in rows], title="held-out perplexity")
+    right.set(xticks=range(len(rows)), xticklabels=[row["algorithm"] for row in rows])
+    right.set_title(f"held-out perplexity (line: fp32, {before:.2f})")
     right.set_ylim(0.9 * before, 1.05 * max(row["after"] for row in rows))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

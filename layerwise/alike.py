@@ -1,12 +1,13 @@
-"""Steps that touch files, taken so that all ranks go on or all raise the same error.
+"""Steps that may fail or differ on some ranks only, taken so that all ranks go on or all raise.
 
     on_first   rank 0 of the group takes the step; the others get its value, or its error
     on_all     every rank takes the step; all get all values, or the error of the first rank that failed
     alike      a block without collectives that may raise on some ranks
     any_of     whether something holds on any rank
 
-An error that only one rank sees (a full disk, a missing permission) would leave the others in their next collective.
-Without a process group there is one rank. `group` is None for the default group; no other group is ever used.
+An error that only one rank sees (a full disk, a batch of its own) would leave the others in their next collective.
+A group of None is the default group for `on_first` and `on_all` (this process alone where there is none), and this
+process alone for `alike` and `any_of`, as for everything that reduces statistics.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["alike", "any_of", "is_first", "on_all", "on_first", "rank_of", "ranks_of"]
+__all__ = ["alike", "any_of", "device_of", "is_first", "on_all", "on_first", "rank_of", "ranks_of"]
 
 T = TypeVar("T")
 KEPT = (ValueError, FileNotFoundError, PermissionError, OSError, TypeError)  # types that reach the other ranks
@@ -43,6 +44,12 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
 def rank_of(group: dist.ProcessGroup | None) -> int:
     """This process's rank in the group; 0 without a process group."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """A device on which the group can reduce: the CPU if it can."""
+    kinds = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:
@@ -97,7 +104,7 @@ def alike(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A block in which ranks do work of their own, without collectives; if it raises on some, it raises on all.
 
     A rank that failed raises its own error, an interrupt too, the others a RuntimeError with the text of the first that
-    did. Here `group` is None for no ranks but this one.
+    did.
     """
     failed: BaseException | None = None
     try:
@@ -122,8 +129,7 @@ def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT00
     """Whether `holds` on any rank of the group; with None on this one."""
     if group is None:
         return holds
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    found = torch.tensor(int(holds), device=device)
+    found = torch.tensor(int(holds), device=device_of(group))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return bool(found)
 

@@ -1,7 +1,7 @@
 """`calibrate`: from a model and some data to quantized weights, one layer held at a time, resumable anywhere.
 
     plan       options, layers and targets; refused here if anything does not fit                     (plan.py)
-    batches    what the model is called with, normalised and kept                                     (passes.py)
+    batches    what the model is called with, normalised and kept                                     (inputs/)
     run        each stage held -> calibrated -> released -> own rows kept -> shards -> checkpoint     (run.py, stage.py)
     result     quantized weights beside the shards, and a report                                      (result.py)
 
@@ -24,7 +24,7 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
-from layerwise.alike import alike
+from layerwise.alike import alike, is_first
 from layerwise.events import Event, observing
 from layerwise.inputs.passes import Batches
 from layerwise.plan import Options, planned
@@ -69,7 +69,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             `weights`. It runs in eval mode.
         data: an iterable of this rank's batches (a tensor, a tuple, or a dict of keyword arguments for the model), or
             a function that calls the model it is given for each of them (which computes nothing then, and returns
-            None). Ranks may have different numbers of batches, or none.
+            None). Ranks may have different numbers of batches, or none. None is enough for Max and Mse.
         recipe: the format of the weights.
         algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), or one of your own.
         layers: the layers, as names, glob patterns or modules; None, the largest list of modules; (), none: the whole
@@ -118,7 +118,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         "inputs": inputs,
         "layer_inputs": "quantized" if options.quantized_onward else "unquantized",
     }
-    bar = progress and (group is None or dist.get_rank(group) == 0)
+    bar = progress and is_first(group)
     with (
         _evaluating(model),
         observing(on_event, len(plan.stages), bar=bar) as observer,

@@ -51,7 +51,7 @@ class Options:
                 "Algorithms that need the whole model at once (svdquant) are not layerwise"
             )
         if not isinstance(self.recipe, Recipe):
-            raise TypeError(f"calibrate: expected a recipe, got {type(self.recipe).__name__}: {self.recipe!r}")
+            raise TypeError(f"calibrate: expected a recipe, such as NVFP4BlockScaling(), got {self.recipe!r}")
         for name, choices in (("inputs", ("dynamic", "static")), ("inputs_on", INPUTS_ON)):
             if getattr(self, name) not in choices:
                 raise ValueError(

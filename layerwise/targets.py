@@ -22,10 +22,13 @@ from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["FUSED", "Target", "find_targets", "siblings"]
+__all__ = ["FUSED", "Target", "find_targets", "linear_names", "siblings"]
 
 # Linears that inference engines fuse into one: in NVFP4 they must have one global scale between them.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+NOTHING = "no module with a weight to quantize (an nn.Linear, or experts [E, N, K])"
+OTHERS = "Other layers (embeddings, convolutions, Conv1D of transformers) are not calibrated"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +65,12 @@ class Target:
 
     def linears(self) -> tuple[str, ...]:
         """The names of those 2-D weights, as statistics and reports have them."""
-        if len(self.shape) == 2:
-            return (self.name,)
-        return tuple(f"{self.name}[{expert}]" for expert in range(self.experts))
+        return linear_names(self.name, self.shape)
+
+
+def linear_names(fqn: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """What the linears of a weight are called: its fqn, with the number of the expert in brackets for a 3-D one."""
+    return (fqn,) if len(shape) == 2 else tuple(f"{fqn}[{expert}]" for expert in range(shape[0]))
 
 
 def find_targets(
@@ -97,16 +103,17 @@ def find_targets(
     modules = {candidates[name].module_name for name in candidates}
     for pattern in include:
         if not fnmatch.filter(modules, pattern):
-            raise ValueError(f"calibrate: include pattern {pattern!r} matches no module with a weight to quantize")
+            raise ValueError(f"calibrate: include pattern {pattern!r} matches {NOTHING}")
         if not fnmatch.filter({candidates[name].module_name for name in free}, pattern):
             raise ValueError(
                 f"calibrate: include pattern {pattern!r} matches only weights that are tied to others, such as an "
-                "embedding; untie them first (two parameters), or leave them out"
+                f"embedding; untie them first (two parameters), or leave them out. {OTHERS}"
             )
     for pattern in exclude:
         if not fnmatch.filter(modules, pattern):
             warnings.warn(
-                f"calibrate: exclude pattern {pattern!r} matches no module with a weight to quantize", stacklevel=3
+                f"calibrate: exclude pattern {pattern!r} matches {NOTHING}",
+                stacklevel=4,  # who called `calibrate`
             )
     chosen = [
         target

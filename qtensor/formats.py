@@ -197,7 +197,7 @@ def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, f
     if shape[-1] % multiple:
         raise ValueError(
             f"{what}: shape {tuple(shape)} has K={shape[-1]}, which is not a multiple of {multiple}, as {recipe} "
-            "needs; leave this weight out (quantize_(exclude=...), or build it outside of quantized_model_init), or "
+            "needs; leave this weight out (exclude=..., or build it outside of quantized_model_init), or "
             "choose a Float8 recipe"
         )
     if full and row_multiple(recipe) > 1 and (len(shape) < 2 or shape[-2] % multiple):

@@ -16,7 +16,7 @@ A column without a value in X or in the weights has nothing to balance and takes
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Smoothing
-from layerwise.algorithms.clipping import best_clips, finite, local_of, rounded, sharing
+from layerwise.algorithms.clipping import best_clips, finite, local_hessian_of, rounded, sharing
+from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
 from qtensor.blocks import tile
 from qtensor.formats import block_multiple, format_of
@@ -102,8 +103,7 @@ class AWQ(Algorithm):
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
         """The scales of the weights' own amaxes, or clipped ones; a warning where no token was seen."""
-        fmt = format_of(recipe)
-        unclipped = [fmt.quantizer(one.weight.float(), recipe, one.amax) for one in group.linears]
+        unclipped = [decision.quantizer for decision in Max().decide(group, recipe)]
         if group.inputs is None:
             warning = "no token reached it: quantized without activations, as Max does"
             return [Decision(quantizer, notes={"warning": warning}) for quantizer in unclipped]
@@ -112,7 +112,7 @@ class AWQ(Algorithm):
         hessian, local = group.inputs.hessian, group.inputs.local_hessian
         if local is None:
             assert hessian is not None
-            local = local_of(hessian)
+            local = local_hessian_of(hessian)
         clipped = best_clips(group, recipe, local, self.ratios)
         # The local error leaves out what blocks do to each other. Where all of it is known, clipping has to pass it.
         kept = [True] * len(clipped)
@@ -176,7 +176,7 @@ def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor
 
 
 def _error_of(
-    group: Group, recipe: Recipe, hessian: Tensor, members: Sequence[int], quantizers: Sequence[dict[str, Tensor]]
+    group: Group, recipe: Recipe, hessian: Tensor, members: Sequence[int], quantizers: Sequence[Mapping[str, Tensor]]
 ) -> float:
     """tr(dW H dW^T) of some linears under some quantizers."""
     weights = [finite(group.linears[i].weight) for i in members]

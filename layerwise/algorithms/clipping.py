@@ -11,7 +11,7 @@ The error is that of the local Hessian, the sum of dW_b^T H_b dW_b over the 16-c
 what the output error would be if the inputs of different blocks were uncorrelated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from qtensor.blocks import finite_magnitude, scatter_blocks, tile
 from qtensor.formats import format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["Clipped", "best_clips", "finite", "local_of", "rounded", "sharing"]
+__all__ = ["Clipped", "best_clips", "finite", "local_hessian_of", "rounded", "sharing"]
 
 Quantizer = dict[str, Tensor]
 
@@ -47,7 +47,7 @@ def finite(weight: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
 
 
-def rounded(x: Tensor, recipe: Recipe, quantizer: Quantizer) -> Tensor:
+def rounded(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Tensor:
     """fp32 [N, K], what x is once it is stored under this quantizer."""
     fmt = format_of(recipe)
     enc, dec = (_spread(scales, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
@@ -68,7 +68,7 @@ def sharing(linears: Sequence[Linear]) -> list[list[int]]:
     return sets
 
 
-def local_of(hessian: Tensor) -> Tensor:
+def local_hessian_of(hessian: Tensor) -> Tensor:
     """The local Hessian [ceil(K / 16), 16, 16] inside a full one, 2 X^T X / tokens."""
     columns = hessian.shape[0]
     padding = -columns % SUB_BLOCK

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group
+from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.statistics.arithmetic import full_precision, one_thread
 from qtensor.formats import format_of
@@ -114,10 +115,8 @@ class GPTQ(Algorithm):
         return [Decision(quantizer, value, notes) for quantizer, value in zip(quantizers, values, strict=True)]
 
     def _quantizers(self, group: Group, recipe: Recipe) -> list[Mapping[str, Tensor]]:
-        if self.scales == "mse":
-            return [decision.quantizer for decision in Mse().decide(group, recipe)]
-        fmt = format_of(recipe)
-        return [fmt.quantizer(linear.weight.float(), recipe, linear.amax) for linear in group.linears]
+        scales = Mse() if self.scales == "mse" else Max()
+        return [decision.quantizer for decision in scales.decide(group, recipe)]
 
     def _factorised(self, group: Group, hessian: Tensor) -> tuple[Tensor, float]:
         """The factor, and the damping that it took."""

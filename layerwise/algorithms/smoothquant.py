@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 
 from layerwise.algorithms.algorithm import COLUMNS, Algorithm, Decision, Group, Smoothing
+from layerwise.algorithms.maximum import Max
 from qtensor.blocks import finite_magnitude
-from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 
 __all__ = ["LARGEST_FACTOR", "SMALLEST_FACTOR", "SmoothQuant"]
@@ -62,5 +62,4 @@ class SmoothQuant(Algorithm):
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
         """The scales that the weights' own amaxes give."""
-        fmt = format_of(recipe)
-        return [Decision(fmt.quantizer(one.weight.float(), recipe, one.amax)) for one in group.linears]
+        return Max().decide(group, recipe)

@@ -1,6 +1,5 @@
 """Folds column factors into the modules that produce the columns, and checks that the layer is still the same.
 
-    probing.py finds, for every group of linears, the one producer its factors can go into
     fold          weights * s, producers / s, each weight rounded once; returns the factors as applied
     transformed   the statistics of X / s, from those of X
     verify        the layer's outputs before and after differ by rounding only
@@ -18,23 +17,9 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK, Inputs
-from layerwise.folding.probing import ABSTAIN, NO, YES, Producer, choose, find_folds, producers_of, propose
+from layerwise.folding.probing import Producer
 
-__all__ = [
-    "ABSTAIN",
-    "NO",
-    "YES",
-    "Fold",
-    "Producer",
-    "choose",
-    "find_folds",
-    "fold",
-    "producers_of",
-    "propose",
-    "tolerance",
-    "transformed",
-    "verify",
-]
+__all__ = ["Fold", "fold", "tolerance", "transformed", "verify"]
 
 AMPLIFICATION = 4.0  # what a layer may make of the rounding errors of a fold (see `tolerance`)
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from qtensor.formats import APPEARANCE_DTYPES
 
-__all__ = ["ABSTAIN", "NO", "YES", "Producer", "choose", "find_folds", "producers_of", "propose"]
+__all__ = ["ABSTAIN", "NO", "YES", "Producer", "choose", "producers_of", "propose"]
 
 # In this order, so that the least answer over ranks is theirs together: a NO anywhere refuses, a YES needs one rank.
 NO, YES, ABSTAIN = 0, 1, 2
@@ -89,16 +89,6 @@ def producers_of(layer: nn.Module) -> list[Producer]:
 def _scalable(tensor: Tensor) -> bool:
     """Whether powers of two scale it exactly: not where it is quantized, and not as a DTensor's local values."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in APPEARANCE_DTYPES
-
-
-def find_folds(
-    groups: Sequence[Sequence[str]], weights: Mapping[str, Tensor], producers: Sequence[Producer], run: Run
-) -> dict[int, Producer]:
-    """Index of group -> the producer its factors can be folded into, as this process sees it.
-
-    The arguments are those of `propose`; groups without a producer are left out.
-    """
-    return choose(propose(groups, weights, producers, run), producers)
 
 
 @torch.no_grad()

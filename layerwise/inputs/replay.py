@@ -14,7 +14,7 @@
 `prepare(0)` stops each batch at the first layer. Once that ran, the shape of its output is known, so `prepare(1)` can
 run the parent through placeholders up to the last layer. `put` notices when a layer returns something of another shape
 than its placeholder had, and `needs_parent` of the next layer then says so; likewise where a parent does more between
-two layers than to pass hidden states on (see `runs`).
+two layers than to pass hidden states on (see `ParentRun`).
 
 Nothing here is a collective, and no weight is touched; a rank may have no batches. But the parent's own modules run in
 `Recorder(...)` with a forward_loop, `prepare` and `run_tail`: where they are sharded, hold them gathered around these
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from layerwise.inputs.batches import Data, batches_of, keeper
 from layerwise.inputs.calls import Output, Statics, restore_container
-from layerwise.inputs.runs import Progress, Run
+from layerwise.inputs.parent_run import BatchProgress, ParentRun
 from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
 from layerwise.inputs.stores import Store
 from layerwise.inputs.structure import flatten
@@ -62,13 +62,13 @@ class Recorder:
         self.layers = list(layers)
         self._store = Store(inputs_on)
         self._statics = Statics(self._store)
-        self._run: Run | None = None
+        self._run: ParentRun | None = None
         try:
             batches = list(batches_of(model, data, keeper(self._store)))
         except BaseException:
             self._store.close()
             raise
-        self._progress = [Progress(batch) for batch in batches]
+        self._progress = [BatchProgress(batch) for batch in batches]
 
     def __enter__(self) -> "Recorder":
         return self
@@ -114,7 +114,7 @@ class Recorder:
                 self._check_put(index - 1, number)
                 while len(progress.calls) <= index:
                     stop = index if progress.cautious else len(self.layers) - 1
-                    self._run = Run(progress, number, self.layers, index, stop)
+                    self._run = ParentRun(progress, number, self.layers, index, stop)
                     self._run.execute(self.model, self._statics)
                     self._run.commit()
                 progress.met = {}
@@ -201,7 +201,7 @@ class Recorder:
             RuntimeError: outputs of the last layer were not put.
         """
         self._check_put(len(self.layers) - 1, batch)
-        run = self._run = Run(self._progress[batch], batch, self.layers, len(self.layers), len(self.layers))
+        run = self._run = ParentRun(self._progress[batch], batch, self.layers, len(self.layers), len(self.layers))
         with self._stand_ins(), self._watched(run):
             try:
                 run.execute(self.model, self._statics)
@@ -242,7 +242,7 @@ class Recorder:
             self._run = None
 
     @contextmanager
-    def _watched(self, run: Run) -> Iterator[None]:
+    def _watched(self, run: ParentRun) -> Iterator[None]:
         """Refuse placeholders as inputs of modules, before any other hook sees them."""
 
         def check(fqn: str) -> Any:

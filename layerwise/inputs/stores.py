@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcp_adapters.checksums import memory_of
+
 __all__ = ["INPUTS_ON", "Kept", "Store", "is_plain", "version"]
 
 INPUTS_ON = ("device", "cpu", "disk")
@@ -93,14 +95,14 @@ class _OnDisk(Kept):
         self._order = sorted(range(base.dim()), key=lambda dim: (-base.stride()[dim], -base.shape[dim]))
         memory = base.permute(self._order).to("cpu").contiguous()
         self._stored = memory.shape
-        path.write_bytes(memory.reshape(-1).view(torch.uint8).numpy().data)
+        path.write_bytes(memory_of(memory))
         weakref.finalize(self, path.unlink, missing_ok=True)
 
     def tensor(self, *, fresh: bool) -> Tensor:
         memory = torch.empty(self._stored, dtype=self._dtype)
         if memory.numel():
             with self._path.open("rb") as file:
-                file.readinto(memory.view(-1).view(torch.uint8).numpy().data)
+                file.readinto(memory_of(memory))
         back = sorted(range(len(self._order)), key=self._order.__getitem__)
         return memory.to(self._home).permute(back).expand(self._shape)
 

@@ -32,9 +32,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dcp_adapters.overwrite import sync
 from layerwise.alike import on_first
 from layerwise.resume.fingerprint import Fingerprint
-from layerwise.resume.progress import WINDOW, Progress, Window, read_progress, sync, write_progress
+from layerwise.resume.progress import WINDOW, Progress, Window, read_progress, write_progress
 from layerwise.resume.window_files import check_usable, first_faults, read_window, write_window
 
 __all__ = ["CalibrationCheckpoint", "Resumed"]
@@ -49,14 +50,10 @@ class Resumed:
     Attributes:
         windows: those that are whole, in the order of the layers, without gaps from layer 0 on.
         finished: nothing is left to calibrate.
-        applied: the model holds the finished weights already; the windows are there for the result alone.
-        remarks: what differs without mattering, in words (versions, threads).
     """
 
     windows: tuple[Window, ...]
     finished: bool
-    applied: bool
-    remarks: tuple[str, ...]
 
     @property
     def next_layer(self) -> int:
@@ -89,7 +86,9 @@ class CalibrationCheckpoint:
     def open(self, fingerprint: Fingerprint) -> Resumed | None:
         """What an earlier run of this fingerprint has left, None where there is nothing; ready to save afterwards.
 
-        Damage is told in a warning, and everything from the first damaged layer on is dropped.
+        Damage is told in a warning, and everything from the first damaged layer on is dropped. Other threads and
+        versions are told in one, too. The model may hold the finished weights instead of the original ones: then a
+        finished run is taken as it is.
 
         Raises:
             ValueError: the directory holds another calibration, or one that a newer version of this library has
@@ -116,8 +115,7 @@ class CalibrationCheckpoint:
         on_first(self.group, self._take_over)
         if sound is None:
             return None
-        applied = sound.finished is not None and sound.finished == fingerprint.weights
-        return Resumed(sound.windows, sound.finished is not None, applied, tuple(remarks))
+        return Resumed(sound.windows, sound.finished is not None)
 
     def save_window(
         self, first: int, last: int, state: Mapping[str, Any], extra: Any = None, *, names: Sequence[str] = ()

@@ -89,7 +89,10 @@ class Fingerprint:
             ("another algorithm", "algorithm"),
             ("other options", "options"),
         ):
-            words = _entry_words(before[kind], now[kind])
+            old, new = before[kind], now[kind]
+            if old.get("type") != new.get("type"):  # then the other entries say nothing
+                old, new = {"type": old.get("type")}, {"type": new.get("type")}
+            words = _entry_words(old, new)
             if words:
                 found.append(f"{title}: {', '.join(words)}")
         return found

@@ -21,10 +21,10 @@ from typing import Any
 
 import xxhash
 
-from dcp_adapters.overwrite import CAN_NOT_SYNC
+from dcp_adapters.overwrite import sync
 from layerwise.resume.fingerprint import Fingerprint
 
-__all__ = ["BACKUP", "FORMAT", "PROGRESS", "WINDOW", "Progress", "Window", "read_progress", "sync", "write_progress"]
+__all__ = ["BACKUP", "FORMAT", "PROGRESS", "WINDOW", "Progress", "Window", "read_progress", "write_progress"]
 
 FORMAT = 1
 PROGRESS, BACKUP = "progress.json", "progress.backup.json"
@@ -127,20 +127,6 @@ def write_progress(directory: Path, progress: Progress) -> None:
             os.fsync(stream.fileno())
         temporary.replace(directory / name)
         sync(directory)
-
-
-def sync(directory: Path) -> None:
-    """Make what was created, renamed and removed in a directory durable, where the file system can."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in CAN_NOT_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 class _DamagedError(Exception):

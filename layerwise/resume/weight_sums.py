@@ -22,7 +22,7 @@ from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local
 from dcp_adapters.placements import placement_problem
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
-from layerwise.alike import is_first, ranks_of
+from layerwise.alike import device_of, is_first, ranks_of
 
 __all__ = ["box_sum", "weights_digest"]
 
@@ -144,7 +144,7 @@ def _summed(pieces: Sequence[_Piece], group: dist.ProcessGroup | None) -> Any:
         table[places, 0], table[places, 1] = values & LOW, (values >> 32) & LOW
     table[:, 2] = torch.tensor([piece.counted for piece in pieces], dtype=torch.int64)
     if ranks_of(group) > 1 and pieces:
-        table = table.to(_device_of(group))
+        table = table.to(device_of(group))
         dist.all_reduce(table, group=group)
     return iter([((high << 32) + low, counted) for low, high, counted in table.tolist()])
 
@@ -158,9 +158,3 @@ def _digest(name: str, piece: _Piece, total: int, counted: int) -> int:
             "unevenly; pass the group of all ranks that hold the model"
         )
     return (total // copies + xxhash.xxh3_64_intdigest(piece.label.encode())) % (1 << 64)
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """A device on which the group can reduce: the CPU if it can."""
-    kinds = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())

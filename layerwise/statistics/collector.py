@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK, Inputs
 from layerwise.statistics.arithmetic import full_precision
 from layerwise.statistics.exact_sum import ExactSum, totals
-from layerwise.statistics.watching import Product, Targets, Watch, names_of
+from layerwise.statistics.watching import Product, Targets, Watch
+from layerwise.targets import linear_names
 
 __all__ = ["SAMPLE_ROWS", "Collector", "partition"]
 
@@ -111,9 +112,9 @@ class Collector:
     ) -> None:
         self._targets = Targets(targets)
         self._needs = needs
-        self._columns = {name: weight.shape[-1] for fqn, weight in targets.items() for name in names_of(fqn, weight)}
-        self._device = {name: weight.device for fqn, weight in targets.items() for name in names_of(fqn, weight)}
-        self._linears = {fqn: names_of(fqn, weight) for fqn, weight in targets.items()}
+        self._linears = {fqn: linear_names(fqn, weight.shape) for fqn, weight in targets.items()}
+        self._columns = {name: targets[fqn].shape[-1] for fqn, names in self._linears.items() for name in names}
+        self._device = {name: targets[fqn].device for fqn, names in self._linears.items() for name in names}
         unknown = needs - {COLUMNS, LOCAL_HESSIAN, HESSIAN}
         unknown |= set(only or ()) - self._columns.keys()
         if unknown:

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Product", "Targets", "Watch", "names_of"]
+from layerwise.targets import linear_names
+
+__all__ = ["Product", "Targets", "Watch"]
 
 _PLAIN = (Tensor, Parameter)
 
@@ -45,11 +47,6 @@ _GROUPED = {
     "_grouped_mm": (0, "self", 1, "mat2"),
     "grouped_mm_fallback": (0, "input", 1, "weight"),
 }
-
-
-def names_of(fqn: str, weight: Tensor) -> list[str]:
-    """What the linears of a weight are called: its fqn, with the number of the expert in brackets for a 3-D one."""
-    return [fqn] if weight.ndim == 2 else [f"{fqn}[{expert}]" for expert in range(weight.shape[0])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +69,7 @@ class Product:
 @dataclass(frozen=True, eq=False)
 class _Target:
     fqn: str
-    names: list[str]
+    names: tuple[str, ...]
     offset: int  # elements, within the storage
     shape: tuple[int, int, int]  # experts (1 for a 2-D weight), N, K
 
@@ -93,7 +90,7 @@ class Targets:
                     "expected a plain contiguous [N, K] or [E, N, K]; gather it with unsharded() first"
                 )
             shape = (math.prod(weight.shape[:-2]), weight.shape[-2], weight.shape[-1])
-            target = _Target(fqn, names_of(fqn, weight), int(weight.storage_offset()), shape)
+            target = _Target(fqn, linear_names(fqn, weight.shape), int(weight.storage_offset()), shape)
             others = self._by_storage.setdefault(weight.untyped_storage().data_ptr(), [])
             for other in others:
                 if other.offset == target.offset:
@@ -125,7 +122,7 @@ class Targets:
         ):
             return None
         count = form.shape[0] if form.ndim == 3 else 1
-        return tuple(target.names[expert : expert + count])
+        return target.names[expert : expert + count]
 
 
 @dataclass(eq=False)

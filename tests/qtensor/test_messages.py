@@ -92,14 +92,14 @@ SHAPE_MESSAGES = {
         (64, 40),
         MXFP8,
         f"tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out "
-        "(quantize_(exclude=...), or build it outside of quantized_model_init), or "
+        "(exclude=..., or build it outside of quantized_model_init), or "
         "choose a Float8 recipe",
     ),
     "nvfp4 K": (
         (64, 40),
         NVFP4BlockScaling(),
         "tensor: shape (64, 40) has K=40, which is not a multiple of 16, as NVFP4BlockScaling(blocks='row') needs; leave this weight "
-        "out (quantize_(exclude=...), or build it outside of quantized_model_init), or choose a Float8 recipe",
+        "out (exclude=..., or build it outside of quantized_model_init), or choose a Float8 recipe",
     ),
     "scalar": ((), MXFP8, "tensor: a 0-dim tensor can not be quantized; expected [.., K]"),
     "square": (
@@ -162,7 +162,7 @@ PART_PROBLEMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "K": (
         lambda parts: parts.update(payload=parts["payload"][:, :40]),
         f"tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out "
-        "(quantize_(exclude=...), or build it outside of quantized_model_init), or "
+        "(exclude=..., or build it outside of quantized_model_init), or "
         "choose a Float8 recipe",
     ),
     "scalar": (
@@ -211,7 +211,7 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         ValueError,
         lambda: q().new_empty((64, 40)),
         f"new tensor: shape (64, 40) has K=40, which is not a multiple of 32, as {MXFP8_TEXT} needs; leave this weight out "
-        "(quantize_(exclude=...), or build it outside of quantized_model_init), or "
+        "(exclude=..., or build it outside of quantized_model_init), or "
         "choose a Float8 recipe",
     ),
     "columns": (

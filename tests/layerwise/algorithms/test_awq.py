@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Decision, Group, Inputs
 from layerwise.algorithms.awq import AWQ
-from layerwise.algorithms.clipping import local_of
+from layerwise.algorithms.clipping import local_hessian_of
 from layerwise.folding.folds import transformed
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.formats import block_multiple, format_of, row_multiple
@@ -244,7 +244,7 @@ def test_clips_that_only_look_good_block_by_block_are_dropped() -> None:
 @pytest.mark.parametrize("columns", [16, 48, 40])
 def test_the_local_hessian_lies_in_the_full_one(columns: int) -> None:
     inputs = inputs_of(torch.randn(30, columns))
-    torch.testing.assert_close(local_of(inputs.hessian), inputs.local_hessian)
+    torch.testing.assert_close(local_hessian_of(inputs.hessian), inputs.local_hessian)
 
 
 def test_columns_need_not_come_in_sixteens() -> None:

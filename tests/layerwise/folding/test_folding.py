@@ -12,27 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.algorithms.algorithm import Inputs
-from layerwise.folding.folds import (
-    ABSTAIN,
-    NO,
-    YES,
-    Fold,
-    Producer,
-    choose,
-    find_folds,
-    fold,
-    producers_of,
-    propose,
-    tolerance,
-    transformed,
-    verify,
-)
+from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify
+from layerwise.folding.probing import ABSTAIN, NO, YES, Producer, choose, producers_of, propose
 from tests.fsdp_hooks.cases import assert_same_bytes
 from tests.layerwise.explicit import inputs_of
 
 HIDDEN, WIDE = 32, 48
 DTYPES = [torch.float32, torch.bfloat16]
 Run = Callable[[], Sequence[Tensor]]
+
+
+def find_folds(
+    groups: Sequence[Sequence[str]], weights: dict[str, Tensor], producers: Sequence[Producer], run: Run
+) -> dict[int, Producer]:
+    """Index of group -> the producer its factors can be folded into, as one process sees it."""
+    return choose(propose(groups, weights, producers, run), producers)
 
 
 def _filled(layer: nn.Module, dtype: torch.dtype) -> nn.Module:

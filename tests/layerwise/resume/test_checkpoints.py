@@ -58,7 +58,7 @@ def load_windows(path: Path, group: Any = None) -> list[Any]:
     checkpoint = CalibrationCheckpoint(path, group)
     resumed = checkpoint.open(RUN)
     assert resumed is not None
-    assert (resumed.next_layer, resumed.finished, resumed.applied, resumed.remarks) == (3, False, False, ())
+    assert (resumed.next_layer, resumed.finished) == (3, False)
     assert [window.names for window in resumed.windows] == [NAMES[:2], NAMES[2:3]]
     for window, seed in zip(resumed.windows, (10, 20), strict=True):
         target = sharded(99, mesh)
@@ -136,10 +136,10 @@ def test_a_run_without_a_process_group_and_a_finished_one(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"extra of layers-00003-00003 can not be written as JSON: .*object"):
         checkpoint.save_window(3, 3, dense(3), object())
     checkpoint.finish(FINISHED)
-    for weights, applied in ((RUN.weights, False), (FINISHED, True)):
+    for weights in (RUN.weights, FINISHED):
         resumed = CalibrationCheckpoint(path).open(dataclasses.replace(RUN, weights=weights))
         assert resumed is not None
-        assert (resumed.finished, resumed.applied, resumed.next_layer) == (True, applied, 3)
+        assert (resumed.finished, resumed.next_layer) == (True, 3)
     again = CalibrationCheckpoint(path)
     again.open(RUN)
     with pytest.raises(ValueError, match="the calibration is finished"):
@@ -342,11 +342,9 @@ def test_a_record_that_names_other_directories_is_damaged(tmp_path: Path) -> Non
 def test_other_threads_are_told(tmp_path: Path) -> None:
     save_dense(tmp_path, 1)
     now = dataclasses.replace(RUN, threads=RUN.threads + 1, versions={"torch": "9.9"})
-    with pytest.warns(UserWarning, match=rf"checkpoint_dir=.*calibrated with {RUN.threads} threads, now there are"):
-        resumed = CalibrationCheckpoint(tmp_path).open(now)
-    assert resumed is not None
-    assert len(resumed.remarks) == 3
-    assert resumed.remarks[2].endswith("now it is 9.9")
+    words = rf"checkpoint_dir=.*calibrated with {RUN.threads} threads, now there are .*; .*; .*now it is 9\.9$"
+    with pytest.warns(UserWarning, match=words):
+        assert CalibrationCheckpoint(tmp_path).open(now) is not None
 
 
 def test_the_later_of_two_runs_has_the_directory(tmp_path: Path) -> None:

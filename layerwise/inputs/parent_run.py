@@ -24,11 +24,11 @@ from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, forward_o
 from layerwise.inputs.stores import Kept, is_plain, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
 
-__all__ = ["Progress", "Run"]
+__all__ = ["BatchProgress", "ParentRun"]
 
 
 @dataclass(eq=False)
-class Progress:
+class BatchProgress:
     """What is known of one batch.
 
     Attributes:
@@ -65,11 +65,11 @@ class _Sight:
     state: Any
 
 
-class Run:
+class ParentRun:
     """See the module; `number` and the layers' names are for messages."""
 
     def __init__(
-        self, progress: Progress, number: int, layers: list[tuple[str, nn.Module]], first: int, stop: int
+        self, progress: BatchProgress, number: int, layers: list[tuple[str, nn.Module]], first: int, stop: int
     ) -> None:
         self.progress, self.number, self.first, self.stop = progress, number, first, stop
         self.fqns = [fqn for fqn, _ in layers]

@@ -1,0 +1,37 @@
+"""Without data: all that Max and Mse need; under other algorithms no linear has an input, and the result says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layerwise import AWQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, SmoothQuant, calibrate
+from qtensor import NVFP4BlockScaling
+from tests.layerwise import models, small_runs
+
+BATCHES = small_runs.batches()
+
+
+def calibrated(algorithm: Any, data: Any) -> CalibrationResult:
+    model = small_runs.model_of(shard=False)
+    return calibrate(model, data, recipe=NVFP4BlockScaling(), algorithm=algorithm, progress=False)
+
+
+def bytes_of(algorithm: Any, data: Any) -> dict[str, str]:
+    return models.fingerprints(calibrated(algorithm, data).state_dict())
+
+
+@pytest.mark.parametrize("algorithm", [Max(), Mse()], ids=repr)
+def test_max_and_mse_come_to_the_same_without_data(algorithm: Any) -> None:
+    assert bytes_of(algorithm, None) == bytes_of(algorithm, BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "equal"), [(LocalHessian(), Mse()), (SmoothQuant(), Max()), (AWQ(), Max()), (GPTQ(), Max())], ids=repr
+)
+def test_others_quantize_from_the_weights_alone_and_name_every_linear(algorithm: Any, equal: Any) -> None:
+    result = calibrated(algorithm, None)
+    assert models.fingerprints(result.state_dict()) == bytes_of(equal, None)
+    assert [*result.starved] == [record.name for record in result.report.records]
+    assert len(result.starved) == 6 * small_runs.LAYERS + 1
