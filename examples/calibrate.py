@@ -129,6 +129,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     dist.init_process_group("gloo")
+    if args.eval_blocks % dist.get_world_size():
+        parser.error(f"--eval-blocks {args.eval_blocks} is not a multiple of the {dist.get_world_size()} ranks")
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = smollm2.tokenizer()
     data = smollm2.token_blocks(tokenizer, args.seq_len)[: args.batches]

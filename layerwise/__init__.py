@@ -23,6 +23,7 @@ from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.calibrate import calibrate
 from layerwise.events import Event
+from layerwise.report.report import Report
 from layerwise.result import CalibrationResult
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "LocalHessian",
     "Max",
     "Mse",
+    "Report",
     "SmoothQuant",
     "Smoothing",
     "calibrate",

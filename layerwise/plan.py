@@ -82,6 +82,7 @@ class Plan:
         stages: the layers, and last, where there are targets or no layers, what is outside.
         method: how each stage is calibrated.
         weights: brings them in.
+        static: the result holds scales of inputs.
         whole: the weights of some layer belong to a group outside of it, so the outside is held all the time.
     """
 
@@ -90,6 +91,7 @@ class Plan:
     stages: tuple[Stage, ...]
     method: Method
     weights: Weights
+    static: bool
     whole: bool
 
     def named_weights(self) -> Mapping[str, Tensor]:
@@ -153,7 +155,8 @@ def planned(  # noqa: PLR0913 - keyword-only
     if rest or not stages:
         stages.append(Stage(len(stages), "", model, modules, rest))
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
-    return Plan(model, modules, tuple(stages), method, _weights_of(model, options), _reaches_in(model, modules))
+    static, whole = options.inputs == "static", _reaches_in(model, modules)
+    return Plan(model, modules, tuple(stages), method, _weights_of(model, options), static, whole)
 
 
 def _shared(fqn: str, layer: nn.Module, uses: Mapping[int, int], in_layers: Mapping[int, int]) -> frozenset[str]:

@@ -7,6 +7,7 @@ next: under the weights from before, or under its result, whichever the next sta
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -54,6 +55,7 @@ class Run:
                 self._hold_outside()
             with alike(self.plan.method.group):
                 self.batches.take()
+            self._check_data()
             checkpoint = None
             if directory is not None:
                 checkpoint = CalibrationCheckpoint(directory, self.plan.method.group)
@@ -68,6 +70,24 @@ class Run:
                 self.observer.done()
         if checkpoint is not None and not self.finished:
             checkpoint.finish(self._digest())
+
+    def _check_data(self) -> None:
+        """Refuse or tell that no rank has a batch, where the outcome depends on batches."""
+        plan = self.plan
+        if any_of(plan.method.group, len(self.batches.recorder) > 0):
+            return
+        if plan.static:
+            raise ValueError(
+                'calibrate: inputs="static" takes scales from inputs, and no rank has a batch (an iterator that is '
+                'used up has none left); give data, or use inputs="dynamic"'
+            )
+        name = type(plan.method.algorithm).__name__
+        if plan.method.algorithm.needs:
+            warnings.warn(
+                f"calibrate: {name} fits weights to data, and no rank has a batch (an iterator that is used up "
+                "has none left); they are rounded from the weights alone",
+                stacklevel=4,
+            )
 
     # -- a stage's turn ------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ PUBLIC: dict[str, list[str]] = {
         "LocalHessian",
         "Max",
         "Mse",
+        "Report",
         "SmoothQuant",
         "Smoothing",
         "calibrate",

@@ -84,8 +84,9 @@ class Report:
         """One line a linear, as text; with `worst`, only so many, those of the lowest SNR first."""
         records = list(self.records)
         if worst is not None:
-            measured = [record for record in records if record.snr_db is not None]
-            records = sorted(measured, key=lambda record: record.snr_db or 0.0)[:worst]
+            unmeasured = math.inf  # last
+            key = [unmeasured if record.snr_db is None else record.snr_db for record in records]
+            records = [records[index] for index in sorted(range(len(records)), key=key.__getitem__)[:worst]]
         noted = {column for column in _OPTIONAL if any(getattr(record, column) is not None for record in records)}
         shown = [column for column in _COLUMNS if column not in _OPTIONAL or column in noted]
         rows = [[_cell(getattr(record, _FIELD_OF.get(column, column))) for column in shown] for record in records]

@@ -31,7 +31,17 @@ def test_max_and_mse_come_to_the_same_without_data(algorithm: Any) -> None:
     ("algorithm", "equal"), [(LocalHessian(), Mse()), (SmoothQuant(), Max()), (AWQ(), Max()), (GPTQ(), Max())], ids=repr
 )
 def test_others_quantize_from_the_weights_alone_and_name_every_linear(algorithm: Any, equal: Any) -> None:
-    result = calibrated(algorithm, None)
+    with pytest.warns(UserWarning, match=f"{type(algorithm).__name__} fits weights to data, and no rank has a batch"):
+        result = calibrated(algorithm, None)
     assert models.fingerprints(result.state_dict()) == bytes_of(equal, None)
     assert [*result.starved] == [record.name for record in result.report.records]
     assert len(result.starved) == 6 * small_runs.LAYERS + 1
+
+
+def test_scales_of_inputs_are_not_made_up() -> None:
+    """The model is as it was."""
+    model = small_runs.model_of(shard=False)
+    before = small_runs.state_of(model)
+    with pytest.raises(ValueError, match='inputs="static" takes scales from inputs, and no rank has a batch'):
+        calibrate(model, iter(()), recipe=NVFP4BlockScaling(), inputs="static")
+    assert small_runs.state_of(model) == before
