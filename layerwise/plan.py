@@ -133,6 +133,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     watched: bool,
 ) -> Plan:
     """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
+    _check_spanned(model, group)
     named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
     targets = find_targets(model, options.recipe, include, exclude)
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
@@ -157,6 +158,22 @@ def planned(  # noqa: PLR0913 - keyword-only
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
     static, whole = options.inputs == "static", _reaches_in(model, modules)
     return Plan(model, modules, tuple(stages), method, _weights_of(model, options), static, whole)
+
+
+def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError where ranks hold shards and take no part, for they would decide otherwise, or wait forever."""
+    own = {0} if group is None else set(dist.get_process_group_ranks(group))
+    meshes: dict[Any, str] = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            meshes.setdefault(param.device_mesh, name)
+    for mesh, name in meshes.items():
+        missing = sorted({*mesh.mesh.flatten().tolist()} - own)
+        if missing:
+            raise ValueError(
+                f"calibrate: {name} is sharded over ranks that are not in process_group: {missing}; give the group of "
+                "all ranks that hold the model"
+            )
 
 
 def _shared(fqn: str, layer: nn.Module, uses: Mapping[int, int], in_layers: Mapping[int, int]) -> frozenset[str]:

@@ -51,7 +51,7 @@ class Run:
         """Go through all stages, from the first that `directory` does not have."""
         weights = {} if directory is None else self._digest()
         with self.outside:
-            if self.batches.needs_model:
+            if any_of(self.plan.method.group, self.batches.needs_model):  # a rank without data may give none
                 self._hold_outside()
             with alike(self.plan.method.group):
                 self.batches.take()

@@ -239,3 +239,39 @@ def test_a_saved_result_is_loaded_into_a_quantized_model_on_another_number_of_ra
         dtype, found = loaded[name]
         assert dtype == tensor.dtype, name
         np.testing.assert_array_equal(found, bits(tensor), err_msg=name)
+
+
+# -- which ranks take part ---------------------------------------------------------------------------------------------
+
+
+def _with_own_data(kind: str) -> dict[str, float | None]:
+    """The largest input of each linear, where the second rank has no data."""
+    net, ids = sharded(2), batches(2)
+
+    def loop(model: nn.Module) -> None:
+        for one in ids:
+            model(one)
+
+    first = loop if kind == "loop" else ids
+    result = calibrate(net, first if dist.get_rank() == 0 else None, recipe=RECIPE, progress=False)
+    return {record.name: record.input_amax for record in result.report.records}
+
+
+def test_a_rank_without_data_needs_no_loop() -> None:
+    (lists, loops), others = run_ranks_each(2, ["list", "loop"], _with_own_data)
+    assert lists == loops
+    assert others == [lists, loops]
+    assert None not in lists.values()
+
+
+def _with_part_of_the_ranks() -> str:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with pytest.raises(ValueError, match="calibrate: ") as refused:
+        calibrate(sharded(2), batches(1), recipe=RECIPE, process_group=alone, progress=False)
+    return str(refused.value)
+
+
+def test_a_group_without_all_ranks_that_hold_the_model_is_refused() -> None:
+    text = "calibrate: embed.weight is sharded over ranks that are not in process_group: [{}]; give the group of all"
+    for rank, found in enumerate(run_ranks(2, _with_part_of_the_ranks)):
+        assert found.startswith(text.format(1 - rank))
