@@ -4,6 +4,7 @@
     on_all     every rank takes the step; all get all values, or the error of the first rank that failed
     alike      a block without collectives that may raise on some ranks
     any_of     whether something holds on any rank
+    check_same whether all ranks have the same value
 
 An error that only one rank sees (a full disk, a batch of its own) would leave the others in their next collective.
 A group of None is the default group for `on_first` and `on_all` (this process alone where there is none), and this
@@ -17,8 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["alike", "any_of", "device_of", "is_first", "on_all", "on_first", "rank_of", "ranks_of"]
+__all__ = ["alike", "any_of", "check_same", "device_of", "is_first", "on_all", "on_first", "rank_of", "ranks_of"]
 
 T = TypeVar("T")
 KEPT = (ValueError, FileNotFoundError, PermissionError, OSError, TypeError)  # types that reach the other ranks
@@ -132,6 +134,19 @@ def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT00
     found = torch.tensor(int(holds), device=device_of(group))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return bool(found)
+
+
+def check_same(group: dist.ProcessGroup | None, value: Tensor, what: str) -> None:
+    """Raise RuntimeError on all ranks where they hold different values of an int64 [], such as a digest."""
+    if group is None:
+        return
+    both = torch.stack([value, -value]).to(device_of(group))
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    if int(both[0]) != -int(both[1]):
+        raise RuntimeError(
+            f"{what} came out differently on different ranks, so shards of one weight would not fit together. Nothing "
+            "of it was stored; let all ranks have the same hardware, versions and number of threads"
+        )
 
 
 def _failed(error: Exception, where: str = "") -> _Failed:

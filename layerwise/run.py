@@ -130,12 +130,13 @@ class Run:
                 self.batches.recorder.prepare(stage.index)
         elif not self.plan.whole and self.plan.stages[-1].name:
             self._release_outside()
+        at_rest = {name: param.dtype for name, param in stage.params().items()}
         if stage.name:
             self._enter(turn, stage.module)
         else:
             self._hold_outside()
         turn.enter_context(working(stage.targets))
-        gathered = {target.param.dtype for target in stage.targets if target.param.dtype != target.dtype}
+        gathered = {param.dtype for name, param in stage.params().items() if param.dtype != at_rest[name]}
         return self.batches.passes(stage, next(iter(gathered), None))
 
     def _end(self, stage: Stage) -> None:

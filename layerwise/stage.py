@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_hooks.digest import digest
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
-from layerwise.alike import alike
+from layerwise.alike import alike, check_same
 from layerwise.folding.places import Known, Pair, identity
 from layerwise.folding.smoothing import Smoothed, smooth, smooths
 from layerwise.guard import Guard
@@ -149,6 +150,8 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
         quantizers, weights = _round(stage, decisions, method.recipe)
         for target in stage.targets:
             target.param.data.copy_(weights[target.name].dequantize())
+    parts = [part for weight in weights.values() for part in weight.parts().values()]
+    check_same(method.group, digest(parts) if parts else torch.tensor(0), f"calibrate: {stage.name or 'the model'}")
     installed = stage.guard(watched=method.watched)
     tell("write")
     with alike(method.group):

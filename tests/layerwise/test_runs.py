@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from layerwise import GPTQ, SmoothQuant, calibrate
+from layerwise import GPTQ, Max, SmoothQuant, calibrate
 from layerwise.resume.checkpoints import CalibrationCheckpoint
-from qtensor import NVFP4BlockScaling
+from qtensor import Float8CurrentScaling, NVFP4BlockScaling
 from tests.layerwise.small_runs import Case, Model, batches, bytes_of, found, model_of, own, run
 from tests.ranks import run_ranks, run_ranks_catching
 
@@ -103,6 +104,41 @@ def cut_by_columns() -> None:
 def test_tensor_parallelism_alone_is_refused_by_name() -> None:
     message = "ValueError: calibrate: layers.0.up_proj.weight is a DTensor without FSDP: tensor parallelism is not"
     assert all(error.startswith(message) for error in run_ranks_catching(2, cut_by_columns))
+
+
+class Differs(Max):
+    """Decides by itself on each rank."""
+
+    def decide(self, group: Any, recipe: Any) -> Any:
+        decisions = super().decide(group, recipe)
+        if dist.get_rank():
+            decisions[0].quantizer["amax"].mul_(2)
+        return decisions
+
+
+def decided_apart() -> None:
+    run(model_of(), Case(algorithm=Differs(), recipe=Float8CurrentScaling()))
+
+
+def test_ranks_that_come_to_different_weights_are_refused() -> None:
+    message = "RuntimeError: calibrate: layers.0 came out differently on different ranks, so shards of one weight would"
+    assert all(error.startswith(message) for error in run_ranks_catching(2, decided_apart))
+
+
+def in_mixed_precision(*excluded: str) -> list[str]:
+    case = Case(dtype=torch.float32)
+    model = model_of(case, shard=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model)
+    return list(run(model, case, exclude=excluded).state_dict())
+
+
+def test_layers_without_a_target_get_inputs_in_the_dtype_they_are_gathered_in() -> None:
+    for names in run_ranks(2, in_mixed_precision, "layers.0.*", "lm_head"):
+        assert not any(name.startswith("layers.0.") for name in names)
+        assert len(names) == 6 * 2
 
 
 def test_it_runs_where_inference_mode_is_on() -> None:
