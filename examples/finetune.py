@@ -40,13 +40,15 @@ RECIPES: dict[str, Any] = {
 }
 
 
-def sharded_model(recipe: Any) -> LlamaForCausalLM:
+def sharded_model(recipe: Any, layers: int | None) -> LlamaForCausalLM:
     """An unmodified transformers model, its linear weights quantized, one FSDP group a decoder layer; no bytes yet."""
+    config = smollm2.config()
+    config.num_hidden_layers = layers or config.num_hidden_layers
     quantized = qt.quantized_model_init(
         recipe or RECIPES["mxfp8"], enabled=recipe is not None, preserve_high_precision_init_val=True
     )
     with torch.device("meta"), quantized:
-        model = LlamaForCausalLM(smollm2.config()).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -135,13 +137,14 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=4)
     parser.add_argument("--eval-blocks", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--layers", type=int, help="only so many of the model's, to try things out")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", help="checkpoint to resume from")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    model = sharded_model(RECIPES[args.recipe])
+    model = sharded_model(RECIPES[args.recipe], args.layers)
     gathers = CountingAllGather.attach(model)
     if args.resume is None:
         load_pretrained(model)

@@ -56,9 +56,11 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--eval-blocks", type=int, default=4)
     parser.add_argument("--resumed-steps", type=int, default=3, help="steps after the checkpoint, on the single rank")
+    parser.add_argument("--layers", type=int, help="only so many of the model's, to try things out")
     parser.add_argument("--out", type=Path, default=ROOT / "runs")
     args = parser.parse_args()
-    sizes = ("--seq-len", str(args.seq_len), "--eval-blocks", str(args.eval_blocks))
+    sizes = ["--seq-len", str(args.seq_len), "--eval-blocks", str(args.eval_blocks)]
+    sizes += ["--layers", str(args.layers)] if args.layers else []
     steps = ("--steps", str(args.steps), *sizes)
     console = Console()
     shutil.rmtree(args.out, ignore_errors=True)
