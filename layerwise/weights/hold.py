@@ -8,7 +8,7 @@ Inside `hold` and `working` every target is a plain dense parameter, whatever it
 dequantized into a working copy, and gets its calibrated bytes afterwards (shards.py).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -107,7 +107,8 @@ class Resident:
         """Moves the stage there and back; Parameter objects stay the same. After an exception its values do, too."""
         owners = modules_of(module, without).values()
         places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
-        tensors = {id(tensor): tensor for owner in owners for tensor in tensors_of(owner) if self._moves(owner, tensor)}
+        tables = {id(owner.weight) for owner in owners if isinstance(owner, nn.Embedding)}
+        tensors = {id(one): one for owner in owners for one in tensors_of(owner) if self._moves(one, tables)}
         homes = {key: tensor.data for key, tensor in tensors.items()}
         with self._quantized_there(owners):
             for key, tensor in tensors.items():
@@ -124,10 +125,10 @@ class Resident:
                 for key, tensor in tensors.items():
                     tensor.data = homes[key]
 
-    def _moves(self, owner: nn.Module, tensor: Tensor) -> bool:
-        """Whether a stage gets a copy: not where a table that is only looked up is on the device already."""
+    def _moves(self, tensor: Tensor, tables: Container[int]) -> bool:
+        """Whether a stage gets a copy: not of a table that is looked up in, where that is on the device already."""
         there = self.device in (None, tensor.device)
-        return not isinstance(tensor, QuantizedTensor) and not (isinstance(owner, nn.Embedding) and there)
+        return not isinstance(tensor, QuantizedTensor) and not (id(tensor) in tables and there)
 
     @contextmanager
     def _quantized_there(self, owners: Iterable[nn.Module]) -> Iterator[None]:
