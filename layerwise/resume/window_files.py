@@ -34,12 +34,20 @@ def write_window(directory: Path, state: Mapping[str, Any], group: dist.ProcessG
         RuntimeError: some rank failed; the same text on all of them.
     """
     with _alike(), _quiet():
-        metadata = dcp.save(dict(state), checkpoint_id=directory, planner=QuantizedSavePlanner(), process_group=group)
-    # Not a listing of the directory: what other ranks have made may show up there later.
-    files = sorted({str(info.relative_path) for info in metadata.storage_data.values()} | {".metadata"})
+        dcp.save(dict(state), checkpoint_id=directory, planner=QuantizedSavePlanner(), process_group=group)
+    files = on_first(group, lambda: _named_files(directory))
     own = [name for name in files if _writer(name) % ranks_of(group) == rank_of(group)]
     told = on_all(group, lambda: {name: _summary(directory / name) for name in own})
     return {name: summary for part in told for name, summary in part.items()}
+
+
+def _named_files(directory: Path) -> list[str]:
+    """The files of a checkpoint, as its metadata name them (in torch 2.11 those that dcp.save returns do not).
+
+    Not a listing of the directory: what other ranks have made may show up there later.
+    """
+    stored = SafeFileSystemReader(directory).read_metadata().storage_data or {}
+    return sorted({str(info.relative_path) for info in stored.values()} | {".metadata"})
 
 
 def read_window(directory: Path, targets: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
