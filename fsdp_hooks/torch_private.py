@@ -4,11 +4,11 @@ Each has its reason beside it, and `tests/test_torch_private.py` fails when upst
 the packages may import a torch name that starts with an underscore.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
@@ -26,6 +26,7 @@ __all__ = [
     "dtensor_around",
     "dtensor_like",
     "flatten_state_dict",
+    "hook_tables",
     "is_tracing",
     "make_wrapper",
     "set_element",
@@ -94,3 +95,22 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     tensor anew and keeps an order of shards that placements alone do not tell.
     """
     return DTensor(local, like._spec, requires_grad=False)
+
+
+_HOOK_TABLES = (
+    "forward_pre_hooks",
+    "forward_pre_hooks_with_kwargs",
+    "forward_hooks",
+    "forward_hooks_with_kwargs",
+    "forward_hooks_always_called",
+)
+
+
+def hook_tables(module: nn.Module) -> dict[str, MutableMapping[int, Any]]:
+    """The registries of a module's own forward hooks, live, by name without the underscore.
+
+    Hooks can be registered, and removed by whoever registered them, but not listed. Calibration calls layers with all
+    hooks but FSDP's, and takes back those that a model registers while its layers are away. A table
+    `.._with_kwargs` has the keys of the hooks that take keyword arguments.
+    """
+    return {name: vars(module)[f"_{name}"] for name in _HOOK_TABLES}

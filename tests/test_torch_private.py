@@ -19,12 +19,13 @@ from fsdp_hooks import torch_private
 from tests.ranks import run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
-PACKAGES = ("fsdp_hooks", "qtensor", "dcp_adapters")
+PACKAGES = ("fsdp_hooks", "qtensor", "dcp_adapters", "layerwise")
 ALLOWED_FILE = "fsdp_hooks/torch_private.py"
 
 # Underscored attributes of torch's objects that other files use, and why that is no bet on torch's insides.
 ATTRIBUTES = {
     "_parameters": "nn.Module's registry, the only place where a parameter can be exchanged",
+    "_buffers": "the same for buffers",
     "_version": "the version counter that the autograd notes describe",
 }
 
@@ -229,3 +230,25 @@ def test_attributes_of_other_objects_are_still_there() -> None:
     with torch.no_grad():
         linear.weight.zero_()
     assert linear.weight._version == version + 1
+
+
+def test_hook_tables_are_the_live_registries_of_forward_hooks() -> None:
+    module = torch.nn.Linear(2, 2)
+    before = {name: set(table) for name, table in torch_private.hook_tables(module).items()}
+    assert all(not keys for keys in before.values())
+    pre = module.register_forward_pre_hook(lambda *args: None, with_kwargs=True)
+    post = module.register_forward_hook(lambda *args: None, always_call=True)
+    tables = torch_private.hook_tables(module)
+    assert {name: set(table) for name, table in tables.items()} == {
+        "forward_pre_hooks": {pre.id},
+        "forward_pre_hooks_with_kwargs": {pre.id},
+        "forward_hooks": {post.id},
+        "forward_hooks_with_kwargs": set(),
+        "forward_hooks_always_called": {post.id},
+    }
+    tables["forward_hooks"].clear()
+    called: list[int] = []
+    module.register_forward_hook(lambda *args: called.append(1))
+    tables["forward_hooks"].clear()
+    module(torch.zeros(1, 2))
+    assert called == []

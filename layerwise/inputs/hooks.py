@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_hooks.torch_private import hook_tables
+
 __all__ = ["called"]
 
 FSDP = "torch.distributed.fsdp."
@@ -16,14 +18,14 @@ FSDP = "torch.distributed.fsdp."
 
 def called(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What `layer(*args, **kwargs)` returns, its forward hooks included, but for those of FSDP."""
-    for hook, with_kwargs in _hooks(layer, "_forward_pre_hooks"):
+    for hook, with_kwargs in _hooks(layer, "forward_pre_hooks"):
         changed = hook(layer, args, kwargs) if with_kwargs else hook(layer, args)
         if changed is not None and with_kwargs:
             args, kwargs = changed
         elif changed is not None:
             args = changed if isinstance(changed, tuple) else (changed,)
     output = layer.forward(*args, **kwargs)
-    for hook, with_kwargs in _hooks(layer, "_forward_hooks"):
+    for hook, with_kwargs in _hooks(layer, "forward_hooks"):
         changed = hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
         output = output if changed is None else changed
     return output
@@ -31,9 +33,9 @@ def called(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def _hooks(layer: nn.Module, kind: str) -> list[tuple[Any, bool]]:
     """Each hook of a kind in its order, and whether it gets keyword arguments."""
-    with_kwargs = vars(layer)[f"{kind}_with_kwargs"]
-    hooks = vars(layer)[kind].items()
-    return [(hook, key in with_kwargs) for key, hook in hooks if not _of_fsdp(hook)]
+    tables = hook_tables(layer)
+    with_kwargs = tables[f"{kind}_with_kwargs"]
+    return [(hook, key in with_kwargs) for key, hook in tables[kind].items() if not _of_fsdp(hook)]
 
 
 def _of_fsdp(hook: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_hooks.torch_private import hook_tables
 from layerwise.inputs.stores import is_dense, is_plain
 
 __all__ = ["EarlyStop", "Escape", "Placeholder", "StandIn", "TensorSpec", "forward_of", "swapped"]
@@ -159,26 +160,16 @@ def swapped(
 
 # What modules set up in their first forward they would have set up without their layers, and never again: transformers
 # installs the hooks that collect router logits that way. So new attributes and new hooks do not outlast the stand-ins.
-HOOKS: tuple[str, ...] = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-)
-HOOKS += ("_forward_hooks_always_called",)
-
-
 def _set_up(module: nn.Module) -> dict[str, set[Any]]:
-    return {"": set(vars(module)), **{name: set(vars(module)[name]) for name in HOOKS}}
+    return {"": set(vars(module)), **{name: set(table) for name, table in hook_tables(module).items()}}
 
 
 def _undo(module: nn.Module, before: dict[str, set[Any]]) -> None:
     for name in set(vars(module)) - before[""]:
         delattr(module, name)
-    for name in HOOKS:
-        hooks = vars(module)[name]
-        for key in set(hooks) - before[name]:
-            del hooks[key]
+    for name, table in hook_tables(module).items():
+        for key in set(table) - before[name]:
+            del table[key]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import Inputs
+from layerwise.alike import device_of
 from layerwise.inputs.structure import flatten
 from layerwise.report.report import LinearReport, decibels
 from layerwise.statistics.collector import Collector
@@ -86,8 +87,7 @@ class Yardstick:
                     energies[name] = _energies(self.products[name], _product(self.rows[name], weight))
         together = torch.stack([self.energies, *energies.values()])  # [1 + linears, 2]
         if group is not None:
-            device = self.targets[0].param.device if self.targets else together.device
-            together = together.to(device)
+            together = together.to(device_of(group))
             dist.all_reduce(together, group=group)
         inputs = {name: statistics for own, statistics in groups for name in own}
         snr = [decibels(signal, noise) if signal else None for signal, noise in together.tolist()]

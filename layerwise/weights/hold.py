@@ -104,16 +104,19 @@ class Resident:
 
     @contextmanager
     def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Moves the stage there and back; Parameter objects stay the same. After an exception its values do, too."""
+        """Moves the stage there and back; Parameter objects stay the same.
+
+        After an exception the values are those before, too, but for what a callback wrote into an embedding's table.
+        """
         owners = modules_of(module, without).values()
         places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
         tables = {id(owner.weight) for owner in owners if isinstance(owner, nn.Embedding)}
         tensors = {id(one): one for owner in owners for one in tensors_of(owner) if self._moves(one, tables)}
         homes = {key: tensor.data for key, tensor in tensors.items()}
         with self._quantized_there(owners):
-            for key, tensor in tensors.items():
-                tensor.data = homes[key].to(self.device or tensor.device, copy=True)
             try:
+                for key, tensor in tensors.items():
+                    tensor.data = homes[key].to(self.device or tensor.device, copy=True)
                 yield
                 for owner, name, param in places:
                     _take_replacement(owner, name, param)
