@@ -28,6 +28,7 @@ __all__ = [
     "flatten_state_dict",
     "hook_tables",
     "is_tracing",
+    "is_watched",
     "make_wrapper",
     "set_element",
     "tree_map",
@@ -58,6 +59,14 @@ def is_tracing() -> bool:
     torch.compiler.is_compiling() says so from torch 2.13 on; before, it is False to eager code that a tracer calls.
     """
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+def is_watched() -> bool:
+    """Whether a TorchDispatchMode (a flop counter, selective checkpointing) or torch.func sees every operation.
+
+    torch.compile gives up under them, and marks the function as one never to be compiled again.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def make_wrapper(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_hooks import torch_private
 from tests.ranks import run_ranks
@@ -252,3 +253,19 @@ def test_hook_tables_are_the_live_registries_of_forward_hooks() -> None:
     tables["forward_hooks"].clear()
     module(torch.zeros(1, 2))
     assert called == []
+
+
+def test_is_watched_sees_dispatch_modes_and_function_transforms():
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.is_watched())
+        return x
+
+    look(torch.ones(2))
+    with FlopCounterMode(display=False):
+        look(torch.ones(2))
+    torch.vmap(look)(torch.ones(2))
+    torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
+    look(torch.ones(2))
+    assert seen == [False, True, True, True, False]

@@ -1,0 +1,125 @@
+"""Pure tensor functions that run eagerly or compiled, with the same bytes either way.
+
+A `Kernel` is one definition in torch ops. Large inputs run it compiled by inductor (C++ on the CPU, Triton on a GPU),
+which fuses what eager ops do in a dozen passes over memory; small ones run it as it stands, since a compiled call has to
+check its guards first. Which of the two is a policy of the process, `use_kernels`:
+
+    auto       compiled from COMPILED_FROM elements on; eager below, inside somebody else's torch.compile (whose graph
+               the definition joins), under a TorchDispatchMode, on devices without a compiler, and for good once a
+               compilation failed, with one warning
+    compiled   compiled wherever that is possible, and a failed compilation raises
+    eager      never compiled
+
+Every kernel has a code object of its own, and with it dynamo's cache and limit of recompilations. Shapes are dynamic:
+one compilation serves all, besides those that torch treats as special (dims of size 1). Compiled code lands in
+inductor's cache on disk, so another process, or rank, finds it there.
+"""
+
+import os
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.torch_private import is_tracing, is_watched
+
+__all__ = ["Kernel", "use_kernels"]
+
+MODES = ("auto", "compiled", "eager")
+COMPILED_FROM = 2**18  # elements
+COMPILED_ON = frozenset({"cpu", "cuda", "xpu"})
+VARIABLE = "QTENSOR_KERNELS"
+
+
+class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
+    """Choose, for this process, whether numeric kernels are compiled; the bytes are the same.
+
+        use_kernels("eager")            # from here on
+        with use_kernels("compiled"):   # until the end of the block
+            ...
+
+    Args:
+        mode: "auto" (large tensors, where there is a compiler; the default), "compiled" (all, and a failing compiler
+            raises) or "eager". The environment variable QTENSOR_KERNELS says with which of them a process begins.
+
+    Raises:
+        ValueError: another mode.
+    """
+
+    _mode = "auto"
+
+    def __init__(self, mode: str) -> None:
+        if mode not in MODES:
+            raise ValueError(f"use_kernels({mode!r}): expected one of {', '.join(map(repr, MODES))}")
+        self._before = use_kernels._mode
+        use_kernels._mode = mode
+
+    def __enter__(self) -> None:
+        """The mode holds already."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Back to the mode before."""
+        use_kernels._mode = self._before
+
+
+def _begin_as_told() -> None:
+    mode = os.environ.get(VARIABLE, "auto")
+    if mode not in MODES:
+        raise ValueError(f"{VARIABLE}={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+    use_kernels._mode = mode  # noqa: SLF001 - of this module
+
+
+_begin_as_told()
+
+
+class Kernel:
+    """One function of plain tensors, called eager or compiled.
+
+    Args:
+        fn: takes tensors, the large one first, and returns tensors; no side effects.
+        name: tells kernels apart in profiles and logs.
+    """
+
+    failed: Exception | None = None  # of any kernel: the compiler does not work here
+
+    def __init__(self, fn: Callable[..., Any], name: str) -> None:
+        code = fn.__code__.replace(co_name=name)
+        self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Fn(*args)."""
+        if not self._compiles(args):
+            return self.eager(*args)
+        if self._compiled is None:
+            self._compiled = torch.compile(self.eager, dynamic=True, fullgraph=True)
+        with torch.no_grad():  # one grad mode, or dynamo compiles for each
+            return self._run(self._compiled, args)
+
+    def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if use_kernels._mode == "compiled":  # noqa: SLF001 - of this module
+            return compiled(*args)
+        try:
+            return compiled(*args)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the eager call tells if it is the input
+            result = self.eager(*args)
+            Kernel.failed = error
+            warnings.warn(
+                f"torch.compile failed on {self.eager.__name__} ({type(error).__name__}), so quantization kernels run "
+                f"eagerly from here on: the same bytes, several times slower. {VARIABLE}=compiled shows the error, "
+                f"{VARIABLE}=eager silences this.",
+                stacklevel=3,
+            )
+            return result
+
+    def _compiles(self, args: tuple[Any, ...]) -> bool:
+        mode, large = use_kernels._mode, args[0]  # noqa: SLF001 - of this module
+        if mode == "eager" or (mode == "auto" and (large.numel() < COMPILED_FROM or Kernel.failed is not None)):
+            return False
+        if large.device.type not in COMPILED_ON or large.numel() == 0 or is_tracing() or is_watched():
+            return False
+        # subclasses are somebody's way of watching or faking: FakeTensor, functional tensors
+        return all(type(arg) is Tensor for arg in args if isinstance(arg, Tensor))
