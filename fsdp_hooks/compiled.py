@@ -1,8 +1,8 @@
 """Pure tensor functions that run eagerly or compiled, with the same bytes either way.
 
 A `Kernel` is one definition in torch ops. Large inputs run it compiled by inductor (C++ on the CPU, Triton on a GPU),
-which fuses what eager ops do in a dozen passes over memory; small ones run it as it stands, since a compiled call has to
-check its guards first. Which of the two is a policy of the process, `use_kernels`:
+which fuses what eager ops do in a dozen passes over memory; small ones run it as it stands, since a compiled call
+checks its guards first. Which of the two is a policy of the process, `use_kernels`:
 
     auto       compiled from COMPILED_FROM elements on; eager below, inside somebody else's torch.compile (whose graph
                the definition joins), under a TorchDispatchMode, on devices without a compiler, and for good once a
@@ -19,7 +19,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,27 +49,27 @@ class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
         ValueError: another mode.
     """
 
-    _mode = "auto"
+    mode: ClassVar[str] = "auto"
 
     def __init__(self, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"use_kernels({mode!r}): expected one of {', '.join(map(repr, MODES))}")
-        self._before = use_kernels._mode
-        use_kernels._mode = mode
+        self._before = use_kernels.mode
+        use_kernels.mode = mode
 
     def __enter__(self) -> None:
         """The mode holds already."""
 
     def __exit__(self, *exception: object) -> None:
         """Back to the mode before."""
-        use_kernels._mode = self._before
+        use_kernels.mode = self._before
 
 
 def _begin_as_told() -> None:
     mode = os.environ.get(VARIABLE, "auto")
     if mode not in MODES:
         raise ValueError(f"{VARIABLE}={mode!r}: expected one of {', '.join(map(repr, MODES))}")
-    use_kernels._mode = mode  # noqa: SLF001 - of this module
+    use_kernels.mode = mode
 
 
 _begin_as_told()
@@ -100,7 +100,7 @@ class Kernel:
             return self._run(self._compiled, args)
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if use_kernels._mode == "compiled":  # noqa: SLF001 - of this module
+        if use_kernels.mode == "compiled":
             return compiled(*args)
         try:
             return compiled(*args)
@@ -116,7 +116,7 @@ class Kernel:
             return result
 
     def _compiles(self, args: tuple[Any, ...]) -> bool:
-        mode, large = use_kernels._mode, args[0]  # noqa: SLF001 - of this module
+        mode, large = use_kernels.mode, args[0]
         if mode == "eager" or (mode == "auto" and (large.numel() < COMPILED_FROM or Kernel.failed is not None)):
             return False
         if large.device.type not in COMPILED_ON or large.numel() == 0 or is_tracing() or is_watched():
