@@ -28,8 +28,9 @@ from dcp_adapters.manifest import TensorEntry
 from dcp_adapters.write_items import Box, box_of, part_box
 from fsdp_hooks.scale_sync import groups_sharing, local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
+from qtensor import kernels
 from qtensor.blocks import canonical_nan
-from qtensor.formats import PartSpec, block_multiple, format_of, row_multiple, specs_of
+from qtensor.formats import PartSpec, block_multiple, row_multiple, specs_of
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["Conversion", "narrowed", "widened"]
@@ -138,9 +139,7 @@ class Conversion:
         self.inputs.clear()
 
     def _write_quantized(self, q: QuantizedTensor, values: Tensor, amax: Tensor | None) -> None:
-        fmt = format_of(q.recipe)
-        agreed = fmt.shared_amax(values, q.recipe) if amax is None else amax.view_as(q.shared_scale())
-        parts = fmt.encode(values, q.recipe, agreed)
+        parts = kernels.encode(values, q.recipe, None if amax is None else amax.view_as(q.shared_scale()))
         specs = {spec.name: spec for spec in specs_of(q.recipe)}
         own = {
             name: narrowed(part, part_box(specs[name], *self.values), part_box(specs[name], *self.box))
@@ -166,7 +165,7 @@ class Conversion:
         if self.source is None:
             return self.inputs[self.name].float()
         parts = {spec.name: self.inputs[entry] for entry, spec in self._entries()}
-        return format_of(self.source.recipe).decode(parts, self.source.recipe)
+        return kernels.decode(parts, self.source.recipe, torch.float32)
 
 
 def widened(box: Box, shape: Sequence[int], *, rows: int = 1, columns: int = 1) -> Box:

@@ -92,12 +92,23 @@ class Kernel:
 
     def __call__(self, *args: Any) -> Any:
         """Fn(*args)."""
-        if not self._compiles(args):
+        # subclasses among the arguments are somebody's way of watching or faking tensors
+        if not self.compiles(args[0]) or any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args):
             return self.eager(*args)
         if self._compiled is None:
             self._compiled = torch.compile(self.eager, dynamic=True, fullgraph=True)
         with torch.no_grad():  # one grad mode, or dynamo compiles for each
             return self._run(self._compiled, args)
+
+    @staticmethod
+    def compiles(large: Tensor) -> bool:
+        """Whether a call with this as its large argument runs compiled, under the policy of now."""
+        mode = use_kernels.mode
+        if mode == "eager" or (mode == "auto" and (large.numel() < COMPILED_FROM or Kernel.failed is not None)):
+            return False
+        if large.device.type not in COMPILED_ON or large.numel() == 0 or type(large) is not Tensor:
+            return False
+        return not is_tracing() and not is_watched()
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if use_kernels.mode == "compiled":
@@ -114,12 +125,3 @@ class Kernel:
                 stacklevel=3,
             )
             return result
-
-    def _compiles(self, args: tuple[Any, ...]) -> bool:
-        mode, large = use_kernels.mode, args[0]
-        if mode == "eager" or (mode == "auto" and (large.numel() < COMPILED_FROM or Kernel.failed is not None)):
-            return False
-        if large.device.type not in COMPILED_ON or large.numel() == 0 or is_tracing() or is_watched():
-            return False
-        # subclasses are somebody's way of watching or faking: FakeTensor, functional tensors
-        return all(type(arg) is Tensor for arg in args if isinstance(arg, Tensor))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.scale_sync import SharesScales
+from qtensor import kernels
 from qtensor.formats import format_of, shares_scale_along
 
 __all__ = ["AgreedScales"]
@@ -41,16 +42,16 @@ class AgreedScales(SharesScales):
 
         With a preserved initial value this is the quantization of the full tensor's value, bit for bit.
         """
-        fmt, scale = format_of(self.recipe), self.shared_scale()
+        scale = self.shared_scale()
         claimed, amax, largest, smallest = (
             piece.view_as(scale) for piece in agreed[: 4 * scale.numel()].split(scale.numel())
         )
         same = largest == -smallest
         if self.init_value is not None:
-            new = fmt.encode(self.init_value.float(), self.recipe, amax)
+            new = kernels.encode(self.init_value, self.recipe, amax)
         else:
             claimed = torch.where(claimed > 0, claimed, torch.ones_like(claimed))
-            new = fmt.adopt(self.decoded(torch.float32), self.recipe, claimed)
+            new = format_of(self.recipe).adopt(self.decoded(torch.float32), self.recipe, claimed)
             same = same | (scale == claimed)
         parts = self.parts()
         for name, value in new.items():

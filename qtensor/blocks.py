@@ -1,8 +1,11 @@
 """Arithmetic shared by the formats: finite amax, square blocks, powers of two by their bits.
 
-Everything here is elementwise or a reduction in fp32, in torch ops that give the same bytes eager and compiled.
+Everything here is elementwise or a reduction in fp32, in torch ops that give the same bytes eager and compiled, and of
+which inductor makes vector code: a comparison with infinity where isfinite and nan_to_num would become a scalar loop.
 Divisions are tensor by tensor: `448.0 / t` is computed by torch as reciprocal(t) * 448 and rounds twice.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,8 +14,10 @@ __all__ = [
     "FLT_MAX",
     "MULTIPLES",
     "canonical_nan",
+    "finite",
     "finite_amax",
     "finite_magnitude",
+    "held_broken",
     "nearest",
     "power_of_two_floor",
     "quotient",
@@ -27,12 +32,27 @@ MULTIPLES = tuple(0.25 + 3.75 * i / 38 for i in range(38, -1, -1))  # of an amax
 
 def quotient(numerator: float, denominator: Tensor) -> Tensor:
     """Numerator / denominator rounded once, inf where the denominator is 0 or tiny."""
+    if denominator.is_cuda and torch.compiler.is_compiling():
+        # Triton's fp32 division is off by an ulp or two; of an fp64 quotient of fp32 numbers the nearest fp32 is exact
+        wide = denominator.double()
+        return (torch.full_like(wide, numerator) / wide).to(denominator.dtype)
     return torch.full_like(denominator, numerator) / denominator
+
+
+def finite(x: Tensor) -> Tensor:
+    """Where x is neither NaN nor infinite, bool."""
+    return x.abs() < math.inf
 
 
 def finite_magnitude(x: Tensor) -> Tensor:
     """|x|, with 0 in place of NaN and infinities (so that a reduction sees the finite elements only)."""
-    return torch.nan_to_num(x.abs(), nan=0.0, posinf=0.0)
+    magnitude = x.abs()
+    return torch.where(magnitude < math.inf, magnitude, 0.0)
+
+
+def held_broken(whole: Tensor) -> Tensor:
+    """[.., blocks, block] of `finite` -> fp32 [.., blocks]: 1 for a block with an element that is not, else 0."""
+    return torch.where(whole, 0.0, 1.0).to(torch.float32).amax(dim=-1)
 
 
 def finite_amax(x: Tensor) -> Tensor:
@@ -87,4 +107,4 @@ def nearest(scaled: Tensor, largest: float, eps: float, smallest_normal: float) 
 
 def canonical_nan(x: Tensor) -> Tensor:
     """Every NaN replaced by the default one (0x7FC00000): backends convert the NaN of float8 to different ones."""
-    return torch.where(torch.isnan(x), torch.full_like(x, torch.nan), x)
+    return torch.where(x != x, math.nan, x)  # noqa: PLR0124 - isnan, in vector code

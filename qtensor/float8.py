@@ -9,6 +9,7 @@ These are the formulas of TransformerEngine's current-scaling kernels. An elemen
 spoils nothing else.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from qtensor.blocks import FLT_MAX, MULTIPLES, finite_amax, nearest, power_of_two_floor, quotient, row_amax
+from qtensor.blocks import FLT_MAX, MULTIPLES, finite, finite_amax, nearest, power_of_two_floor, quotient, row_amax
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route
 from qtensor.recipes import Recipe, check_choice
-from qtensor.stochastic import onto_grid
+from qtensor.rounding import onto_grid
 from qtensor.tensor import QuantizedTensor
 
 __all__ = [
@@ -90,11 +91,11 @@ class Float8:
         return {"amax": amax}
 
     def encode_with(
-        self, x: Tensor, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor]
+        self, x: Tensor, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Parts under the scale that the quantizer's amax gives."""
-        enc, dec = self.grid(recipe, quantizer)
-        return {"payload": rounded(x * enc, x, recipe.element), "scale": dec}
+        enc = self.grid(recipe, quantizer)[0] if enc is None else enc
+        return {"payload": rounded(x * enc, x, recipe.element), "scale": quotient(1.0, enc)}
 
     def grid(self, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """1 / scale and scale, shaped like the amax."""
@@ -130,7 +131,7 @@ def rounded(scaled: Tensor, x: Tensor, element: str) -> Tensor:
     """`scaled` (x over its scale) as float8; NaN where x is not finite."""
     dtype, largest = FLOAT8_ELEMENTS[element]
     bounded = onto_grid(scaled.clamp(-largest, largest), torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal)
-    return torch.where(torch.isfinite(x), bounded, torch.full_like(x, torch.nan)).to(dtype)
+    return torch.where(finite(x), bounded, math.nan).to(dtype)
 
 
 def snapped(scaled: Tensor, element: str) -> Tensor:

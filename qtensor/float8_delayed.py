@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtensor import kernels
 from qtensor.blocks import FLT_MAX, finite_amax, quotient
 from qtensor.float8 import (
     FLOAT8_CAPABILITIES,
@@ -85,10 +86,10 @@ class _Float8Delayed(Float8):
         return finite_amax(x)
 
     def encode_with(  # type: ignore[override]
-        self, x: Tensor, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor]
+        self, x: Tensor, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Parts of x with a history that begins with the quantizer's amax."""
-        enc, _ = self.grid(recipe, quantizer)
+        enc = self.grid(recipe, quantizer)[0] if enc is None else enc
         return self.quantized(x, recipe, enc, _history(quantizer["amax"], recipe))
 
     def grid(self, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -131,8 +132,8 @@ class DelayedFloat8Tensor(Float8Tensor):
         assert isinstance(self.recipe, Float8DelayedScaling)
         assert amax is not None
         if not step:
-            return FORMAT.encode_with(x, self.recipe, {"amax": amax})
-        return FORMAT.step(x, self.recipe, amax, self.scale, self.amax_history)
+            return kernels.encode(x, self.recipe, amax)
+        return kernels.encode_step(x, self.recipe, amax, self.scale, self.amax_history)
 
 
 FORMAT = _Float8Delayed()

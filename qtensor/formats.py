@@ -95,8 +95,13 @@ class Format(Protocol):
     def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
         """What decides the scales of x; elements that are not finite do not count."""
 
-    def encode_with(self, x: Tensor, recipe: Any, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parts of x under any quantizer of its shape; what is not finite in x is marked in them."""
+    def encode_with(
+        self, x: Tensor, recipe: Any, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Parts of x under any quantizer of its shape; what is not finite in x is marked in them.
+
+        `enc` is that of the quantizer's `grid`, where it is at hand.
+        """
 
     def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(enc, dec), fp32: what x is multiplied by before rounding, and its elements after it.

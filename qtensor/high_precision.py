@@ -28,7 +28,8 @@ from torch import Tensor
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.scale_sync import SharesScales
 from fsdp_hooks.torch_private import is_tracing, make_wrapper, tree_map, without_torch_function
-from qtensor.formats import check_shape, describe, format_of, registered, shares_scale_along, tensor_wide
+from qtensor import kernels
+from qtensor.formats import check_shape, describe, registered, shares_scale_along, tensor_wide
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
@@ -81,12 +82,12 @@ class HighPrecisionWeight(SharesScales, Tensor):
     @torch.no_grad()
     def quantized(self) -> QuantizedTensor:
         """The parts that a gather sends, as a tensor of their own."""
-        x, fmt = self.dense.detach().to(torch.float32), format_of(self.recipe)
-        amax, agreed = fmt.shared_amax(x, self.recipe), self.agreement.amaxes
+        x = self.dense.detach()
+        amax, agreed = kernels.shared_amax(x, self.recipe), self.agreement.amaxes
         if amax is not None and agreed is not None and agreed.shape[1] == amax.numel():
             ours, own = (row.view_as(amax).to(amax.device) for row in agreed)
             amax = torch.where(amax == own, ours, amax)
-        parts, kind = fmt.encode(x, self.recipe, amax), registered(self.recipe).tensor_class
+        parts, kind = kernels.encode(x, self.recipe, amax), registered(self.recipe).tensor_class
         arrangement = Arrangement(padded_rows=self.padded_rows)
         return kind(parts, self.recipe, self.dtype, arrangement=arrangement)  # type: ignore[no-any-return]
 
@@ -123,7 +124,7 @@ class HighPrecisionWeight(SharesScales, Tensor):
     @torch.no_grad()
     def scale_claim(self) -> Tensor:
         """fp32 [shared scales]: the amaxes of this shard."""
-        amax = format_of(self.recipe).shared_amax(self.dense.detach().to(torch.float32), self.recipe)
+        amax = kernels.shared_amax(self.dense, self.recipe)
         assert amax is not None
         return amax.reshape(-1)
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.scale_sync import groups_sharing, local_of, max_over_groups
 from fsdp_hooks.torch_private import dtensor_around
-from qtensor.formats import format_of
+from qtensor import kernels
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
@@ -48,7 +48,7 @@ class _Entry:
         if self.dense is None:
             shape = self.local.shape[:-1] if self.local.tensor_wide() is None else ()
             return torch.zeros(shape, device=device).reshape(-1)
-        amax = format_of(self.local.recipe).shared_amax(self.dense.float(), self.local.recipe)
+        amax = kernels.shared_amax(self.dense, self.local.recipe)
         assert amax is not None
         return amax.reshape(-1)
 
@@ -141,11 +141,10 @@ def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
         if agreed is not None:
             local.agreement.amaxes = torch.stack([agreed, entry.claim(dense.device)])
         return HighPrecisionWeight(dense, local.recipe, agreement=local.agreement)
-    fmt, values = format_of(local.recipe), dense.float()
-    amax = fmt.shared_amax(values, local.recipe)
+    amax = kernels.shared_amax(dense, local.recipe)
     if agreed is not None and amax is not None:
         amax = agreed.view_as(amax)
-    parts = fmt.encode(values, local.recipe, amax)
+    parts = kernels.encode(dense, local.recipe, amax)
     init = dense.to(local.dtype, copy=True) if local.init_value is not None else None
     q: Tensor = local.with_parts(parts, arrangement=Arrangement(), init_value=init)
     return q

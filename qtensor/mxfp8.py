@@ -8,6 +8,7 @@ Rounding up never saturates an element; it equals TransformerEngine's kernels an
 2^-127; code 255 means NaN and marks a block that held an element that is not finite: the whole block decodes to NaN.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from qtensor.blocks import FLT_MAX, MULTIPLES, finite_magnitude, scatter_blocks, tile
+from qtensor.blocks import FLT_MAX, MULTIPLES, finite, finite_magnitude, held_broken, scatter_blocks, tile
 from qtensor.float8 import FLOAT8_ELEMENTS, snapped
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route, swizzled
 from qtensor.recipes import Recipe, check_choice
-from qtensor.stochastic import onto_grid
+from qtensor.rounding import onto_grid
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["MXFP8BlockScaling", "MXFP8Tensor"]
@@ -73,21 +74,22 @@ class _MXFP8:
     def quantizer(self, x: Tensor, recipe: MXFP8BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
         return {"scale": _code(_block_amax(x, recipe), recipe).to(torch.uint8)}
 
-    def encode_with(self, x: Tensor, recipe: MXFP8BlockScaling, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode_with(
+        self, x: Tensor, recipe: MXFP8BlockScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
+    ) -> dict[str, Tensor]:
         dtype, largest = FLOAT8_ELEMENTS[recipe.element]
-        enc, _ = self.grid(recipe, quantizer)
+        enc = self.grid(recipe, quantizer)[0] if enc is None else enc
         blocks = tile(x, BLOCK)  # [.., K // 32, 32]
-        finite = torch.isfinite(blocks)
-        broken = ~finite.all(dim=-1)
+        whole = finite(blocks)
+        broken = held_broken(whole)
         if recipe.blocks == "square":
-            broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
-        scaled = blocks * enc.unsqueeze(-1)
+            broken = scatter_blocks(broken, BLOCK)
         element = torch.finfo(dtype)
-        elements = onto_grid(scaled.clamp(-largest, largest), element.eps, element.smallest_normal)
-        bounded = torch.where(finite, elements, torch.full_like(scaled, torch.nan))
-        payload = bounded.to(dtype).reshape(x.shape)
-        code = quantizer["scale"]
-        return {"payload": payload, "scale": torch.where(broken, torch.full_like(code, NAN_CODE), code)}
+        scaled = (blocks * enc.unsqueeze(-1)).clamp(-largest, largest)
+        elements = onto_grid(scaled, element.eps, element.smallest_normal)
+        payload = torch.where(whole, elements, math.nan).to(dtype).reshape(x.shape)
+        code = quantizer["scale"].to(torch.int32)
+        return {"payload": payload, "scale": torch.where(broken > 0, NAN_CODE, code).to(torch.uint8)}
 
     def grid(self, recipe: MXFP8BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         code = quantizer["scale"].to(torch.int32)
@@ -120,7 +122,7 @@ class _MXFP8:
     def decode(self, parts: Mapping[str, Tensor], recipe: MXFP8BlockScaling) -> Tensor:
         code = parts["scale"].to(torch.int32)
         scale = _power_of_two(code)
-        scale = torch.where(code == NAN_CODE, torch.full_like(scale, torch.nan), scale)  # [.., K // 32]
+        scale = torch.where(code == NAN_CODE, math.nan, scale)  # [.., K // 32]
         values = tile(parts["payload"].float(), BLOCK).mul_(scale.unsqueeze(-1))
         return values.reshape(parts["payload"].shape)
 
@@ -152,7 +154,7 @@ def _code_floor(amax: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
 
 def _power_of_two(code: Tensor) -> Tensor:
     """2^(code - 127) for int32 codes 0..254, built from its bits."""
-    return torch.where(code == 0, torch.full_like(code, SMALLEST_BITS), code << 23).view(torch.float32)
+    return torch.where(code == 0, SMALLEST_BITS, code << 23).view(torch.float32)
 
 
 class MXFP8Tensor(QuantizedTensor):

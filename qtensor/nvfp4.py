@@ -12,6 +12,8 @@ These are the formulas of TransformerEngine's kernels. The low nibble is the eve
 that is not finite gets the scale NaN and decodes to NaN; a block with scale 0 decodes to 0.
 """
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,8 +23,10 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from qtensor.blocks import (
     FLT_MAX,
+    finite,
     finite_amax,
     finite_magnitude,
+    held_broken,
     nearest,
     quotient,
     scatter_blocks,
@@ -31,7 +35,7 @@ from qtensor.blocks import (
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route, swizzled
 from qtensor.recipes import Recipe, check_choice
-from qtensor.stochastic import onto_grid
+from qtensor.rounding import onto_grid
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["NVFP4BlockScaling", "NVFP4Tensor"]
@@ -41,7 +45,7 @@ LARGEST = 6.0
 EPS, SMALLEST_NORMAL = 0.5, 1.0  # E2M1 has one mantissa bit, and 0.5 as its only subnormal
 LARGEST_SCALE, LARGEST_SCALE_CODE = 448.0, 126
 SIXTH = torch.tensor(1 / 6).item()  # fp32(1/6), exactly representable
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the E2M1 codes 0..7; bit 3 is the sign
+assert sys.byteorder == "little", "packing counts on it"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -84,19 +88,20 @@ class _NVFP4:
         enc = torch.where(amax == 0, torch.ones_like(amax), enc)
         return _under_global_scale(x, recipe, enc, quotient(1.0, enc))
 
-    def encode_with(self, x: Tensor, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode_with(
+        self, x: Tensor, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
+    ) -> dict[str, Tensor]:
         scale = quantizer["scale"]
-        enc, _ = self.grid(recipe, quantizer)
+        enc = self.grid(recipe, quantizer)[0] if enc is None else enc
         blocks = tile(x, BLOCK)  # [.., K // 16, 16]
-        finite = torch.isfinite(blocks)
-        broken = ~finite.all(dim=-1)
+        whole = finite(blocks)
+        broken = held_broken(whole)
         if recipe.blocks == "square":
-            broken = scatter_blocks(broken.to(torch.uint8), BLOCK).bool()
-        scaled = (blocks * enc.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
-        codes = _nearest_code(onto_grid(scaled, EPS, SMALLEST_NORMAL))
-        nibbles = (codes * finite).reshape(x.shape)
-        payload = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
-        marked = torch.where(broken, torch.full_like(enc, torch.nan), scale.float()).to(torch.float8_e4m3fn)
+            broken = scatter_blocks(broken, BLOCK)
+        scaled = torch.where(whole, (blocks * enc.unsqueeze(-1)).clamp(-LARGEST, LARGEST), 0.0)
+        codes = _nearest_code(onto_grid(scaled, EPS, SMALLEST_NORMAL))  # [.., K // 16, 16]
+        marked = torch.where(broken > 0, math.nan, scale.to(torch.float32)).to(torch.float8_e4m3fn)
+        payload = _packed(codes).reshape(*x.shape[:-1], x.shape[-1] // 2)
         return {"payload": payload, "scale": marked, "global_scale": quantizer["global_scale"]}
 
     def grid(self, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -135,9 +140,7 @@ class _NVFP4:
         return self.encode_with(x, recipe, _under_global_scale(x, recipe, enc, scale.clone()))
 
     def decode(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
-        codes = torch.stack([parts["payload"] & 0xF, parts["payload"] >> 4], dim=-1).flatten(-2)  # [.., K]
-        table = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.float32, device=codes.device)
-        values = table[codes.int()]
+        values = _value(_unpacked(parts["payload"]))  # [.., K]
         return (tile(values, BLOCK) * _dec(parts).unsqueeze(-1)).reshape(values.shape)
 
 
@@ -148,7 +151,7 @@ def _dec(scales: Mapping[str, Tensor]) -> Tensor:
 
 def _under_global_scale(x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
     """The quantizer of x under a global scale (`enc` is what it is the reciprocal of, both [] fp32)."""
-    scale = (_block_amax(x, recipe) * (enc * SIXTH)).clamp(max=FLT_MAX).clamp(0.0, LARGEST_SCALE)
+    scale = (_block_amax(x, recipe) * (enc * SIXTH)).clamp(max=LARGEST_SCALE)
     return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": global_scale}
 
 
@@ -159,14 +162,46 @@ def _block_amax(x: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
 
 
 def _nearest_code(scaled: Tensor) -> Tensor:
-    """E2M1 code (uint8) nearest to each value, ties to the even code, saturating at 6.
+    """E2M1 code (uint8) nearest to each value of at most 6 in magnitude, ties to the even code.
 
-    A tie belongs to the even neighbour, so every second threshold is counted when it is reached and the others when
-    passed.
+    From 1 on the code is the upper bits of the fp32 number, rounded there, less the exponent's bias; below it counts
+    halves, which are the last bits of a sum with 2^22.
     """
-    v = scaled.abs()
-    code = (v > 0.25).to(torch.uint8) + (v >= 0.75) + (v > 1.25) + (v >= 1.75) + (v > 2.5) + (v >= 3.5) + (v > 5.0)
-    return code | (torch.signbit(scaled).to(torch.uint8) << 3)
+    magnitude = scaled.abs()
+    bits = magnitude.view(torch.int32)
+    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    halves = (magnitude + 2.0**22).view(torch.int32) - 0x4A800000
+    sign = (scaled.view(torch.int32) >> 28) & 8
+    return (torch.where(magnitude < SMALLEST_NORMAL, halves, normal) | sign).to(torch.uint8)
+
+
+def _value(codes: Tensor) -> Tensor:
+    """The fp32 values of E2M1 codes, by the same relation of their bits."""
+    codes = codes.to(torch.int32)
+    magnitude = codes & 7
+    normal = ((magnitude << 22) + (126 << 23)).view(torch.float32)
+    value = torch.where(magnitude < 2, magnitude.to(torch.float32) * 0.5, normal)
+    return torch.where(codes > 7, -value, value)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """[.., 16] codes, one a byte -> [.., 8], eight at a time: in a little-endian word the first is the lowest."""
+    words = codes.view(torch.int64)
+    words = (words | (words >> 4)) & 0x00FF00FF00FF00FF
+    words = (words | (words >> 8)) & 0x0000FFFF0000FFFF
+    return (words | (words >> 16)).to(torch.int32).view(torch.uint8)
+
+
+def _unpacked(payload: Tensor) -> Tensor:
+    """The inverse of `_packed`."""
+    # rows are multiples of 8 bytes, but a buffer that holds other things may begin anywhere (a tracer can not ask)
+    if not torch.compiler.is_compiling() and payload.storage_offset() % 4:
+        payload = payload.clone()
+    words = payload.flatten().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    words = (words | (words << 16)) & 0x0000FFFF0000FFFF
+    words = (words | (words << 8)) & 0x00FF00FF00FF00FF
+    codes = ((words | (words << 4)) & 0x0F0F0F0F0F0F0F0F).view(torch.uint8)
+    return codes.view(*payload.shape[:-1], payload.shape[-1] * 2)
 
 
 class NVFP4Tensor(QuantizedTensor):

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered
-from qtensor.stochastic import armed, generator_for, refuse_to_stand_still, widened, widened_each
+from qtensor.rounding import armed
+from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
 
 __all__ = ["implements", "map_parts", "overload", "refuse_resharding_to_a_smaller_mesh"]

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qtensor.blocks import row_amax
+from qtensor import kernels
 from qtensor.formats import describe, format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -94,14 +94,13 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
 
 def quantized_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """The parts of x [.., K], every row quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
-    values, rows = x.to(torch.float32), recipe.of_rows
-    return format_of(rows).encode(values, rows, row_amax(values))
+    return kernels.encode_rows(x, recipe.of_rows)
 
 
 def emulated(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The product in fp32 of the decoded operands, [M, N], rounded once to `dtype`."""
     rows = weight.recipe.of_rows
-    values = format_of(rows).decode(x, rows)
+    values = kernels.decode(x, rows, torch.float32)
     with _without_autocast(values.device):
         return F.linear(values, weight.decoded(torch.float32)).to(dtype)
 

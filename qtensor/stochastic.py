@@ -6,11 +6,9 @@ back. Rounded up with the probability of the fraction that is left over, the sam
     x = steps * step,  lower = floor(steps)        written: (lower + 1) * step  with probability steps - lower
     E[written] = x                                          lower * step        else
 
-Two context variables: `stochastic_rounding(generator)` is the user's wish, and holds for a stretch of code; the op
-table alone acts on it, and arms the generator for just the write of an in-place operation (`armed`). The formats hand
-every element to `onto_grid` on its way into the payload, which does nothing unless armed. So what writes without the op
-table (quantize, MasterWeightOptimizer, sync_scales, loading) rounds to nearest inside the context, too, and compiled
-code has no trace of all this.
+`stochastic_rounding(generator)` is the user's wish, and holds for a stretch of code; the op table alone acts on it, and
+arms the generator for just the write of an in-place operation (`rounding.armed`). So what writes without the op table
+(quantize, MasterWeightOptimizer, sync_scales, loading) rounds to nearest inside the context, too.
 
 Only elements are rounded so. Scales are those of nearest mode, and values are clamped to the largest element first:
 what nearest mode saturates (NVFP4 blocks whose scale was rounded down, MXFP8 with scale_rounding="floor") or flushes to
@@ -26,14 +24,11 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import tree_map
-from qtensor.blocks import power_of_two_floor
 from qtensor.formats import describe
 from qtensor.tensor import QuantizedTensor, dense
 
 __all__ = [
-    "armed",
     "generator_for",
-    "onto_grid",
     "refuse_to_stand_still",
     "stochastic_rounding",
     "widened",
@@ -41,7 +36,6 @@ __all__ = [
 ]
 
 _wish: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding", default=None)
-_armed: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding.armed", default=None)
 
 
 @contextmanager
@@ -145,35 +139,3 @@ def widened_each(members: Sequence[Tensor], operand: Any) -> Any:
         widened(own) if isinstance(member, QuantizedTensor) else dense(own)
         for member, own in zip(members, operand, strict=True)
     ]
-
-
-@contextmanager
-def armed(generator: torch.Generator | None) -> Iterator[None]:
-    """Inside, formats round elements stochastically (None: to nearest)."""
-    token = _armed.set(generator)
-    try:
-        yield
-    finally:
-        _armed.reset(token)
-
-
-def onto_grid(scaled: Tensor, eps: float, smallest_normal: float) -> Tensor:
-    """`scaled` itself, to be rounded to nearest by what follows; where armed, on the element's grid already.
-
-    There every value becomes one of its two neighbours, signs kept. Dividing by a step, a power of two, is exact, so a
-    value on the grid (0, say) has nothing left over and stays.
-
-    Args:
-        scaled: fp32, value / scale, clamped to the largest element.
-        eps: step of the element between 1 and 2.
-        smallest_normal: below it steps stay the same.
-    """
-    generator = None if torch.compiler.is_compiling() else _armed.get()
-    if generator is None:
-        return scaled
-    magnitude = scaled.abs()
-    step = power_of_two_floor(magnitude).clamp(min=smallest_normal) * eps
-    steps = magnitude / step
-    lower = steps.floor()
-    draws = torch.rand(scaled.shape, generator=generator, dtype=torch.float32, device=scaled.device)
-    return torch.copysign((lower + (draws < steps - lower)) * step, scaled)

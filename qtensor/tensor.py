@@ -25,14 +25,13 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
 from fsdp_hooks.torch_private import is_tracing, make_wrapper, tree_map, without_torch_function
+from qtensor import kernels
 from qtensor.agreement import AgreedScales
-from qtensor.blocks import canonical_nan
 from qtensor.formats import (
     APPEARANCE_DTYPES,
     PartSpec,
     check_shape,
     describe,
-    format_of,
     logical_shape,
     part_problems,
     registered,
@@ -134,9 +133,7 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
         """`dequantize` outside of autograd."""
         with torch.no_grad():
-            values = format_of(self.recipe).decode(self._parts_per_row(), self.recipe)
-            dtype = dtype or self.dtype
-            values = canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
+            values = kernels.decode(self._parts_per_row(), self.recipe, dtype or self.dtype)
             if self.arrangement.transposed:
                 return values.transpose(-2, -1)
             return values if values.shape == self.shape else values.view(self.shape)
@@ -202,19 +199,19 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
                 "the other rows of those blocks share their scales; write whole blocks, or the whole tensor"
             )
         with torch.no_grad():
-            fmt, x = format_of(self.recipe), dense.to(torch.float32).reshape(self.arrangement.flat or self.shape)
-            amax = fmt.shared_amax(x, self.recipe) if amax is None else amax.view_as(self.shared_scale())
+            x = dense.detach().reshape(self.arrangement.flat or self.shape)
+            amax = kernels.shared_amax(x, self.recipe) if amax is None else amax.view_as(self.shared_scale())
             self.store(self.encoded(x, amax, step=step))
             if self.init_value is not None:
                 self.init_value.copy_(dense.reshape(self.init_value.shape))
 
     def encoded(self, x: Tensor, amax: Tensor | None, *, step: bool) -> dict[str, Tensor]:
-        """The parts that `write` stores for fp32 values; classes whose recipe has a history continue it in a step."""
-        return format_of(self.recipe).encode(x, self.recipe, amax)
+        """The parts that `write` stores; classes whose recipe has a history continue it in a step."""
+        return kernels.encode(x, self.recipe, amax)
 
     def shared_amax(self, dense: Tensor) -> Tensor | None:
         """fp32, flat: the amaxes of dense values of this shape that decide the scales shards may share."""
-        amax = format_of(self.recipe).shared_amax(dense.to(torch.float32), self.recipe)
+        amax = kernels.shared_amax(dense, self.recipe)
         return None if amax is None else amax.reshape(-1)
 
     def store(self, parts: Mapping[str, Tensor]) -> None:
@@ -387,8 +384,7 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
         raise TypeError(f"quantize expects bfloat16, float16 or float32, got {x.dtype}")
     check_shape(x.shape, recipe)
     with torch.no_grad():
-        dense, fmt = x.detach().to(torch.float32), registration.format
-        parts = fmt.encode(dense, recipe, fmt.shared_amax(dense, recipe))
+        parts = kernels.encode(x.detach(), recipe)
         return registration.tensor_class(parts, recipe, x.dtype)  # type: ignore[no-any-return]
 
 

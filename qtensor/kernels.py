@@ -1,0 +1,254 @@
+"""Dense values <-> parts at speed: one definition, run compiled, in chunks of rows, or inside somebody else's graph.
+
+The formats say what the bytes are, in torch ops on fp32 values. Here is how they are run, always to the same bytes:
+
+    large, a compiler at hand    one fused kernel (fsdp_hooks.compiled) that reads the values in the dtype they have and
+                                 writes the parts; of what lies between only block scales and, for packed formats, one
+                                 byte an element are materialised
+    eager                        chunks of rows that fit into a core's cache, so that no temporary is larger
+    traced by torch.compile      the plain definition, which joins the graph
+
+Compiled code sees the values as [rows, blocks, block], so that the last dim is a constant and indices need no division:
+where K itself is the dynamic dim, inductor does not vectorise. It returns the encoding scales of blocks beside the
+parts, though nobody wants them: that makes inductor compute them once a block and not anew for every element.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.compiled import Kernel
+from fsdp_hooks.torch_private import is_tracing
+from qtensor.blocks import canonical_nan, row_amax
+from qtensor.formats import PartSpec, block_multiple, format_of, logical_shape, row_multiple, specs_of, tensor_wide
+from qtensor.recipes import Recipe
+from qtensor.rounding import is_armed
+
+__all__ = ["decode", "encode", "encode_rows", "encode_step", "shared_amax"]
+
+CHUNK = {"cpu": 2**18}  # elements; in fp32 a few such temporaries stay in the cache of a core
+CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
+BLOCKS = (8, 16, 32)  # last dims of tiles: blocks of elements, and of packed ones
+
+
+def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
+    """`Format.shared_amax` of dense values [.., N, K] in any floating dtype."""
+    if _as_defined(x):
+        return format_of(recipe).shared_amax(x.to(torch.float32), recipe)
+    flat, kernel = _rows(x), _amax_kernel(recipe.stored)
+    found = [kernel(flat[piece]) for piece in _pieces(flat, recipe, kernel)]
+    if found[0] is None:
+        return None
+    if found[0].ndim:
+        return torch.cat(found).reshape(*x.shape[:-1], 1)
+    return found[0] if len(found) == 1 else torch.stack(found).amax()
+
+
+def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, Tensor]:
+    """`Format.encode` of dense values [.., N, K] in any floating dtype; `amax` None: that of the values."""
+    if amax is None:
+        amax = shared_amax(x, recipe)
+    if _as_defined(x):
+        return format_of(recipe).encode(x.to(torch.float32), recipe, amax)
+    if amax is not None and amax.ndim:
+        amax = amax.reshape(-1, 1)
+    return _over_rows(_encode_kernel(recipe.stored), recipe, x, amax)
+
+
+def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+    """Every row of x quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
+    if tensor_wide(recipe) is None:
+        return encode(x, recipe)
+    if _as_defined(x):
+        return encode(x, recipe, row_amax(x.to(torch.float32)))
+    flat = _rows(x)
+    return encode(x, recipe, torch.cat([_row_amax(flat[piece]) for piece in _pieces(flat, recipe, _row_amax)]))
+
+
+def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
+    """`step` of a format whose recipe keeps a history: parts of x, which develop from the tensor-wide `state`."""
+    if _as_defined(x):
+        fmt: Any = format_of(recipe)
+        return fmt.step(x.to(torch.float32), recipe, *state)  # type: ignore[no-any-return]
+    return _over_rows(_step_kernel(recipe.stored), recipe, x, *state)
+
+
+def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """`Format.decode`, rounded once to `dtype`: [.., N, K], NaN as the default one.
+
+    Tensor-wide parts may be given per entry of dim 0 ([N, 1, ..]), as a gathered weight has them.
+    """
+    if _as_defined(parts["payload"]):
+        return _rounded_once(format_of(recipe).decode(parts, recipe), dtype)
+    shape = logical_shape(parts["payload"], recipe)
+    kernel = _decode_kernel(recipe.stored, dtype)
+    payload, *others = [_part_rows(parts[spec.name], spec, shape) for spec in _decoded_specs(recipe)]
+    pieces = list(_pieces(payload, recipe, kernel))
+    tiles = [_tiled(payload[piece], _packed_block(recipe)) for piece in pieces]
+    if len(pieces) == 1:
+        return kernel(tiles[0], *others).reshape(shape)  # type: ignore[no-any-return]
+    values = torch.empty((payload.shape[0], shape[-1]), dtype=dtype, device=payload.device)
+    for piece, tile in zip(pieces, tiles, strict=True):
+        values[piece].copy_(kernel(tile, *(_own(part, piece) for part in others)))
+    return values.reshape(shape)
+
+
+# -- kernels, one for each recipe and purpose --------------------------------------------------------------------------
+
+
+@functools.cache
+def _amax_kernel(recipe: Recipe) -> Kernel:
+    fmt = format_of(recipe)
+
+    def amax(x: Tensor) -> Tensor | None:  # [rows, K]
+        return fmt.shared_amax(x.to(torch.float32), recipe)
+
+    return Kernel(amax, f"amax_{_name(recipe)}")
+
+
+def _amax_of_rows(x: Tensor) -> Tensor:  # [rows, K]
+    return row_amax(x.to(torch.float32))
+
+
+_row_amax = Kernel(_amax_of_rows, "amax_of_rows")
+
+
+@functools.cache
+def _encode_kernel(recipe: Recipe) -> Kernel:
+    fmt = format_of(recipe)
+
+    def encode(x: Tensor, amax: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+        values = _untiled(x).to(torch.float32)
+        quantizer = fmt.quantizer(values, recipe, amax)
+        enc, _ = fmt.grid(recipe, quantizer)
+        return fmt.encode_with(values, recipe, quantizer, enc), enc
+
+    return Kernel(encode, f"encode_{_name(recipe)}")
+
+
+@functools.cache
+def _step_kernel(recipe: Recipe) -> Kernel:
+    fmt: Any = format_of(recipe)
+
+    def step(x: Tensor, *state: Tensor) -> tuple[dict[str, Tensor], None]:
+        return fmt.step(_untiled(x).to(torch.float32), recipe, *state), None
+
+    return Kernel(step, f"step_{_name(recipe)}")
+
+
+@functools.cache
+def _decode_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
+    fmt, names = format_of(recipe), [spec.name for spec in _decoded_specs(recipe)]
+
+    def decode(payload: Tensor, *others: Tensor) -> Tensor:
+        parts = dict(zip(names, (_untiled(payload), *others), strict=True))
+        return _rounded_once(fmt.decode(parts, recipe), dtype)
+
+    return Kernel(decode, f"decode_{_name(recipe)}_{str(dtype).removeprefix('torch.')}")
+
+
+def _rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN of fp32 as the default one; which NaN bf16 and fp16 hold is up to the backend's conversion."""
+    return canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
+
+
+def _decoded_specs(recipe: Recipe) -> list[PartSpec]:
+    """Of the parts that values are made of; a history is none."""
+    return [spec for spec in specs_of(recipe) if spec.gathered]
+
+
+def _packed_block(recipe: Recipe) -> int:
+    """Elements of the payload part behind one block scale; 1 without blocks."""
+    return block_multiple(recipe) // specs_of(recipe)[0].block
+
+
+def _name(recipe: Recipe) -> str:
+    return re.sub(r"\W+", "_", repr(recipe)).strip("_")
+
+
+# -- rows, tiles and chunks --------------------------------------------------------------------------------------------
+
+
+def _as_defined(x: Tensor) -> bool:
+    """Whether the plain definition has to do: traced, without values, or with random numbers drawn for each element."""
+    return is_tracing() or is_armed() or x.numel() == 0 or x.is_meta
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[.., N, K] -> [rows, K], contiguous, and where 8-byte words may be read."""
+    x = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    return x.clone() if x.storage_offset() * x.itemsize % 8 else x
+
+
+def _part_rows(part: Tensor, spec: PartSpec, shape: Sequence[int]) -> Tensor:
+    """A part of a tensor of `shape`: [rows, ..]; a tensor-wide one: [], or [rows, 1] if given per entry of dim 0."""
+    if spec.per_row:
+        return _rows(part)
+    return part if part.ndim == 0 else part.expand(*shape[:-1], 1).reshape(-1, 1)
+
+
+def _own(argument: Tensor | None, piece: slice) -> Tensor | None:
+    """What belongs to a piece of the rows: rows of what has rows; what is tensor-wide is for all."""
+    return argument if argument is None or argument.ndim < 2 else argument[piece]
+
+
+def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
+    """[rows, K] -> [rows, blocks, block]; square blocks -> [groups, group, blocks, block], fewer rows: one group."""
+    if block == 1:
+        return x
+    x = x.unflatten(1, (-1, block))
+    return x.unflatten(0, (-1, min(group, x.shape[0]))) if group > 1 else x
+
+
+def _untiled(x: Tensor) -> Tensor:
+    """The inverse, to be traced."""
+    if x.ndim == 2:
+        return x
+    for block in BLOCKS:
+        if x.shape[-1] == block:  # a branch on one number makes the block a constant of the compiled code
+            return x.flatten(-2).flatten(0, -2)
+    raise AssertionError(f"tiles of {x.shape[-1]}")
+
+
+def _pieces(flat: Tensor, recipe: Recipe, kernel: Kernel) -> Iterator[slice]:
+    """Slices of rows for one call each: all where the kernel is compiled, chunks where it is eager.
+
+    Square blocks are not split; rows that are too few for a last one come alone.
+    """
+    rows, group = flat.shape[0], row_multiple(recipe)
+    whole = rows - rows % group
+    size = rows if kernel.compiles(flat) else CHUNK.get(flat.device.type, CHUNK_ELSEWHERE) // flat.shape[1]
+    size = max(size // group, 1) * group
+    for start in range(0, whole, size):
+        yield slice(start, min(start + size, whole))
+    if whole < rows:
+        yield slice(whole, rows)
+
+
+def _over_rows(kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None) -> dict[str, Tensor]:
+    """The parts of x, of the shapes that the specs say, by one call of the kernel or several."""
+    group = row_multiple(recipe)
+    if group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix
+        each = [_over_rows(kernel, recipe, matrix, *args) for matrix in x]
+        return {
+            name: part if part.ndim == 0 else torch.stack([parts[name] for parts in each])
+            for name, part in each[0].items()
+        }
+    flat, block = _rows(x), block_multiple(recipe)
+    found: dict[str, Tensor] = {}
+    for piece in _pieces(flat, recipe, kernel):
+        parts, _ = kernel(_tiled(flat[piece], block, group), *(_own(arg, piece) for arg in args))
+        for name, part in parts.items():
+            if part.ndim < 2 or part.shape[0] == flat.shape[0]:  # tensor-wide, or all rows at once
+                found[name] = part
+                continue
+            if name not in found:
+                found[name] = part.new_empty((flat.shape[0], part.shape[1]))
+            found[name][piece].copy_(part)
+    return {
+        name: part.reshape(*x.shape[:-1], part.shape[-1]) if part.ndim == 2 else part for name, part in found.items()
+    }

@@ -1,0 +1,55 @@
+"""How an element is rounded on its way into the payload: to nearest, or stochastically in a write that is `armed`.
+
+The formats hand every element to `onto_grid`, which does nothing unless armed, so that what follows rounds to nearest.
+Compiled code has no trace of it, and armed writes are never compiled.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from qtensor.blocks import power_of_two_floor
+
+__all__ = ["armed", "is_armed", "onto_grid"]
+
+_armed: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding.armed", default=None)
+
+
+def is_armed() -> bool:
+    """Whether elements are being rounded stochastically."""
+    return not torch.compiler.is_compiling() and _armed.get() is not None
+
+
+@contextmanager
+def armed(generator: torch.Generator | None) -> Iterator[None]:
+    """Inside, formats round elements stochastically (None: to nearest)."""
+    token = _armed.set(generator)
+    try:
+        yield
+    finally:
+        _armed.reset(token)
+
+
+def onto_grid(scaled: Tensor, eps: float, smallest_normal: float) -> Tensor:
+    """`scaled` itself, to be rounded to nearest by what follows; where armed, on the element's grid already.
+
+    There every value becomes one of its two neighbours, signs kept. Dividing by a step, a power of two, is exact, so a
+    value on the grid (0, say) has nothing left over and stays.
+
+    Args:
+        scaled: fp32, value / scale, clamped to the largest element.
+        eps: step of the element between 1 and 2.
+        smallest_normal: below it steps stay the same.
+    """
+    generator = None if torch.compiler.is_compiling() else _armed.get()
+    if generator is None:
+        return scaled
+    magnitude = scaled.abs()
+    step = power_of_two_floor(magnitude).clamp(min=smallest_normal) * eps
+    steps = magnitude / step
+    lower = steps.floor()
+    draws = torch.rand(scaled.shape, generator=generator, dtype=torch.float32, device=scaled.device)
+    return torch.copysign((lower + (draws < steps - lower)) * step, scaled)
