@@ -6,10 +6,12 @@ Two ranks, gloo, one thread each, at first on a cable without limit and then on 
 All contenders live in the same two processes and take turns (gather_rank.py). Before the slow cables are measured, each
 step's time there is predicted:
 
-    own time     = time without limit - bytes / the bandwidth that a bare all-gather reaches there
-    predicted    = own time + bytes by the definition of the formats / bandwidth
+    own time     = time without limit - bytes / what bare collectives reach there
+    predicted    = own time + bytes by the definition of the formats / limit of the cable
+    explained    = own time + bytes by the definition of the formats / what bare collectives reach on that cable
 
-The bandwidth of a cable is what a bare all-gather of a bf16 layer reaches on it, measured together with the steps.
+A bare collective is one of a bf16 layer, timed beside the steps. gloo's all-gather does not fill a cable: it asks for
+the second half of a message on the connection that is busy with the first half of its own.
 
 Where there can be no namespaces, bytes and copies are counted all the same, and one ratio is taken on the loopback.
 """
@@ -27,7 +29,7 @@ from benchmarks.gather_figures import (
     draw,
     markdown,
     meets,
-    own_seconds,
+    positions,
     predicted_bytes,
     prediction_errors,
     seconds_at,
@@ -43,7 +45,6 @@ WIDTH, LAYERS, TOKENS = 1024, 4, 256
 LIMITS = (2000.0, 1000.0, 500.0, 250.0, 100.0)  # Mbit/s, each way
 SECONDS = 12.0  # a point of the curve, about; never fewer rounds than
 ROUNDS = (3, 15)
-MESSAGE = WIDTH * WIDTH  # bytes of a bf16 layer that a rank gives to an all-gather
 BITS = 8 / 1e6  # bytes a second on the cable -> Mbit/s
 
 
@@ -75,14 +76,16 @@ def _measured(ranks: Ranks, link: dict[str, Any]) -> dict[str, Any]:
         "bytes": _bytes(ranks.ask(do="bytes")[0], linked=linked),
         "model_of_time": {},
     }
-    curve = results["curve"] = [_point(ranks, None, rounds=5)]
+    curve = results["curve"] = [_point(ranks, None, rounds=7)]  # which the predictions stand on
     if linked:
         _predict(results)
         for mbit_s in LIMITS:
-            sum_of_all = sum(_predicted_seconds(results, name, mbit_s) for name in CONTENDERS)
+            sum_of_all = sum(_predicted_seconds(results, name, mbit_s, mbit_s) for name in CONTENDERS)
             rounds = min(max(ROUNDS[0], round(SECONDS / sum_of_all)), ROUNDS[1])
             curve.append(_point(ranks, mbit_s, rounds=rounds))
-            curve[-1]["predicted"] = _predicted_ratios(results, curve[-1]["achieved_mbit_s"])
+            reached = curve[-1]["reached_mbit_s"]
+            curve[-1]["predicted"] = _ratios(results, mbit_s, mbit_s)
+            curve[-1]["explained"] = _ratios(results, reached["gather"], reached["reduce"])
         ranks.limit(None)
     results["pays_below"] = _pays_below(results) if linked else {}
     results["prediction_errors"] = prediction_errors(curve)
@@ -98,17 +101,18 @@ def _point(ranks: Ranks, mbit_s: float | None, *, rounds: int) -> dict[str, Any]
     """Rounds at one bandwidth: medians in seconds, ratios to the peers. A step is over when both ranks are done."""
     began = time.perf_counter()
     ranks.limit(mbit_s)
-    achieved = min(ranks.ask(do="bandwidth", nbytes=MESSAGE)) * WIRE * BITS
+    answers = ranks.ask(do="bandwidth", layer=2 * WIDTH * WIDTH)
+    reached = {kind: round(min(answer[kind] for answer in answers) * WIRE * BITS, 1) for kind in answers[0]}
     first, second = ranks.ask(do="time", rounds=rounds)
     seconds = {name: [max(pair) for pair in zip(first[name], second[name], strict=True)] for name in CONTENDERS}
     ratios = {name: ratio(values, seconds[_peer(name)]) for name, values in seconds.items() if _peer(name) != name}
     took = time.perf_counter() - began
     words = ", ".join(f"{name} {value['ratio']:.2f}" for name, value in ratios.items())
     label = "no limit" if mbit_s is None else f"{mbit_s:g} Mbit/s"
-    print(f"  {label} ({achieved:.0f} reached), {rounds} rounds, {took:.0f} s: {words}", flush=True)
+    print(f"  {label} (reached: {reached}), {rounds} rounds, {took:.0f} s: {words}", flush=True)
     return {
         "mbit_s": mbit_s,
-        "achieved_mbit_s": round(achieved, 1),
+        "reached_mbit_s": reached,
         "rounds": rounds,
         "seconds": {name: round(statistics.median(values), 5) for name, values in seconds.items()},
         "ratios": ratios,
@@ -141,23 +145,23 @@ def _bytes(counted: dict[str, dict[str, int]], *, linked: bool) -> dict[str, dic
 def _predict(results: dict[str, Any]) -> None:
     """From the point without limit: each contender's own time, its bytes, and what follows for the slow cables."""
     point = results["curve"][0]
+    gather_s, reduce_s = (point["reached_mbit_s"][kind] / BITS for kind in ("gather", "reduce"))
     for name, seconds in point["seconds"].items():
-        said = predicted_bytes(name.split("/")[0], WIDTH, LAYERS)
-        received = said["gather"] + said["reduce"]
-        own = own_seconds(seconds, received, point["achieved_mbit_s"] / BITS)
-        results["model_of_time"][name] = {"own_seconds": own, "bytes": received}
+        row = {**predicted_bytes(name.split("/")[0], WIDTH, LAYERS), "own_seconds": 0.0}
+        row["own_seconds"] = max(0.0, seconds - seconds_at(row, gather_s, reduce_s))
+        results["model_of_time"][name] = row
     for mbit_s in LIMITS:
-        words = ", ".join(f"{name} {value:.2f}" for name, value in _predicted_ratios(results, mbit_s).items())
+        words = ", ".join(f"{name} {value:.2f}" for name, value in _ratios(results, mbit_s, mbit_s).items())
         print(f"  predicted at {mbit_s:g} Mbit/s: {words}", flush=True)
 
 
-def _predicted_seconds(results: dict[str, Any], name: str, mbit_s: float) -> float:
-    row = results["model_of_time"][name]
-    return seconds_at(row["own_seconds"], row["bytes"], mbit_s / BITS)
+def _predicted_seconds(results: dict[str, Any], name: str, gather: float, reduce: float) -> float:
+    """At so many Mbit/s."""
+    return seconds_at(results["model_of_time"][name], gather / BITS, reduce / BITS)
 
 
-def _predicted_ratios(results: dict[str, Any], mbit_s: float) -> dict[str, float]:
-    seconds = {name: _predicted_seconds(results, name, mbit_s) for name in CONTENDERS}
+def _ratios(results: dict[str, Any], gather: float, reduce: float) -> dict[str, float]:
+    seconds = {name: _predicted_seconds(results, name, gather, reduce) for name in CONTENDERS}
     return {name: round(seconds[name] / seconds[peer], 3) for name, peer in results["peers"].items()}
 
 
@@ -165,10 +169,9 @@ def _pays_below(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The bandwidth in Mbit/s below which a contender is faster than its peer, predicted and measured."""
     out: dict[str, dict[str, Any]] = {}
     curve, times = results["curve"], results["model_of_time"]
-    at = [point["achieved_mbit_s"] for point in curve]
+    at = positions(curve)
     for name, peer in results["peers"].items():
-        mine, its = ((times[one]["own_seconds"], times[one]["bytes"]) for one in (name, peer))
-        meeting = meets(mine, its)
+        meeting = meets(times[name], times[peer])
         measured, words = crossing(at, [point["ratios"][name]["ratio"] for point in curve])
         out[name] = {
             "measured": measured,

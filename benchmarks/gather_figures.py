@@ -36,20 +36,16 @@ def predicted_bytes(recipe: str, width: int, layers: int) -> dict[str, float]:
     return {"gather": gather, "reduce": 2 * half * BF16, "needed": gather + half * BF16}
 
 
-def seconds_at(own: float, received: float, bytes_s: float) -> float:
-    """A step that computes for `own` seconds and receives so many bytes meanwhile waiting: nothing overlaps on gloo."""
-    return own + received * WIRE / bytes_s
+def seconds_at(row: dict[str, float], gather_s: float, reduce_s: float | None = None) -> float:
+    """A step of `row` where all-gathers and gradients come with so many bytes a second: nothing overlaps on gloo."""
+    return row["own_seconds"] + WIRE * (row["gather"] / gather_s + row["reduce"] / (reduce_s or gather_s))
 
 
-def own_seconds(measured: float, received: float, bytes_s: float) -> float:
-    """What is left of a measured step without its transfers."""
-    return max(0.0, measured - received * WIRE / bytes_s)
-
-
-def meets(mine: tuple[float, float], peer: tuple[float, float]) -> float | None:
-    """Bytes a second below which (own seconds, bytes) is the faster of two; None: at any bandwidth."""
-    (own, received), (its_own, its) = mine, peer
-    return None if own <= its_own else WIRE * (its - received) / (own - its_own)
+def meets(mine: dict[str, float], peer: dict[str, float]) -> float | None:
+    """Bytes a second below which the first of two is the faster one; None: at any bandwidth."""
+    saved = peer["gather"] + peer["reduce"] - mine["gather"] - mine["reduce"]
+    more = mine["own_seconds"] - peer["own_seconds"]
+    return None if more <= 0 else WIRE * saved / more
 
 
 def crossing(bandwidths: Sequence[float], ratios: Sequence[float]) -> tuple[float | None, str]:
@@ -133,8 +129,10 @@ def _table_of_bytes(figures: dict[str, Any]) -> list[str]:
 def _table_of_copies(figures: dict[str, Any]) -> list[str]:
     lines = ["| writes of each payload byte | FSDP2's copy-in | FSDP2's copy-out | ours |", "|---|---:|---:|---:|"]
     for name, gathers in figures.items():
-        for when, row in gathers.items():
-            lines.append(f"| {name}, {when} gather | {row['copy_in']:g} | {row['copy_out']:g} | {row['hooks']:g} |")
+        same = gathers["first"] == gathers["later"]
+        rows = {"every gather": gathers["first"]} if same else gathers
+        for when, row in rows.items():
+            lines.append(f"| {name}, {when} | {row['copy_in']:g} | {row['copy_out']:g} | {row['hooks']:g} |")
     return lines
 
 
@@ -142,9 +140,11 @@ def _table_of_ratios(results: dict[str, Any]) -> list[str]:
     curve = results["curve"]
     names = list(curve[0]["ratios"])
     heads = [f"{point['mbit_s']:g} Mbit/s" if point["mbit_s"] else "no limit" for point in curve]
+    reached = [f"{(row := point['reached_mbit_s'])['gather']:.0f} / {row['reduce']:.0f}" for point in curve]
     lines = [
         f"| time of a step / bf16's | {' | '.join(heads)} | pays below, Mbit/s | predicted |",
         f"|---|{'---:|' * (len(heads) + 2)}",
+        f"| a bare all-gather / reduce-scatter reaches | {' | '.join(reached)} | | |",
     ]
     for name in names:
         cells = [
@@ -157,7 +157,7 @@ def _table_of_ratios(results: dict[str, Any]) -> list[str]:
         lines.append(f"| {name} | {' | '.join(cells)} | {pays['measured']} | {pays['predicted']} |")
         if len(curve) > 1:
             cells = [f"{point['predicted'][name]:.2f}" for point in curve[1:]]
-            lines.append(f"| predicted | | {' | '.join(cells)} | | |")
+            lines.append(f"| predicted from the limit | | {' | '.join(cells)} | | |")
     return lines
 
 
@@ -168,7 +168,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     curve = results["curve"]
-    at = [point["achieved_mbit_s"] for point in curve]
+    at = positions(curve)
     for axes, storage in zip(panels, STORAGES, strict=True):
         for recipe, colour in COLOURS.items():
             name = f"{recipe}/{storage}"
@@ -184,7 +184,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 dense = [at_ * 1.0 for at_ in _between(min(at), max(at))]
                 axes.plot(dense, [_predicted(results, name, mbit_s) for mbit_s in dense], "--", color=colour, alpha=0.7)
         axes.axhline(1, color="black", linewidth=1)
-        axes.set(xscale="log", title=TITLES[storage], xlabel="bandwidth between the two ranks, Mbit/s each way")
+        axes.set(xscale="log", title=TITLES[storage], xlabel="limit of the cable between the ranks, Mbit/s each way")
         ticks = [round(value) for value in at]
         axes.set_xticks(ticks, [f"{tick}\nno limit" if tick == ticks[0] else str(tick) for tick in ticks])
         axes.minorticks_off()
@@ -203,22 +203,30 @@ def _between(low: float, high: float, count: int = 60) -> list[float]:
     return [low * (high / low) ** (step / (count - 1)) for step in range(count)]
 
 
+def positions(curve: Sequence[dict[str, Any]]) -> list[float]:
+    """Mbit/s of each point: the limit, or what a bare all-gather reaches without one."""
+    return [point["mbit_s"] or point["reached_mbit_s"]["gather"] for point in curve]
+
+
 def _predicted(results: dict[str, Any], name: str, mbit_s: float) -> float:
-    times = [results["model_of_time"][one] for one in (name, results["peers"][name])]
-    mine, its = (seconds_at(row["own_seconds"], row["bytes"], mbit_s * 1e6 / 8) for row in times)
-    return mine / its
+    mine, its = (results["model_of_time"][one] for one in (name, results["peers"][name]))
+    return seconds_at(mine, mbit_s * 1e6 / 8) / seconds_at(its, mbit_s * 1e6 / 8)
 
 
 def prediction_errors(curve: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How far measured ratios lie from predicted ones at each limited bandwidth: the median and the worst of all."""
-    out = {}
+    """Measured over predicted ratios, less 1, at each limit: the median, and the worst and whose it is.
+
+    Of the prediction from the limit alone, and of that from what bare collectives reached under it.
+    """
+    out: dict[str, Any] = {}
     for point in curve:
-        if point["mbit_s"] is not None:
-            errors = {name: row["ratio"] / point["predicted"][name] - 1 for name, row in point["ratios"].items()}
+        for kind in ("predicted", "explained") if point["mbit_s"] else ():
+            errors = {name: row["ratio"] / point[kind][name] - 1 for name, row in point["ratios"].items()}
             worst = max(errors, key=lambda name: abs(errors[name]))
-            out[f"{point['mbit_s']:g}"] = {
+            row = {
                 "median": round(statistics.median(errors.values()), 3),
                 "worst": round(errors[worst], 3),
                 "of": worst,
             }
+            out.setdefault(kind, {})[f"{point['mbit_s']:g}"] = row
     return out

@@ -113,10 +113,17 @@ class Rank:
         turns = {name: Contender(call=model.step, before=dist.barrier) for name, model in self.models.items()}
         return interleaved(turns, rounds, warm_up=False)
 
-    def bandwidth(self, rank: int, nbytes: int) -> float:
-        """Bytes a second that a bare all-gather of messages of that size receives, the median of some."""
-        shard, whole = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(2 * nbytes, dtype=torch.uint8)
-        return nbytes / medians({"gather": lambda: dist.all_gather_into_tensor(whole, shard)}, 9)["gather"]
+    def bandwidth(self, rank: int, layer: int) -> dict[str, float]:
+        """Bytes a second that bare collectives of a bf16 layer of so many bytes receive."""
+        whole, shard = torch.zeros(layer // 2, dtype=torch.bfloat16), torch.zeros(layer // 4, dtype=torch.bfloat16)
+        seconds = medians(
+            {
+                "gather": lambda: dist.all_gather_into_tensor(whole, shard),
+                "reduce": lambda: dist.reduce_scatter_tensor(shard, whole),
+            },
+            7,
+        )
+        return {"gather": shard.nbytes / seconds["gather"], "reduce": whole.nbytes / seconds["reduce"]}
 
     def bytes(self, rank: int) -> dict[str, dict[str, int]]:
         """What one step gives to each collective, and what TCP hands over meanwhile, without that of a barrier."""
