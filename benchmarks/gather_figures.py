@@ -189,7 +189,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.set_xticks(ticks, [f"{tick}\nno limit" if tick == ticks[0] else str(tick) for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.legend(loc="upper left", title="bars: least and greatest round; dashed: predicted")
+        axes.legend(
+            loc="upper left" if len(curve) > 1 else "upper right",
+            title="bars: least and greatest round; dashed: predicted",
+        )
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     panels[0].set_ylabel("time of a step / bf16's   (below 1: faster than bf16)")
