@@ -159,7 +159,10 @@ def _from_bytes(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """`part` with padding rows, never read, up to `rows`: a view where its storage goes on so far, else a copy."""
+    """`part` with padding rows, never read, up to `rows`: a view where its storage goes on so far, else a copy.
+
+    The copy is of shards that were moved (CPU offload), which leaves their padding behind; each byte is written once.
+    """
     if part.shape[0] == rows:
         return part
     row_numel = part[0].numel() if part.shape[0] else torch.Size(part.shape[1:]).numel()
@@ -167,6 +170,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
     if part.is_contiguous() and room >= rows * row_numel:
         stride = torch.empty((rows, *part.shape[1:]), device="meta").stride()
         return part.as_strided((rows, *part.shape[1:]), stride)
-    full = part.new_zeros((rows, *part.shape[1:]))
+    full = part.new_empty((rows, *part.shape[1:]))
     full[: part.shape[0]].copy_(part)
+    full[part.shape[0] :].zero_()  # nobody reads them, but what is sent shall not be what happened to be in memory
     return full
