@@ -11,8 +11,8 @@ checks its guards first. Which of the two is a policy of the process, `use_kerne
     eager      never compiled
 
 Every kernel has a code object of its own, and with it dynamo's cache and limit of recompilations. Shapes are dynamic:
-one compilation serves all, besides those that torch treats as special (dims of size 1). Compiled code lands in
-inductor's cache on disk, so another process, or rank, finds it there.
+one compilation serves all, or two where the first tensor's dims were equal, and one more for a dim of size 1. Compiled
+code lands in inductor's cache on disk, so another process, or rank, finds it there.
 """
 
 import os

@@ -3,6 +3,7 @@
 Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight optimizer.
 """
 
+from fsdp_hooks.compiled import use_kernels
 from qtensor import linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing them fills the table of handlers
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.float8_delayed import Float8DelayedScaling
@@ -29,4 +30,5 @@ __all__ = [
     "quantize_",
     "quantized_model_init",
     "stochastic_rounding",
+    "use_kernels",
 ]

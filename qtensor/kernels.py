@@ -24,7 +24,16 @@ from torch import Tensor
 from fsdp_hooks.compiled import Kernel
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.blocks import canonical_nan, row_amax
-from qtensor.formats import PartSpec, block_multiple, format_of, logical_shape, row_multiple, specs_of, tensor_wide
+from qtensor.formats import (
+    PartSpec,
+    block_multiple,
+    format_of,
+    logical_shape,
+    row_multiple,
+    shares_scale_along,
+    specs_of,
+    tensor_wide,
+)
 from qtensor.recipes import Recipe
 from qtensor.rounding import is_armed
 
@@ -39,10 +48,10 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     """`Format.shared_amax` of dense values [.., N, K] in any floating dtype."""
     if _as_defined(x):
         return format_of(recipe).shared_amax(x.to(torch.float32), recipe)
-    flat, kernel = _rows(x), _amax_kernel(recipe.stored)
-    found = [kernel(flat[piece]) for piece in _pieces(flat, recipe, kernel)]
-    if found[0] is None:
+    if not shares_scale_along(recipe, 1, 2):  # blocks along K have scales of their own
         return None
+    flat, kernel = _rows(x), _amax_kernel(recipe.stored)
+    found = [kernel(_tiled(flat[piece], 1)) for piece in _pieces(flat, recipe, kernel)]
     if found[0].ndim:
         return torch.cat(found).reshape(*x.shape[:-1], 1)
     return found[0] if len(found) == 1 else torch.stack(found).amax()
@@ -61,12 +70,14 @@ def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, T
 
 def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """Every row of x quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
-    if tensor_wide(recipe) is None:
-        return encode(x, recipe)
     if _as_defined(x):
         return encode(x, recipe, row_amax(x.to(torch.float32)))
+    if tensor_wide(recipe) is None:
+        return encode(x, recipe)
     flat = _rows(x)
-    return encode(x, recipe, torch.cat([_row_amax(flat[piece]) for piece in _pieces(flat, recipe, _row_amax)]))
+    return encode(
+        x, recipe, torch.cat([_row_amax(_tiled(flat[piece], 1)) for piece in _pieces(flat, recipe, _row_amax)])
+    )
 
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
@@ -90,11 +101,13 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     pieces = list(_pieces(payload, recipe, kernel))
     tiles = [_tiled(payload[piece], _packed_block(recipe)) for piece in pieces]
     if len(pieces) == 1:
-        return kernel(tiles[0], *others).reshape(shape)  # type: ignore[no-any-return]
-    values = torch.empty((payload.shape[0], shape[-1]), dtype=dtype, device=payload.device)
+        # no view, which autograd would not let be written in place
+        return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return]
+    values = torch.empty(shape, dtype=dtype, device=payload.device)
+    flat = values.view(-1, shape[-1])
     for piece, tile in zip(pieces, tiles, strict=True):
-        values[piece].copy_(kernel(tile, *(_own(part, piece) for part in others)))
-    return values.reshape(shape)
+        flat[piece].copy_(kernel(tile, *(_own(part, piece) for part in others)))
+    return values
 
 
 # -- kernels, one for each recipe and purpose --------------------------------------------------------------------------
@@ -104,7 +117,7 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
 def _amax_kernel(recipe: Recipe) -> Kernel:
     fmt = format_of(recipe)
 
-    def amax(x: Tensor) -> Tensor | None:  # [rows, K]
+    def amax(x: Tensor) -> Any:  # [rows, K]
         return fmt.shared_amax(x.to(torch.float32), recipe)
 
     return Kernel(amax, f"amax_{_name(recipe)}")
@@ -198,10 +211,11 @@ def _own(argument: Tensor | None, piece: slice) -> Tensor | None:
 
 def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
     """[rows, K] -> [rows, blocks, block]; square blocks -> [groups, group, blocks, block], fewer rows: one group."""
-    if block == 1:
-        return x
-    x = x.unflatten(1, (-1, block))
-    return x.unflatten(0, (-1, min(group, x.shape[0]))) if group > 1 else x
+    rows, columns = x.shape
+    tiles = (rows, columns) if block == 1 else (rows, columns // block, block)
+    if group > 1:
+        tiles = (-(-rows // group), min(group, rows), *tiles[1:])
+    return torch.ops.aten._unsafe_view(x, tiles)  # type: ignore[no-any-return] # of a view, dynamo guards the base, too
 
 
 def _untiled(x: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ PUBLIC: dict[str, list[str]] = {
         "quantize_",
         "quantized_model_init",
         "stochastic_rounding",
+        "use_kernels",
     ],
     "dcp_adapters": [
         "Manifest",

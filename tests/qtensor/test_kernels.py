@@ -1,0 +1,334 @@
+"""Kernels: compiled, chunked and plain code give the same bytes, and the policy picks the one it says."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp_hooks import compiled
+from fsdp_hooks.compiled import Kernel
+from qtensor import QuantizedTensor, kernels, quantize, use_kernels
+from qtensor.formats import format_of
+from tests.qtensor.recipes_under_test import DELAYED, RECIPES, block_of, every_recipe, same_bytes, weight
+
+INF, NAN = float("inf"), float("nan")
+FORMS = ["float8_row", "float8_tensor", "mxfp8_row", "mxfp8_square", "nvfp4_row", "nvfp4_square"]
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    mode, failed = use_kernels.mode, Kernel.failed
+    yield
+    use_kernels.mode, Kernel.failed = mode, failed
+
+
+def awkward(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Values of all magnitudes, zeros of both signs, blocks of zeros, outliers, and what is not finite."""
+    x = weight(rows, columns, torch.float32)
+    x *= torch.exp2(-torch.randint(0, 24, x.shape, generator=torch.Generator().manual_seed(rows)).float())
+    x[:, 3], x[:, 4] = 0.0, -0.0
+    x[1] = 0.0
+    x[2] *= 1e-20
+    x[3] *= -1e20
+    x[5, 7], x[7, 40], x[7, 70] = NAN, INF, -INF
+    return x.to(dtype)
+
+
+def parts_as_defined(x: Tensor, recipe: Any) -> dict[str, Tensor]:
+    """What the format says of the whole tensor at once."""
+    fmt, values = format_of(recipe), x.float()
+    return fmt.encode(values, recipe, fmt.shared_amax(values, recipe))
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, part in wanted.items():
+        assert same_bytes(found[name], part), name
+
+
+# -- the bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_compiled_kernels_give_the_bytes_of_the_definition(name: str, dtype: torch.dtype) -> None:
+    """Several shapes through the same code; a tail that fills no vector among them."""
+    recipe = RECIPES[name]
+    for rows, columns in ((64, 96), (96, 160), (33, 96)):
+        x = awkward(rows, columns, dtype)
+        wanted = parts_as_defined(x, recipe)
+        if name.endswith("square") and rows % 32:  # a full tensor has whole blocks
+            use_kernels("compiled")
+            assert_same(kernels.encode(x, recipe), wanted)
+            continue
+        use_kernels("compiled")
+        q = quantize(x, recipe)
+        assert_same(q.parts(), wanted)
+        found = q.dequantize(), q.dequantize(torch.float32)
+        use_kernels("eager")
+        assert torch.equal(found[0].isnan(), q.dequantize().isnan())  # which NaN bf16 holds, differs
+        assert same_bytes(found[0].nan_to_num(7.0), q.dequantize().nan_to_num(7.0))
+        assert same_bytes(found[1], q.dequantize(torch.float32))
+
+
+@pytest.mark.slow
+def test_a_compiled_kernel_takes_fp32_and_fp16_too() -> None:
+    for dtype in (torch.float32, torch.float16):
+        x = awkward(64, 96, torch.float32).clamp(-6e4, 6e4).to(dtype)
+        use_kernels("compiled")
+        found = quantize(x, RECIPES["nvfp4_row"])
+        use_kernels("eager")
+        assert_same(found.parts(), parts_as_defined(x, RECIPES["nvfp4_row"]))
+        values = found.dequantize(torch.float16)
+        use_kernels("compiled")
+        assert same_bytes(found.dequantize(torch.float16).nan_to_num(7.0), values.nan_to_num(7.0))
+
+
+@every_recipe
+@pytest.mark.parametrize("elements", [1, 32 * 96, 5000])
+def test_chunks_give_the_bytes_of_the_whole(monkeypatch: pytest.MonkeyPatch, recipe: Any, elements: int) -> None:
+    x = awkward(160, 96, torch.bfloat16)
+    whole = quantize(x, recipe)
+    values, exact = whole.dequantize(), whole.dequantize(torch.float32)
+    assert_same(whole.parts(), parts_as_defined(x, recipe))
+    monkeypatch.setitem(kernels.CHUNK, "cpu", elements)
+    found = quantize(x, recipe)
+    assert_same(found.parts(), whole.parts())
+    assert same_bytes(found.dequantize().nan_to_num(7.0), values.nan_to_num(7.0))
+    assert same_bytes(found.dequantize(torch.float32), exact)
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", [(3, 40, 96), (2, 32, 96), (2, 2, 5, 96), (96,), (45, 96)])
+def test_chunks_end_where_blocks_do(monkeypatch: pytest.MonkeyPatch, recipe: Any, shape: tuple[int, ...]) -> None:
+    """Stacks whose matrices end within a square block, and the rows of a shard."""
+    x = weight(256, 96).flatten()[: torch.Size(shape).numel()].view(shape)
+    if getattr(recipe, "blocks", "row") == "square" and x.ndim == 1:
+        pytest.skip("square blocks need two dims")
+    wanted = parts_as_defined(x, recipe)
+    for elements in (1, 4000):
+        monkeypatch.setitem(kernels.CHUNK, "cpu", elements)
+        assert_same(kernels.encode(x, recipe), wanted)
+
+
+@pytest.mark.parametrize("name", ["float8_tensor", "nvfp4_row"])
+def test_chunks_of_a_gathered_weight_take_the_scales_of_their_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    recipe = RECIPES[name]
+    shards = [quantize(weight(8, 96) * factor, recipe) for factor in (1.0, 100.0, 0.01)]
+    wide = "scale" if name == "float8_tensor" else "global_scale"
+    parts = {part: torch.cat([raw_rows(q.parts()[part]) for q in shards]) for part in shards[0].parts()}
+    parts[wide] = torch.stack([q.parts()[wide] for q in shards]).repeat_interleave(8).view(24, 1)
+    parts = {part: value.view(shards[0].parts()[part].dtype) for part, value in parts.items()}
+    wanted = torch.cat([q.dequantize() for q in shards])
+    for elements in (1, 500, 10**6):
+        monkeypatch.setitem(kernels.CHUNK, "cpu", elements)
+        assert same_bytes(kernels.decode(parts, recipe, torch.bfloat16), wanted)
+
+
+def raw_rows(part: Tensor) -> Tensor:
+    return part.view(torch.uint8) if part.ndim and part.itemsize == 1 else part.reshape(-1, 1)
+
+
+def test_a_payload_may_begin_anywhere_in_a_buffer() -> None:
+    q = quantize(weight(8, 32), RECIPES["nvfp4_row"])
+    buffer = torch.zeros(q.payload.numel() + 1, dtype=torch.uint8)
+    buffer[1:] = q.payload.flatten()
+    moved = QuantizedTensor.from_parts({**q.parts(), "payload": buffer[1:].view(8, 16)}, q.recipe, q.dtype)
+    assert same_bytes(moved.dequantize(), q.dequantize())
+
+
+def test_a_step_with_a_history_is_chunked_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    (recipe,) = DELAYED.values()
+    whole, chunked = (quantize(weight(64, 96), recipe) for _ in range(2))
+    for seed in range(3):
+        whole.write(weight(64, 96, seed=seed), step=True)
+        with monkeypatch.context() as patch:
+            patch.setitem(kernels.CHUNK, "cpu", 96)
+            chunked.write(weight(64, 96, seed=seed), step=True)
+        assert_same(chunked.parts(), whole.parts())
+
+
+# -- no dense copy -----------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Records the bytes of the largest floating tensor that any op makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in out if isinstance(out, tuple | list) else [out]:
+            fresh = isinstance(leaf, Tensor) and not func.is_view
+            if fresh and leaf.is_floating_point() and leaf.itemsize > 1:
+                self.bytes = max(self.bytes, leaf.nbytes)
+        return out
+
+
+@every_recipe
+def test_a_write_makes_no_dense_temporary_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
+    q, master = quantize(weight(512, 96), recipe), weight(512, 96, torch.float32, seed=1)
+    monkeypatch.setitem(kernels.CHUNK, "cpu", 64 * 96)
+    with Largest() as largest:
+        q.write(master, step=True)
+    assert 0 < largest.bytes <= 64 * 96 * 4
+    assert_same(q.parts(), q.parts())
+
+
+# -- the policy --------------------------------------------------------------------------------------------------------
+
+
+class Compiler:
+    """Stands in for torch.compile: counts what it compiles, and which calls of compiled code were made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compiled: list[str] = []
+        self.calls = 0
+        self.error: Exception | None = None
+        monkeypatch.setattr(torch, "compile", self)
+
+    def __call__(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        assert options == {"dynamic": True, "fullgraph": True}
+        self.compiled.append(fn.__name__)
+
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            assert not torch.is_grad_enabled()
+            if self.error is not None:
+                raise self.error
+            return fn(*args)
+
+        return call
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    return Compiler(monkeypatch)
+
+
+@pytest.fixture
+def double(compiler: Compiler) -> Kernel:
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    return Kernel(doubled, "double")
+
+
+LARGE = torch.ones(compiled.COMPILED_FROM)
+
+
+def test_auto_compiles_what_is_large_once(compiler: Compiler, double: Kernel) -> None:
+    assert torch.equal(double(LARGE[:-1]), LARGE[:-1] * 2)
+    assert (compiler.compiled, compiler.calls) == ([], 0)
+    for _ in range(2):
+        assert torch.equal(double(LARGE), LARGE * 2)
+    assert (compiler.compiled, compiler.calls) == (["double"], 2)
+
+
+def test_the_mode_decides_and_ends_with_its_block(compiler: Compiler, double: Kernel) -> None:
+    with use_kernels("eager"):
+        double(LARGE)
+    assert compiler.calls == 0
+    with use_kernels("compiled"):
+        double(LARGE[:8])
+        with use_kernels("auto"):
+            double(LARGE[:8])
+        assert use_kernels.mode == "compiled"
+    assert compiler.calls == 1
+    assert use_kernels.mode == "auto"
+    use_kernels("eager")
+    assert use_kernels.mode == "eager"
+
+
+def test_what_can_not_be_compiled_runs_eagerly(compiler: Compiler, double: Kernel) -> None:
+    use_kernels("compiled")
+    double(LARGE.to("meta"))
+    double(LARGE[:0])
+    with FlopCounterMode(display=False):
+        double(LARGE)
+    torch.vmap(double)(LARGE.view(2, -1))
+    double(torch.nn.Parameter(LARGE))  # a subclass may be anything: FakeTensor, say
+    assert compiler.calls == 0
+
+
+def test_a_compiler_that_fails_is_left_alone_and_the_call_succeeds(compiler: Compiler, double: Kernel) -> None:
+    compiler.error = RuntimeError("no C++ compiler")
+    text = r"torch.compile failed on double \(RuntimeError\), so quantization kernels run eagerly .* QTENSOR_KERNELS"
+    with pytest.warns(UserWarning, match=text):
+        assert torch.equal(double(LARGE), LARGE * 2)
+    assert torch.equal(double(LARGE), LARGE * 2)
+    assert compiler.calls == 1
+    with use_kernels("compiled"), pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
+        double(LARGE)
+
+
+def test_an_error_of_the_input_is_no_failure_of_the_compiler(compiler: Compiler) -> None:
+    def refuse(x: Tensor) -> Tensor:
+        raise ValueError("this input")
+
+    with pytest.raises(ValueError, match="this input"):
+        Kernel(refuse, "refuse")(LARGE)
+    assert Kernel.failed is None
+
+
+def test_unknown_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"use_kernels\('fast'\): expected one of 'auto', 'compiled', 'eager'"):
+        use_kernels("fast")
+    assert use_kernels.mode == "auto"
+    monkeypatch.setenv("QTENSOR_KERNELS", "fast")
+    with pytest.raises(ValueError, match="QTENSOR_KERNELS='fast': expected one of 'auto', 'compiled', 'eager'"):
+        compiled._begin_as_told()
+    monkeypatch.setenv("QTENSOR_KERNELS", "eager")
+    compiled._begin_as_told()
+    assert use_kernels.mode == "eager"
+
+
+def test_shapes_are_dynamic_so_that_nothing_is_compiled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Special to torch are dims of size 1, and dims that are equal at first; it compiles once more for what is not."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: compile_(fn, backend=backend, **options))
+    # kernels of other tests are compiled already
+    monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
+    monkeypatch.setattr(kernels, "_decode_kernel", functools.cache(kernels._decode_kernel.__wrapped__))
+    for name in ("mxfp8_row", "nvfp4_square"):
+        recipe, graphs[:] = RECIPES[name], []
+        amax = torch.ones(()) if name.startswith("nvfp4") else None
+        with use_kernels("compiled"):
+            for rows, columns in ((64, 64), (32 * 3, 512), (128, 1024), (512, 128), (1024, 64), (64, 96)):
+                parts = kernels.encode(weight(rows, columns), recipe, amax)
+                kernels.decode(parts, recipe, torch.bfloat16)
+            assert 2 <= len(graphs) <= 3, name
+            before = len(graphs)
+            for rows, columns in ((16, 96), (32, 96), (96, 16), (96, 32)):  # one group of rows, one block a row
+                if columns % block_of(recipe) or (rows < 32 and name == "mxfp8_row"):
+                    continue
+                parts = kernels.encode(weight(rows, columns), recipe, amax)
+                kernels.decode(parts, recipe, torch.bfloat16)
+            assert before < len(graphs) <= before + 4, name
+
+
+@every_recipe
+def test_kernels_trace_into_the_graph_of_their_caller(recipe: Any) -> None:
+    """fullgraph, whatever the mode: their own compilation would break the caller's graph."""
+    x = weight(64, 96)
+
+    def round_trip(x: Tensor) -> Tensor:
+        return kernels.decode(kernels.encode(x, recipe), recipe, torch.bfloat16)
+
+    with use_kernels("compiled"):
+        found = torch.compile(round_trip, fullgraph=True, backend="eager")(x)
+    assert same_bytes(found, quantize(x, recipe).dequantize())
