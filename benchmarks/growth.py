@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.growth_figures import draw, markdown
-from benchmarks.growth_fits import exponents, medians, within
+from benchmarks.growth_fits import summary, within
 from benchmarks.growth_planning import PLANNING, against_ranks, against_weights
 from benchmarks.growth_rank import PHASES, Job
 
@@ -75,7 +75,6 @@ def run() -> dict[str, Any]:
         weights = against_weights(FORM, SIMULATED_WEIGHTS, world=2, repeats=3)
     results["planning"] = {"ranks": _grown(simulated), "weights": _grown(weights)}
     results["targets"] = _targets(results)
-    print(markdown(results))
     return results
 
 
@@ -156,11 +155,8 @@ def _against_real_ranks() -> dict[str, Any]:
 
 
 def _grown(figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Side -> phase -> medians and exponents of its series."""
-    return {
-        side: {phase: {"median": medians(series), "exponents": exponents(series)} for phase, series in phases.items()}
-        for side, phases in figures.items()
-    }
+    """Side -> phase -> costs and exponents of its series."""
+    return {side: {phase: summary(series) for phase, series in phases.items()} for side, phases in figures.items()}
 
 
 def _targets(results: dict[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,6 @@ def _lines(
         figures = table[side][name]
         if figures["exponents"] is None:
             continue
-        sizes = [round(int(size) / 1e6, 1) if megabytes else int(size) for size in figures["median"]]
-        costs = [cost * factor for cost in figures["median"].values()]
+        sizes = [round(int(size) / 1e6, 1) if megabytes else int(size) for size in figures["least"]]
+        costs = [cost * factor for cost in figures["least"].values()]
         yield color, (sizes, costs, f"{side} {figures['exponents']['top']['exponent']:.2f}")

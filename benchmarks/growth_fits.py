@@ -2,7 +2,8 @@
 
 A cost is a + b * size ** p, and a constant part a only lowers the slope, most where sizes are small. So the slope
 between the two largest sizes, "top", is what says whether growth is super-linear; "fit" is that of least squares over
-all sizes. Of both, the figure is that of the medians over rounds, and min and max are those of single rounds.
+all sizes. Of both, the figure is that of the least costs of all rounds, since whatever else runs on the machine only
+adds to a cost; min and max are those of single rounds.
 """
 
 import math
@@ -10,27 +11,31 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["exponents", "medians", "within"]
+__all__ = ["exponents", "summary", "within"]
 
 Series = Mapping[str, Sequence[float]]  # size -> one cost a round
 
 
-def medians(series: Series) -> dict[str, float]:
-    """Size -> the median cost."""
-    return {size: statistics.median(costs) for size, costs in series.items()}
+def summary(series: Series) -> dict[str, Any]:
+    """Least and median cost of every size, and the exponents."""
+    return {
+        "least": {size: min(costs) for size, costs in series.items()},
+        "median": {size: statistics.median(costs) for size, costs in series.items()},
+        "exponents": exponents(series),
+    }
 
 
 def exponents(series: Series) -> dict[str, dict[str, float]] | None:
     """See the module's docstring; None where the cost is nothing at some size."""
     sizes = sorted(map(int, series))
     rounds = [list(costs) for costs in zip(*(series[str(size)] for size in sizes), strict=True)]
-    middle = [statistics.median(series[str(size)]) for size in sizes]
-    if min(min(costs) for costs in rounds) <= 0:
+    least = [min(series[str(size)]) for size in sizes]
+    if min(least) <= 0:
         return None
     out = {}
     for name, first in (("fit", 0), ("top", -2)):
         single = [_slope(sizes[first:], costs[first:]) for costs in rounds]
-        slope = _slope(sizes[first:], middle[first:])
+        slope = _slope(sizes[first:], least[first:])
         out[name] = {"exponent": round(slope, 3), "min": round(min(single), 3), "max": round(max(single), 3)}
     return out
 
