@@ -4,7 +4,7 @@
 
 A life: build on the meta device, fully_shard each layer, fill the shards, first step (builds the optimizer and its
 state), step, save, load. A side is a recipe by its name, or bf16, which is stock FSDP2, AdamW and DCP. All jobs take
-turns in every round, in another order each, behind a warm-up with two layers, in which kernels are compiled, too.
+turns in every round, in another order each, behind a warm-up, in which kernels are compiled, too.
 
 Time is the CPU time of the process (other processes on the machine disturb it little) beside the clock. The garbage
 collector is off within a phase: it walks all objects whenever it likes, whoever made them. Memory is counted in lives
@@ -187,13 +187,12 @@ def rounds(jobs: list[Job], count: int, folder: Path) -> dict[str, list[dict[str
     """The times of each job in each round."""
     times: dict[str, list[dict[str, Any]]] = {job.name: [] for job in jobs}
     order, shuffle = list(jobs), random.Random(0).shuffle
-    for number in range(-1, count):
+    for job in {(job.side, job.layers): dataclasses.replace(job, layers=2) for job in jobs[::-1]}.values():
+        timed(job, folder)
+    for _ in range(count):
         shuffle(order)
         for job in order:
-            if number < 0:
-                timed(dataclasses.replace(job, layers=2), folder)
-            else:
-                times[job.name].append(timed(job, folder))
+            times[job.name].append(timed(job, folder))
     return times
 
 
