@@ -83,7 +83,7 @@ class Contender:
 def run() -> dict[str, Any]:
     """All figures by model; `targets` says which ratios to dense were met."""
     results: dict[str, Any] = {}
-    with _collector(on=False):
+    with collector(on=False):
         for model, (formats, worlds) in COORDINATOR.items():
             print(f"  {model} ...", flush=True)
             contenders = [Contender(model, name) for name in (None, *formats)]
@@ -110,7 +110,7 @@ def _local(contenders: list[Contender]) -> dict[str, Any]:
         state_dicts = {contender.name: contender.state_dict(mesh) for contender in contenders}
         for _ in range(1 + contenders[0].repeats):  # in turn; the first is a warm-up
             for contender in contenders:
-                plan, seconds = _timed(lambda c=contender: _plan(c.save_planner(), state_dicts[c.name]))
+                plan, seconds = timed(lambda c=contender: plan_save(c.save_planner(), state_dicts[c.name]))
                 times[contender.name].append(seconds)
                 sizes[contender.name], items[contender.name] = len(pickle.dumps(plan)), len(plan.items)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
@@ -122,7 +122,7 @@ def _local(contenders: list[Contender]) -> dict[str, Any]:
     }
 
 
-def _plan(planner: DefaultSavePlanner, state_dict: dict[str, Any], *, coordinator: bool = False) -> SavePlan:
+def plan_save(planner: DefaultSavePlanner, state_dict: dict[str, Any], *, coordinator: bool = False) -> SavePlan:
     planner.set_up_planner(state_dict, is_coordinator=coordinator)
     return planner.create_local_plan()
 
@@ -137,10 +137,10 @@ def _scaling(contenders: list[Contender], worlds: tuple[int, ...]) -> dict[str, 
     for world in worlds:
         measured[world] = {}
         for contender in contenders:
-            row, planned = _coordinate(contender, world)
+            row, planned = coordinate(contender, world)
             measured[world][contender.name] = row
             if world == METADATA_WORLD[contender.model]:
-                described[contender.name] = _describe(contender, world, *planned)
+                described[contender.name] = describe(contender, world, *planned)
             del planned
             gc.collect()
     coordinator: dict[str, Any] = {}
@@ -155,11 +155,11 @@ def _scaling(contenders: list[Contender], worlds: tuple[int, ...]) -> dict[str, 
     return {"coordinator": coordinator, "metadata": {"world": METADATA_WORLD[contenders[0].model], **described}}
 
 
-def _coordinate(contender: Contender, world: int) -> tuple[dict[str, float], tuple[list[SavePlan], Metadata]]:
+def coordinate(contender: Contender, world: int) -> tuple[dict[str, float], tuple[list[SavePlan], Metadata]]:
     gathered, coordinator = _gathered(contender, world)
     row: dict[str, float] = {"gather": sum(map(len, gathered))}
     if (contender.model, world) in WITH_GC:
-        with _collector(on=True):
+        with collector(on=True):
             row["gc_on_s"] = _planned(coordinator, gathered)[1]["gc_off_s"]
         gc.collect()
     planned, seconds = _planned(coordinator, gathered)
@@ -173,13 +173,13 @@ def _planned(
     validating = [0.0]
 
     def validate(*args: Any, stock: Callable[..., Any] = getattr(default_planner, VALIDATION)) -> Any:  # noqa: B008
-        errors, seconds = _timed(lambda: stock(*args))
+        errors, seconds = timed(lambda: stock(*args))
         validating[0] += seconds
         return errors
 
-    plans, unpickling = _timed(lambda: [pickle.loads(data) for data in gathered])
+    plans, unpickling = timed(lambda: [pickle.loads(data) for data in gathered])
     with patch.object(default_planner, VALIDATION, validate):  # its share shows no other way
-        planned, planning = _timed(lambda: planner.create_global_plan(plans))
+        planned, planning = timed(lambda: planner.create_global_plan(plans))
     return planned, {
         "unpickle_s": unpickling,
         "plan_s": planning - validating[0],
@@ -195,7 +195,7 @@ def _gathered(contender: Contender, world: int) -> tuple[list[bytes], DefaultSav
     for rank in (0, 1, world - 1):
         with as_rank(rank, world) as mesh:
             planners[rank] = contender.save_planner()
-            plans[rank] = _plan(planners[rank], contender.state_dict(mesh), coordinator=rank == 0)
+            plans[rank] = plan_save(planners[rank], contender.state_dict(mesh), coordinator=rank == 0)
     last, made = moved(plans[1], world - 1, world), plans[world - 1]
     assert last.items == made.items, "a moved plan is not what that rank plans"
     gathered = [pickle.dumps(plans[0])]
@@ -204,7 +204,7 @@ def _gathered(contender: Contender, world: int) -> tuple[list[bytes], DefaultSav
     return gathered, planners[0]
 
 
-def _describe(contender: Contender, world: int, plans: list[SavePlan], metadata: Metadata) -> dict[str, Any]:
+def describe(contender: Contender, world: int, plans: list[SavePlan], metadata: Metadata) -> dict[str, Any]:
     """.metadata as FileSystemWriter leaves it, what reading it costs, and the load plan of a rank."""
     out: dict[str, Any] = {}
     for label, name in (("manifest_bytes", MANIFEST), ("checksums_bytes", CHECKSUMS)):
@@ -214,13 +214,13 @@ def _describe(contender: Contender, world: int, plans: list[SavePlan], metadata:
         out["chunks"], out["write_s"] = _finish(path, plans, metadata)
         out["bytes"] = Path(path, ".metadata").stat().st_size
         reader = dcp.FileSystemReader(path)
-        found, out["unpickle_gc_off_s"] = _timed(reader.read_metadata)
-        with _collector(on=True):
-            out["unpickle_gc_on_s"] = _timed(reader.read_metadata)[1]
+        found, out["unpickle_gc_off_s"] = timed(reader.read_metadata)
+        with collector(on=True):
+            out["unpickle_gc_on_s"] = timed(reader.read_metadata)[1]
         with as_rank(1, world) as mesh:
             state_dict = contender.state_dict(mesh)
             out["load_plan_s"] = statistics.median(
-                _timed(lambda: _load_plan(contender.load_planner(), state_dict, found))[1]
+                timed(lambda: _load_plan(contender.load_planner(), state_dict, found))[1]
                 for _ in range(contender.repeats)
             )
         del found
@@ -248,7 +248,7 @@ def _finish(path: str, plans: list[SavePlan], metadata: Metadata) -> tuple[int, 
             info = dataclasses.replace(sample, relative_path=file, offset=number << 24, length=1 << 24)
             rows.append(WriteResult(item.index, info.length, info))
         results.append(pickle.loads(pickle.dumps(rows)))  # they come from that rank
-    return sum(map(len, results)), _timed(lambda: writer.finish(metadata, results))[1]
+    return sum(map(len, results)), timed(lambda: writer.finish(metadata, results))[1]
 
 
 # -- stock's validation of one tensor ----------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def _sweep() -> dict[str, Any]:
         seconds = {}
         for world in SWEEP_WORLDS:
             with as_rank(1, world) as mesh:
-                plan = _plan(DefaultSavePlanner(), state_dict_of({"w": (shape, False)}, mesh, None))
+                plan = plan_save(DefaultSavePlanner(), state_dict_of({"w": (shape, False)}, mesh, None))
             gathered = [pickle.dumps(moved(plan, rank, world)) for rank in range(world)]
             planner = DefaultSavePlanner()
             planner.set_up_planner({}, is_coordinator=True)
@@ -273,14 +273,14 @@ def _sweep() -> dict[str, Any]:
 # -- arithmetic and output ---------------------------------------------------------------------------------------------
 
 
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     began = time.process_time()
     result = call()
     return result, time.process_time() - began
 
 
 @contextlib.contextmanager
-def _collector(*, on: bool) -> Iterator[None]:
+def collector(*, on: bool) -> Iterator[None]:
     was = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:

@@ -43,6 +43,7 @@ class Conversions:
         self.lock = threading.Lock()  # readers commit from several threads
         self.groups: dict[dist.ProcessGroup, ProcessGroupGloo] = {}  # of the weights -> of this load
         self.settled = not self.agreed  # whether this rank has taken part in the agreement
+        self.awaited = 0  # of `agreed`, those with something to read that is not there yet
 
     def read_items(self) -> list[ReadItem]:
         """What all of them need read."""
@@ -51,6 +52,7 @@ class Conversions:
             own = one.read_items(self.metadata)
             self.by_entry |= {item.dest_index.fqn: one for item in own}
             items += own
+        self.awaited = sum(bool(one.outstanding) for one in self.agreed)
         return items
 
     def grouped(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
@@ -90,6 +92,7 @@ class Conversions:
             one.outstanding -= 1
             if one.outstanding:
                 return
+            self.awaited -= bool(one.groups)
         if one.groups:
             self._agree_if_complete()
         else:
@@ -109,7 +112,7 @@ class Conversions:
 
     def _agree_if_complete(self) -> None:
         with self.lock:
-            if self.settled or any(one.outstanding for one in self.agreed):
+            if self.settled or self.awaited:
                 return
             self.settled = True
         try:

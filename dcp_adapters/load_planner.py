@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_adapters.checksums import CHECKSUMS, Verification
@@ -228,8 +228,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             return
         entry = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-        if tensor.shape == sizes and tensor.dtype == entry.properties.dtype:
+        if tensor.shape == _stored_chunk(entry, index).sizes and tensor.dtype == entry.properties.dtype:
             self.verification.see(name, index, tensor.detach().cpu())
 
     def _check_probe(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -247,6 +246,14 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         if not self.checks:
             for q in self.quantized.values():
                 q.init_value = None
+
+
+def _stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    """The chunk that an index names, found where the index says that it is: there is one for each rank that saved."""
+    at = index.index
+    if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
+        return entry.chunks[at]
+    return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
 
 
 def _unpickled(name: str, value: io.BytesIO) -> Any:

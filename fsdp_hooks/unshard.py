@@ -117,13 +117,15 @@ def _gather(module: nn.Module, groups: Sequence[FSDPModule]) -> list[_Slot]:
         group.unshard()
     # A group in which neither did anything ignored reshard(), and holds what it gathered earlier.
     full = _standing(places)
+    indices: dict[FSDPModule, list[int]] = {}
+    for index, place in enumerate(places):
+        indices.setdefault(place[0], []).append(index)
     for group in groups:
-        own = [index for index, place in enumerate(places) if place[0] is group]
+        own = indices.get(group, [])
         if own and all(full[index] is sharded[index] for index in own):
             _insist_on_reshard(group)
-            standing = _standing(places)
-            for index in own:
-                sharded[index] = standing[index]
+            for index, standing in zip(own, _standing(places[index] for index in own), strict=True):
+                sharded[index] = standing
             group.unshard()
     return [
         _Slot(*place, before, after, after.data, _stamp(after), _stamp(before), digest(_plain_parts(after)))
@@ -141,8 +143,8 @@ def _release(groups: Sequence[FSDPModule], slots: Sequence[_Slot]) -> None:
                 slot.full.data = slot.data
     for group in groups:
         group.reshard()
-        if any(slot.group is group and slot.now() is slot.full for slot in slots):
-            _insist_on_reshard(group)
+    for group in dict.fromkeys(slot.group for slot in slots if slot.now() is slot.full):
+        _insist_on_reshard(group)
 
 
 def _places(module: nn.Module, groups: Sequence[FSDPModule]) -> Iterator[tuple[FSDPModule, nn.Module, str, str]]:
