@@ -20,7 +20,7 @@ Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -65,8 +65,11 @@ class Arrangement:
         return self
 
     def but(self, **changes: Any) -> "Arrangement":
-        """A copy with some fields changed."""
-        return replace(self, **changes)
+        """The arrangement with some fields changed: this very one where they have those values already."""
+        fields = vars(self)
+        if all(fields[name] == value for name, value in changes.items()):
+            return self
+        return Arrangement(**{**fields, **changes})
 
 
 class AllGatherHooks:

@@ -22,6 +22,7 @@ from qtensor.tensor import QuantizedTensor
 __all__ = ["cut"]
 
 aten = torch.ops.aten
+OWN = Arrangement()  # that of a tensor of its own
 
 
 def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
@@ -33,9 +34,7 @@ def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same bytes in a new wrapper."""
     q = args[0]
-    out = map_parts(q, torch.Tensor.detach, q.arrangement)
-    out.preserved = q.preserved
-    return out
+    return q.alias(q.arrangement, q.shape)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
@@ -50,18 +49,15 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"a view of shape {shape} of a transposed {describe(described, q.recipe)}; transpose it back first"
         )
     if shape == described:
-        return map_parts(q, torch.Tensor.detach, q.arrangement.but(flat=None))
-    regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == Arrangement()
+        return q.alias(q.arrangement.but(flat=None), torch.Size(shape))
+    regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == OWN
     if getattr(q.recipe, "blocks", "row") == "square":
         regroups = regroups and shape[-2] % block_multiple(q.recipe) == 0  # else blocks would span two matrices
     if not regroups:
-        kept = q.arrangement.but(flat=described)
-        flat = type(q)(q.parts(), q.recipe, q.dtype, arrangement=kept, shape=torch.Size(shape))
-        flat.preserved = q.preserved
-        return flat
+        return q.alias(q.arrangement.but(flat=described), torch.Size(shape))
     parts = {spec.name: part.view(spec.shape(shape)) for spec, part in zip(q.specs(), q.parts().values(), strict=True)}
     init = None if q.init_value is None else q.init_value.view(shape)
-    return q.with_parts(parts, arrangement=Arrangement(), init_value=init)
+    return q.with_parts(parts, arrangement=OWN, init_value=init)
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -136,7 +132,7 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first rows of a gathered weight: how FSDP crops its padding."""
     q, size, stride, offset = _filled(args, None, None, None, None)
     size = tuple(size)
-    plain = torch.empty(size, device="meta").stride() == tuple(stride) and not offset
+    plain = tuple(stride) == q.stride() and not offset  # contiguous, whatever the number of rows
     if not plain or size[1:] != tuple(q.shape[1:]) or size[0] > q.shape[0]:
         raise NotImplementedError(
             f"as_strided of {describe(q.shape, q.recipe)} to size {size}, stride {tuple(stride)}: only its first rows "
@@ -182,13 +178,13 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
     partial = not (whole or along_k or becomes_shard)
     rows = row_multiple(q.recipe) if dim == q.ndim - 2 else 1
-    arrangement = Arrangement(
+    arrangement = q.arrangement.but(
         shards=shards,
         padded_rows=q.arrangement.padded_rows if keeps_padding else None,
+        allocated=False,
         partial=q.arrangement.partial or partial,
         splits_blocks=q.arrangement.splits_blocks
         or (partial and bool(start % rows or (end % rows and end != q.shape[dim]))),
-        severed=q.arrangement.severed,
     )
     return q.with_parts(parts, arrangement=arrangement, init_value=init)
 
