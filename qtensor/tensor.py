@@ -168,7 +168,7 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
 
     def row_parts(self) -> frozenset[str]:
         """Names of the parts that extend along dim 0."""
-        ndim = self.ndim
+        ndim = self.payload.ndim  # a read of our own attributes would go through __torch_function__
         return frozenset(spec.name for spec in self.specs() if spec.extends_along(0, ndim))
 
     def gathered_parts(self) -> list[str]:
@@ -181,10 +181,13 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         *,
         dtype: torch.dtype | None = None,
         arrangement: Arrangement,
+        shape: torch.Size | None = None,
         init_value: Tensor | None = None,
     ) -> Self:
-        """A tensor of the same class and recipe around other parts."""
-        return type(self)(parts, self.recipe, dtype or self.dtype, arrangement=arrangement, init_value=init_value)
+        """A tensor of the same class and recipe around other parts; `shape`, where it is known, saves deriving it."""
+        return type(self)(
+            parts, self.recipe, dtype or self.dtype, arrangement=arrangement, shape=shape, init_value=init_value
+        )
 
     def alias(self, arrangement: Arrangement, shape: torch.Size) -> Self:
         """Another look at the same parts, and at what is preserved beside them."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement, ShardRows
 from qtensor.formats import PartSpec, block_multiple, describe, row_multiple
-from qtensor.ops import implements, map_parts, refuse_resharding_to_a_smaller_mesh
+from qtensor.ops import implements, refuse_resharding_to_a_smaller_mesh
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["cut"]
@@ -74,8 +74,7 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """q[a:b] along any dim, step 1. Along K the cut must fall on block boundaries."""
     q, dim, start, end, step = _filled(args, None, 0, None, None, 1)
     dim %= q.ndim
-    size = q.shape[dim]
-    start, end, _ = slice(start, end).indices(size)
+    start, end, _ = slice(start, end).indices(q.shape[dim])
     if step != 1:
         raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
     piece = cut(q, dim, start, max(end, start))
@@ -158,44 +157,45 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
             f"cutting a {'transposed' if q.arrangement.transposed else 'reshaped'} view of "
             f"{describe(q.arrangement.flat, q.recipe)}; view it back first"
         )
-    if q.ndim == 1 and (start, end) != (0, q.shape[0]) and q.tensor_wide() is None and q.specs()[1].block == 0:
-        raise NotImplementedError(f"cutting {describe(q.shape, q.recipe)}: its one row has one scale")
-    along_k = dim == q.ndim - 1
-    multiple = block_multiple(q.recipe)
-    if along_k and (start % multiple or (end % multiple and end != q.shape[dim])):
+    specs, shape, arrangement = q.specs(), q.shape, q.arrangement
+    size, last = shape[dim], len(shape) - 1
+    whole, along_k = start == 0 and end == size, dim == last
+    if last == 0 and not whole and q.tensor_wide() is None and specs[1].block == 0:
+        raise NotImplementedError(f"cutting {describe(shape, q.recipe)}: its one row has one scale")
+    if along_k and (start % (multiple := block_multiple(q.recipe)) or (end % multiple and end != size)):
         raise ValueError(
-            f"cutting {describe(q.shape, q.recipe)} at columns {start}:{end}: cuts along K must be multiples of "
+            f"cutting {describe(shape, q.recipe)} at columns {start}:{end}: cuts along K must be multiples of "
             f"{multiple}. If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) placements; "
             "shard on dim 0"
         )
-    parts = {spec.name: _cut_part(q, spec, dim, start, end) for spec in q.specs()}
-    wide, shards = q.tensor_wide(), q.arrangement.shards
-    whole = start == 0 and end == q.shape[dim]
-    if wide and shards is not None and dim == 0 and not whole:
+    parts = {spec.name: _cut_part(q, spec, dim, start, end) for spec in specs}
+    shards = arrangement.shards
+    if shards is not None and dim == 0 and not whole and (wide := q.tensor_wide()):
         parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
     keeps_padding = dim == 0 and start == 0
-    becomes_shard = keeps_padding and q.arrangement.allocated
-    init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
+    becomes_shard = keeps_padding and arrangement.allocated
     partial = not (whole or along_k or becomes_shard)
-    rows = row_multiple(q.recipe) if dim == q.ndim - 2 else 1
-    arrangement = q.arrangement.but(
+    rows = row_multiple(q.recipe) if dim == last - 1 else 1
+    kept = arrangement.but(
         shards=shards,
-        padded_rows=q.arrangement.padded_rows if keeps_padding else None,
+        padded_rows=arrangement.padded_rows if keeps_padding else None,
         allocated=False,
-        partial=q.arrangement.partial or partial,
-        splits_blocks=q.arrangement.splits_blocks
-        or (partial and bool(start % rows or (end % rows and end != q.shape[dim]))),
+        partial=arrangement.partial or partial,
+        splits_blocks=arrangement.splits_blocks or (partial and bool(start % rows or (end % rows and end != size))),
     )
-    return q.with_parts(parts, arrangement=arrangement, init_value=init)
+    init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
+    cut_shape = torch.Size((*shape[:dim], end - start, *shape[dim + 1 :]))
+    return q.with_parts(parts, arrangement=kept, shape=cut_shape, init_value=init)
 
 
 def _cut_part(q: QuantizedTensor, spec: PartSpec, dim: int, start: int, end: int) -> Tensor:
     part: Tensor = getattr(q, spec.name)
-    if not spec.extends_along(dim, q.ndim):
+    ndim = q.ndim
+    if dim != ndim - 1:
+        return part.narrow(dim, start, end - start) if spec.per_row else part
+    if not spec.extends_along(dim, ndim):
         # a cut along K stands on its own: sharing the scale of its rows would let a write to it reach its siblings
-        return part.detach() if dim != q.ndim - 1 or (start, end) == (0, q.shape[dim]) else part.clone()
-    if dim != q.ndim - 1:
-        return part.narrow(dim, start, end - start)
+        return part if (start, end) == (0, q.shape[dim]) else part.clone()
     piece = part.narrow(dim, start // spec.block, end // spec.block - start // spec.block)
     return piece if piece.is_contiguous() and piece.shape == part.shape else piece.contiguous()
 
