@@ -40,11 +40,11 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @implements(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same elements in the same order: regrouped where rows stay rows, else `flat`, as FSDP asks for."""
-    q, shape = args[0], _resolve(args[1], args[0].numel())
-    described = q.arrangement.flat or tuple(q.shape)
+    q, own = args[0], args[0].shape
+    if tuple(args[1]) == own or (shape := _resolve(args[1], q.numel())) == own:
+        return q.alias(q.arrangement, own)
+    described = q.arrangement.flat or tuple(own)
     if q.arrangement.transposed:
-        if shape == tuple(q.shape):
-            return alias(func, args, kwargs)
         raise NotImplementedError(
             f"a view of shape {shape} of a transposed {describe(described, q.recipe)}; transpose it back first"
         )
