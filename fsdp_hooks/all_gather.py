@@ -68,7 +68,7 @@ class Arrangement:
     def but(self, **changes: Any) -> "Arrangement":
         """The arrangement with some fields changed: this very one where they have those values already."""
         fields = vars(self)
-        if all(fields[name] == value for name, value in changes.items()):
+        if changes.items() <= fields.items():
             return self
         other = object.__new__(Arrangement)  # __init__ of a frozen class sets field by field, slowly
         vars(other).update(fields, **changes)
