@@ -149,8 +149,8 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
             "cuts keep account of shards and blocks, which torchao's tensors do not",
         ),
         # The matmuls of a 64x64 layer take a hundredth of a step that is dispatch throughout, the dense one too: 5 %
-        # would be less than one wrapper and one pass through __torch_dispatch__ each time a weight is used. A quarter was
-        # measured with one alias a parameter and step, and one tiny op a part for each thing that the hooks do with it.
+        # would be less than one wrapper and one pass through __torch_dispatch__ each time a weight is used. A quarter
+        # was measured with three aliases a parameter and step, and one tiny op a part for each thing hooks do with it.
         "share of a step that is neither dense nor arithmetic, largest": (
             max(share for places in shares.values() for share in places.values()),
             0.30,
