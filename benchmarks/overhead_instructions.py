@@ -80,8 +80,8 @@ def main() -> None:
         known = {(op, on): defined(OPS[op], value) for op in OPS for on, value in values.items()}
         subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
         gc.disable()
-        for (op, on), is_defined in known.items():
-            if is_defined:
+        with torch.no_grad():
+            for op, on in (case for case, is_defined in known.items() if is_defined):
                 for _ in range(WARM_UP):
                     OPS[op](values[on])
                 count(op, on, lambda op=op, on=on: OPS[op](values[on]), CALLS)  # type: ignore[misc]
