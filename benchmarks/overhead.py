@@ -23,7 +23,7 @@ from benchmarks.timing import Contender, interleaved, ratio
 LAYERS = 32
 CALLS, ROUNDS = 100, 11  # of an op
 STEPS = 11
-COMPARED = ("detach", "view", "slice", "F.linear")  # with the peer
+COMPARED = ("detach", "view", "slice", "split", "F.linear")  # with the peer
 PLACES = {"one process": False, "FSDP2, 1 rank": True}
 # What an op on a float8 weight took (torch 2.13, Python 3.11) when every wrapper asked a meta tensor for its strides,
 # derived its shape and its specs anew, and aliased each part.
@@ -146,7 +146,7 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
         f"{', '.join(COMPARED)} over torchao's tensors, largest": (
             max(value for value in compared if value is not None),
             1.0,
-            "cuts keep account of shards and blocks, which torchao's tensors do not",
+            "a cut (split makes two) keeps account of shards and blocks, which torchao's tensors do not",
         ),
         # The matmuls of a 64x64 layer take a hundredth of a step that is dispatch throughout, the dense one too: 5 %
         # would be less than one wrapper and one pass through __torch_dispatch__ each time a weight is used. A quarter
