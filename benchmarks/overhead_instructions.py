@@ -21,7 +21,7 @@ import torch
 from benchmarks.overhead_models import by_hand, one_rank, trained
 from benchmarks.overhead_ops import OPS, RECIPES, defined, operands, peers
 
-CALLS, LAYERS, WARM_UP = 5, 4, 3
+CALLS, LAYERS, WARM_UP = 4, 3, 2
 
 
 def counted() -> dict[str, dict[str, int]] | None:
