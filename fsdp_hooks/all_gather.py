@@ -19,8 +19,9 @@ Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
     their own - an alias would let a write to the gathered weight change the shard's scale but not its payload.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -65,8 +66,13 @@ class Arrangement:
         return self
 
     def but(self, **changes: Any) -> "Arrangement":
-        """A copy with some fields changed."""
-        return replace(self, **changes)
+        """The arrangement with some fields changed: this very one where they have those values already."""
+        fields = vars(self)
+        if changes.items() <= fields.items():
+            return self
+        other = object.__new__(Arrangement)  # __init__ of a frozen class sets field by field, slowly
+        vars(other).update(fields, **changes)
+        return other
 
 
 class AllGatherHooks:
@@ -146,6 +152,12 @@ class AllGatherHooks:
         parts |= {name: part.reshape(-1) for name, part in parts.items() if name not in along}
         whole: Any = self.with_parts(parts, dtype=param_dtype, arrangement=Arrangement(shards=ShardRows(rows)))
         return whole, tuple(own.values())
+
+
+# FSDP asks for it before every gather
+AllGatherHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined] # see inspect
+    AllGatherHooks.fsdp_pre_all_gather
+)
 
 
 def _as_bytes(part: Tensor) -> Tensor:

@@ -82,7 +82,6 @@ def make_wrapper(
     There is no public constructor for wrapper subclasses. A storage_offset must never be given: the wrapper has no
     storage.
     """
-    strides = torch.empty(shape, device="meta").stride() if strides is None else strides
     return Tensor._make_wrapper_subclass(cls, torch.Size(shape), strides=strides, dtype=dtype, device=device)
 
 

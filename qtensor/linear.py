@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_hooks.torch_private import without_torch_function
 from qtensor.formats import describe
 from qtensor.products import product
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
@@ -33,10 +34,7 @@ class QuantizedLinear(torch.autograd.Function):
         """X [.., K], weight [N, K], bias [N] or None -> [.., N]."""
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if weight.recipe.activations is None:
-            return F.linear(x, weight.dequantize(), bias)
-        y = product(_autocast(x), weight)
-        return y if bias is None else y + bias.to(y.dtype)
+        return _forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -45,7 +43,7 @@ class QuantizedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = (grad @ weight.dequantize(grad.dtype)).to(x.dtype)
+            dx = (grad @ _dense(weight, grad.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dw = (
                 (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
@@ -55,6 +53,19 @@ class QuantizedLinear(torch.autograd.Function):
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
         return dx, dw, db
+
+
+def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    if weight.recipe.activations is None:
+        return F.linear(x, _dense(weight), bias)
+    y = product(_autocast(x), weight)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _dense(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The dense weight. Its attributes are read past __torch_function__, through which each read would go otherwise."""
+    with without_torch_function():
+        return weight.dequantize(dtype)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -68,6 +79,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     for name, value in (("input", input), ("bias", bias)):
         if isinstance(value, QuantizedTensor):
             raise TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
+    if not torch.is_grad_enabled():
+        return _forward(input, weight, bias)  # type: ignore[arg-type] # the weight it is, after input and bias
     return QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-any-return]
 
 

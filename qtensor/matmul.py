@@ -51,9 +51,7 @@ def _transposed(q: QuantizedTensor) -> QuantizedTensor:
         arrangement = arrangement.but(transposed=False, flat=None)
     else:
         arrangement = arrangement.but(transposed=True, flat=tuple(q.shape))
-    view = type(q)(q.parts(), q.recipe, q.dtype, arrangement=arrangement, shape=shape)
-    view.preserved = q.preserved
-    return view
+    return q.alias(arrangement, shape)
 
 
 @implements(aten.mm.default)

@@ -50,8 +50,7 @@ def map_parts(
     """A tensor like q around fn of each part (and of the preserved initial value); `dtype` is its appearance."""
     init = None if q.init_value is None else fn(q.init_value)
     parts = {name: fn(part) for name, part in q.parts().items()}
-    shape = q.shape if arrangement.flat else None
-    return type(q)(parts, q.recipe, dtype or q.dtype, arrangement=arrangement, shape=shape, init_value=init)
+    return type(q)(parts, q.recipe, dtype or q.dtype, arrangement=arrangement, shape=q.shape, init_value=init)
 
 
 # -- copy --------------------------------------------------------------------------------------------------------------

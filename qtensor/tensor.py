@@ -82,12 +82,13 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         arrangement: Arrangement = Arrangement(),
         shape: torch.Size | None = None,
         init_value: Tensor | None = None,
+        preserved: Preserved | None = None,
     ) -> Self:
         """Internal: wraps parts without any check; `from_parts` is the checked way in."""
         payload = parts["payload"]
         outer = arrangement.flat or logical_shape(payload, recipe) if shape is None else shape
         self: Any = make_wrapper(cls, outer, dtype, payload.device)
-        self.recipe, self.arrangement, self.preserved = recipe, arrangement, Preserved(init_value)
+        self.recipe, self.arrangement, self.preserved = recipe, arrangement, preserved or Preserved(init_value)
         for name, part in parts.items():
             setattr(self, name, part)
         return self  # type: ignore[no-any-return]
@@ -164,7 +165,8 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
 
     def row_parts(self) -> frozenset[str]:
         """Names of the parts that extend along dim 0."""
-        return frozenset(spec.name for spec in self.specs() if spec.extends_along(0, self.ndim))
+        ndim = self.payload.ndim  # a read of our own attributes would go through __torch_function__
+        return frozenset(spec.name for spec in self.specs() if spec.extends_along(0, ndim))
 
     def gathered_parts(self) -> list[str]:
         """Names of the parts that an all-gather sends."""
@@ -176,10 +178,19 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         *,
         dtype: torch.dtype | None = None,
         arrangement: Arrangement,
+        shape: torch.Size | None = None,
         init_value: Tensor | None = None,
     ) -> Self:
-        """A tensor of the same class and recipe around other parts."""
-        return type(self)(parts, self.recipe, dtype or self.dtype, arrangement=arrangement, init_value=init_value)
+        """A tensor of the same class and recipe around other parts; `shape`, where it is known, saves deriving it."""
+        return type(self)(
+            parts, self.recipe, dtype or self.dtype, arrangement=arrangement, shape=shape, init_value=init_value
+        )
+
+    def alias(self, arrangement: Arrangement, shape: torch.Size) -> Self:
+        """Another look at the same parts, and at what is preserved beside them."""
+        return type(self)(
+            self.parts(), self.recipe, self.dtype, arrangement=arrangement, shape=shape, preserved=self.preserved
+        )
 
     def write(self, dense: Tensor, amax: Tensor | None = None, *, step: bool = False) -> None:
         """Requantize in place from dense values of the same shape.

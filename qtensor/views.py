@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement, ShardRows
 from qtensor.formats import PartSpec, block_multiple, describe, row_multiple
-from qtensor.ops import implements, map_parts, refuse_resharding_to_a_smaller_mesh
+from qtensor.ops import implements, refuse_resharding_to_a_smaller_mesh
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["cut"]
 
 aten = torch.ops.aten
+OWN = Arrangement()  # that of a tensor of its own
 
 
 def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
@@ -33,35 +34,30 @@ def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same bytes in a new wrapper."""
     q = args[0]
-    out = map_parts(q, torch.Tensor.detach, q.arrangement)
-    out.preserved = q.preserved
-    return out
+    return q.alias(q.arrangement, q.shape)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same elements in the same order: regrouped where rows stay rows, else `flat`, as FSDP asks for."""
-    q, shape = args[0], _resolve(args[1], args[0].numel())
-    described = q.arrangement.flat or tuple(q.shape)
+    q, own = args[0], args[0].shape
+    if tuple(args[1]) == own or (shape := _resolve(args[1], q.numel())) == own:
+        return q.alias(q.arrangement, own)
+    described = q.arrangement.flat or tuple(own)
     if q.arrangement.transposed:
-        if shape == tuple(q.shape):
-            return alias(func, args, kwargs)
         raise NotImplementedError(
             f"a view of shape {shape} of a transposed {describe(described, q.recipe)}; transpose it back first"
         )
     if shape == described:
-        return map_parts(q, torch.Tensor.detach, q.arrangement.but(flat=None))
-    regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == Arrangement()
+        return q.alias(q.arrangement.but(flat=None), torch.Size(shape))
+    regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == OWN
     if getattr(q.recipe, "blocks", "row") == "square":
         regroups = regroups and shape[-2] % block_multiple(q.recipe) == 0  # else blocks would span two matrices
     if not regroups:
-        kept = q.arrangement.but(flat=described)
-        flat = type(q)(q.parts(), q.recipe, q.dtype, arrangement=kept, shape=torch.Size(shape))
-        flat.preserved = q.preserved
-        return flat
+        return q.alias(q.arrangement.but(flat=described), torch.Size(shape))
     parts = {spec.name: part.view(spec.shape(shape)) for spec, part in zip(q.specs(), q.parts().values(), strict=True)}
     init = None if q.init_value is None else q.init_value.view(shape)
-    return q.with_parts(parts, arrangement=Arrangement(), init_value=init)
+    return q.with_parts(parts, arrangement=OWN, init_value=init)
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -78,8 +74,7 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """q[a:b] along any dim, step 1. Along K the cut must fall on block boundaries."""
     q, dim, start, end, step = _filled(args, None, 0, None, None, 1)
     dim %= q.ndim
-    size = q.shape[dim]
-    start, end, _ = slice(start, end).indices(size)
+    start, end, _ = slice(start, end).indices(q.shape[dim])
     if step != 1:
         raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
     piece = cut(q, dim, start, max(end, start))
@@ -136,7 +131,7 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first rows of a gathered weight: how FSDP crops its padding."""
     q, size, stride, offset = _filled(args, None, None, None, None)
     size = tuple(size)
-    plain = torch.empty(size, device="meta").stride() == tuple(stride) and not offset
+    plain = tuple(stride) == q.stride() and not offset  # contiguous, whatever the number of rows
     if not plain or size[1:] != tuple(q.shape[1:]) or size[0] > q.shape[0]:
         raise NotImplementedError(
             f"as_strided of {describe(q.shape, q.recipe)} to size {size}, stride {tuple(stride)}: only its first rows "
@@ -162,44 +157,45 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
             f"cutting a {'transposed' if q.arrangement.transposed else 'reshaped'} view of "
             f"{describe(q.arrangement.flat, q.recipe)}; view it back first"
         )
-    if q.ndim == 1 and (start, end) != (0, q.shape[0]) and q.tensor_wide() is None and q.specs()[1].block == 0:
-        raise NotImplementedError(f"cutting {describe(q.shape, q.recipe)}: its one row has one scale")
-    along_k = dim == q.ndim - 1
-    multiple = block_multiple(q.recipe)
-    if along_k and (start % multiple or (end % multiple and end != q.shape[dim])):
+    specs, shape, arrangement = q.specs(), q.shape, q.arrangement
+    size, last = shape[dim], len(shape) - 1
+    whole, along_k = start == 0 and end == size, dim == last
+    if last == 0 and not whole and q.tensor_wide() is None and specs[1].block == 0:
+        raise NotImplementedError(f"cutting {describe(shape, q.recipe)}: its one row has one scale")
+    if along_k and (start % (multiple := block_multiple(q.recipe)) or (end % multiple and end != size)):
         raise ValueError(
-            f"cutting {describe(q.shape, q.recipe)} at columns {start}:{end}: cuts along K must be multiples of "
+            f"cutting {describe(shape, q.recipe)} at columns {start}:{end}: cuts along K must be multiples of "
             f"{multiple}. If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) placements; "
             "shard on dim 0"
         )
-    parts = {spec.name: _cut_part(q, spec, dim, start, end) for spec in q.specs()}
-    wide, shards = q.tensor_wide(), q.arrangement.shards
-    whole = start == 0 and end == q.shape[dim]
-    if wide and shards is not None and dim == 0 and not whole:
+    parts = {spec.name: _cut_part(q, spec, dim, start, end) for spec in specs}
+    shards = arrangement.shards
+    if shards is not None and dim == 0 and not whole and (wide := q.tensor_wide()):
         parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
     keeps_padding = dim == 0 and start == 0
-    becomes_shard = keeps_padding and q.arrangement.allocated
-    init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
+    becomes_shard = keeps_padding and arrangement.allocated
     partial = not (whole or along_k or becomes_shard)
-    rows = row_multiple(q.recipe) if dim == q.ndim - 2 else 1
-    arrangement = Arrangement(
+    rows = row_multiple(q.recipe) if dim == last - 1 else 1
+    kept = arrangement.but(
         shards=shards,
-        padded_rows=q.arrangement.padded_rows if keeps_padding else None,
-        partial=q.arrangement.partial or partial,
-        splits_blocks=q.arrangement.splits_blocks
-        or (partial and bool(start % rows or (end % rows and end != q.shape[dim]))),
-        severed=q.arrangement.severed,
+        padded_rows=arrangement.padded_rows if keeps_padding else None,
+        allocated=False,
+        partial=arrangement.partial or partial,
+        splits_blocks=arrangement.splits_blocks or (partial and bool(start % rows or (end % rows and end != size))),
     )
-    return q.with_parts(parts, arrangement=arrangement, init_value=init)
+    init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
+    cut_shape = torch.Size((*shape[:dim], end - start, *shape[dim + 1 :]))
+    return q.with_parts(parts, arrangement=kept, shape=cut_shape, init_value=init)
 
 
 def _cut_part(q: QuantizedTensor, spec: PartSpec, dim: int, start: int, end: int) -> Tensor:
     part: Tensor = getattr(q, spec.name)
-    if not spec.extends_along(dim, q.ndim):
+    ndim = q.ndim
+    if dim != ndim - 1:
+        return part.narrow(dim, start, end - start) if spec.per_row else part
+    if not spec.extends_along(dim, ndim):
         # a cut along K stands on its own: sharing the scale of its rows would let a write to it reach its siblings
-        return part.detach() if dim != q.ndim - 1 or (start, end) == (0, q.shape[dim]) else part.clone()
-    if dim != q.ndim - 1:
-        return part.narrow(dim, start, end - start)
+        return part if (start, end) == (0, q.shape[dim]) else part.clone()
     piece = part.narrow(dim, start // spec.block, end // spec.block - start // spec.block)
     return piece if piece.is_contiguous() and piece.shape == part.shape else piece.contiguous()
 

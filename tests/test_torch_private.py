@@ -186,6 +186,9 @@ def test_make_wrapper_makes_a_tensor_without_data() -> None:
     assert type(made) is Wrapper
     assert (made.shape, made.stride(), made.dtype, made.device.type) == ((3, 4), (4, 1), torch.bfloat16, "cpu")
     assert made.storage_offset() == 0
+    for shape in [(), (0,), (0, 4), (3, 0, 4), (2, 1, 4)]:
+        made = torch_private.make_wrapper(Wrapper, shape, torch.bfloat16, torch.device("cpu"))
+        assert made.stride() == torch.empty(shape).stride()
     cut = torch_private.make_wrapper(Wrapper, (3, 4), torch.bfloat16, torch.device("cpu"), strides=(8, 1))
     assert cut.stride() == (8, 1)
     assert not cut.is_contiguous()

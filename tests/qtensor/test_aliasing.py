@@ -129,3 +129,12 @@ def test_a_quantized_weight_of_a_copied_linear_can_not_be_given_to_an_embedding(
         linear = copy.deepcopy(nn.Linear(64, 32))
         with pytest.raises(RuntimeError, match="which nn\\.Linear holds it is not known"):
             nn.Embedding(32, 64).weight = linear.weight
+
+
+@pytest.mark.parametrize("alias", [lambda q: q.detach(), lambda q: q.view_as(q), lambda q: q.view(-1)])
+def test_what_is_preserved_is_forgotten_through_every_alias(alias) -> None:
+    """FSDP2's to_local() of a parameter is such a view: what an optimizer forgets through it is forgotten."""
+    q = quantize(weight(64, 64), MXFP8BlockScaling())
+    q.init_value = weight(64, 64)
+    alias(q).init_value = None
+    assert q.init_value is None
