@@ -5,8 +5,8 @@ which fuses what eager ops do in a dozen passes over memory; small ones run it a
 checks its guards first. Which of the two is a policy of the process, `use_kernels`:
 
     auto       compiled from COMPILED_FROM elements on; eager below, inside somebody else's torch.compile (whose graph
-               the definition joins), under a TorchDispatchMode, on devices without a compiler, and for good once a
-               compilation failed, with one warning
+               the definition joins), under a TorchDispatchMode, on devices without a compiler, and for good once the
+               compiler failed, with one warning
     compiled   compiled wherever that is possible, and a failed compilation raises
     eager      never compiled
 
@@ -89,6 +89,7 @@ class Kernel:
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
         self._compiled: Callable[..., Any] | None = None
+        self._worked = False
 
     def __call__(self, *args: Any) -> Any:
         """Fn(*args)."""
@@ -114,14 +115,19 @@ class Kernel:
         if use_kernels.mode == "compiled":
             return compiled(*args)
         try:
-            return compiled(*args)
+            result = compiled(*args)
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the eager call tells if it is the input
             result = self.eager(*args)
-            Kernel.failed = error
+            if self._worked:  # too many kinds of inputs, say: nothing that concerns the others
+                self._compiled = self.eager
+            else:
+                Kernel.failed = error
             warnings.warn(
-                f"torch.compile failed on {self.eager.__name__} ({type(error).__name__}), so quantization kernels run "
-                f"eagerly from here on: the same bytes, several times slower. {VARIABLE}=compiled shows the error, "
-                f"{VARIABLE}=eager silences this.",
+                f"torch.compile failed on {self.eager.__name__} ({type(error).__name__}), so "
+                f"{'it runs' if self._worked else 'quantization kernels run'} eagerly from here on: the same bytes, "
+                f"several times slower. {VARIABLE}=compiled shows the error, {VARIABLE}=eager silences this.",
                 stacklevel=3,
             )
-            return result
+        else:
+            self._worked = True
+        return result

@@ -50,7 +50,7 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
         return format_of(recipe).shared_amax(x.to(torch.float32), recipe)
     if not shares_scale_along(recipe, 1, 2):  # blocks along K have scales of their own
         return None
-    flat, kernel = _rows(x), _amax_kernel(recipe.stored)
+    flat, kernel = _rows(x), _amax_kernel(recipe.stored, x.dtype)
     found = [kernel(_tiled(flat[piece], 1)) for piece in _pieces(flat, recipe, kernel)]
     if found[0].ndim:
         return torch.cat(found).reshape(*x.shape[:-1], 1)
@@ -59,13 +59,15 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
 
 def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, Tensor]:
     """`Format.encode` of dense values [.., N, K] in any floating dtype; `amax` None: that of the values."""
+    if x.is_meta and not is_tracing():
+        return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
     if amax is None:
         amax = shared_amax(x, recipe)
     if _as_defined(x):
         return format_of(recipe).encode(x.to(torch.float32), recipe, amax)
     if amax is not None and amax.ndim:
         amax = amax.reshape(-1, 1)
-    return _over_rows(_encode_kernel(recipe.stored), recipe, x, amax)
+    return _over_rows(_encode_kernel(recipe.stored, x.dtype), recipe, x, amax)
 
 
 def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
@@ -85,7 +87,7 @@ def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
     if _as_defined(x):
         fmt: Any = format_of(recipe)
         return fmt.step(x.to(torch.float32), recipe, *state)  # type: ignore[no-any-return]
-    return _over_rows(_step_kernel(recipe.stored), recipe, x, *state)
+    return _over_rows(_step_kernel(recipe.stored, x.dtype), recipe, x, *state)
 
 
 def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -93,10 +95,13 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
 
     Tensor-wide parts may be given per entry of dim 0 ([N, 1, ..]), as a gathered weight has them.
     """
+    if parts["payload"].is_meta and not is_tracing():
+        return torch.empty(logical_shape(parts["payload"], recipe), dtype=dtype, device="meta")
     if _as_defined(parts["payload"]):
         return _rounded_once(format_of(recipe).decode(parts, recipe), dtype)
     shape = logical_shape(parts["payload"], recipe)
-    kernel = _decode_kernel(recipe.stored, dtype)
+    wide = tensor_wide(recipe)
+    kernel = _decode_kernel(recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
     payload, *others = [_part_rows(parts[spec.name], spec, shape) for spec in _decoded_specs(recipe)]
     pieces = list(_pieces(payload, recipe, kernel))
     tiles = [_tiled(payload[piece], _packed_block(recipe)) for piece in pieces]
@@ -110,17 +115,18 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     return values
 
 
-# -- kernels, one for each recipe and purpose --------------------------------------------------------------------------
+# -- kernels -----------------------------------------------------------------------------------------------------------
+# One for each recipe, purpose and kind of arguments: dynamo compiles only so many variants of one.
 
 
 @functools.cache
-def _amax_kernel(recipe: Recipe) -> Kernel:
+def _amax_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
     fmt = format_of(recipe)
 
     def amax(x: Tensor) -> Any:  # [rows, K]
         return fmt.shared_amax(x.to(torch.float32), recipe)
 
-    return Kernel(amax, f"amax_{_name(recipe)}")
+    return Kernel(amax, f"amax_{_name(recipe, dtype)}")
 
 
 def _amax_of_rows(x: Tensor) -> Tensor:  # [rows, K]
@@ -131,7 +137,7 @@ _row_amax = Kernel(_amax_of_rows, "amax_of_rows")
 
 
 @functools.cache
-def _encode_kernel(recipe: Recipe) -> Kernel:
+def _encode_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
     fmt = format_of(recipe)
 
     def encode(x: Tensor, amax: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
@@ -140,28 +146,28 @@ def _encode_kernel(recipe: Recipe) -> Kernel:
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
 
-    return Kernel(encode, f"encode_{_name(recipe)}")
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}")
 
 
 @functools.cache
-def _step_kernel(recipe: Recipe) -> Kernel:
+def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
     fmt: Any = format_of(recipe)
 
     def step(x: Tensor, *state: Tensor) -> tuple[dict[str, Tensor], None]:
         return fmt.step(_untiled(x).to(torch.float32), recipe, *state), None
 
-    return Kernel(step, f"step_{_name(recipe)}")
+    return Kernel(step, f"step_{_name(recipe, dtype)}")
 
 
 @functools.cache
-def _decode_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
+def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool) -> Kernel:
     fmt, names = format_of(recipe), [spec.name for spec in _decoded_specs(recipe)]
 
     def decode(payload: Tensor, *others: Tensor) -> Tensor:
         parts = dict(zip(names, (_untiled(payload), *others), strict=True))
         return _rounded_once(fmt.decode(parts, recipe), dtype)
 
-    return Kernel(decode, f"decode_{_name(recipe)}_{str(dtype).removeprefix('torch.')}")
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{'_of_shards' if per_row else ''}")
 
 
 def _rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,8 +185,8 @@ def _packed_block(recipe: Recipe) -> int:
     return block_multiple(recipe) // specs_of(recipe)[0].block
 
 
-def _name(recipe: Recipe) -> str:
-    return re.sub(r"\W+", "_", repr(recipe)).strip("_")
+def _name(recipe: Recipe, dtype: torch.dtype) -> str:
+    return re.sub(r"\W+", "_", repr(recipe)).strip("_") + "_" + str(dtype).removeprefix("torch.")
 
 
 # -- rows, tiles and chunks --------------------------------------------------------------------------------------------

@@ -270,6 +270,21 @@ def test_a_compiler_that_fails_is_left_alone_and_the_call_succeeds(compiler: Com
         double(LARGE)
 
 
+def test_a_kernel_that_fails_after_it_worked_is_left_alone_by_itself(compiler: Compiler, double: Kernel) -> None:
+    other = Kernel(lambda x: x * 3, "triple")
+    double(LARGE)
+    compiler.error = RuntimeError("recompile limit")
+    with pytest.warns(UserWarning, match=r"torch.compile failed on double \(RuntimeError\), so it runs eagerly from"):
+        double(LARGE)
+    compiler.error = None
+    assert Kernel.failed is None
+    before = compiler.calls
+    assert torch.equal(double(LARGE), LARGE * 2)
+    assert compiler.calls == before
+    assert torch.equal(other(LARGE), LARGE * 3)
+    assert compiler.calls == before + 1
+
+
 def test_an_error_of_the_input_is_no_failure_of_the_compiler(compiler: Compiler) -> None:
     def refuse(x: Tensor) -> Tensor:
         raise ValueError("this input")
