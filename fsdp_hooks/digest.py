@@ -9,7 +9,7 @@ The bytes of a group of tensors are words of 64 bits in blocks of 64 words, mixe
     odd(i)   (i * 2^64 / golden ratio) | 1                                 unrelated for every place
 
     order of blocks    the whole blocks of each tensor from LARGE bytes on, read in place; then, packed together, what
-                       is left of those and all small tensors, so that a thousand small ones are one read, not a thousand
+                       is left of those and all small tensors, so that a thousand small ones are a single read
 
 Every step is one-to-one in each word, so a change of one word (or one element) is always seen. So is, but for a chance
 of about 2^-32, any other accidental change: of several words, of all signs in a column (the product alone keeps the
@@ -49,7 +49,7 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     weights = _odd(torch.arange(1, WORDS + 1, device=device))
     runs = [run._replace(blocks=_block_sums(run.blocks, weights)) for run in _runs(groups)]
     sizes = [sum((2 * number + 1) * tensor.nbytes for number, tensor in enumerate(group)) for group in groups]
-    result = torch.tensor(sizes, dtype=torch.int64, device=device)
+    result = torch.tensor(sizes, dtype=torch.int64).to(device, non_blocking=True)  # so that the host need not wait
     if not runs:
         return result
     # each block's group, and its number there less its number here
@@ -59,7 +59,7 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
             facts.append((group, first[group] - here, blocks))
             first[group] += blocks
             here += blocks
-    owner, shift, count = torch.tensor(facts, device=device).t().contiguous()
+    owner, shift, count = torch.tensor(facts).t().contiguous().to(device, non_blocking=True)
     entry = torch.repeat_interleave(torch.arange(len(facts), device=device), count, output_size=here)
     place = torch.arange(1, here + 1, device=device) + shift[entry]
     sums = torch.cat([run.blocks for run in runs])
