@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.digest import digests
 from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import dtensor_like
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["digests_of", "master_of", "outside_writes", "refill", "shard_of"]
+__all__ = ["digests_of", "in_fp32", "master_of", "outside_writes", "refill", "shard_of"]
 
 
 def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
@@ -93,3 +94,16 @@ def refill(master: Tensor, param: Tensor) -> None:
     else:
         target.copy_(local)
     target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
+
+
+def in_fp32(grad: Tensor, master: Tensor) -> Tensor:
+    """A gradient in its master's dtype; itself if it has that."""
+    if grad.dtype == master.dtype:
+        return grad
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(master, DTensor)
+        and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements)
+    ):  # without DTensor's dispatch, which takes longer than the copy of a small one
+        return dtensor_like(grad.to_local().to(master.dtype), master)
+    return grad.to(master.dtype)

@@ -27,11 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.scale_sync import SharesScales, local_of, sync_scales
-from fsdp_hooks.torch_private import dtensor_like, without_torch_function
-from qtensor.masters import digests_of, master_of, outside_writes, refill, shard_of
+from fsdp_hooks.torch_private import without_torch_function
+from qtensor.masters import digests_of, in_fp32, master_of, outside_writes, refill, shard_of
 from qtensor.step_agreement import Trained, agree
 from qtensor.tensor import QuantizedTensor
 
@@ -235,7 +234,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 master, grad = self._masters[param], param.grad
                 if master is not param:
                     assert grad is not None
-                    master.grad = _in_fp32(grad, master)
+                    master.grad = in_fp32(grad, master)
 
     def _take_grads(self, params: list[Tensor]) -> None:
         for param in params:
@@ -256,46 +255,45 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._start_anew(changed)
 
     def _write_back(self, stepped: list[Tensor]) -> None:
-        """Masters -> parameters."""
-        written = set(stepped)
+        """Masters -> parameters, and take note of what they hold now."""
+        with_grad = set(stepped)
         trained: list[Trained] = []
         dense: list[tuple[Tensor, SharesScales]] = []  # storage="high_precision"
-        plain: list[tuple[Tensor, Tensor]] = []
+        plain: list[tuple[Tensor, Tensor, Tensor]] = []
         with without_torch_function():
             for param, master in self._masters.items():
                 shard = shard_of(param)
                 if isinstance(shard, QuantizedTensor):
                     if param.requires_grad:
-                        facts = param in written, param in self._fresh
+                        facts = param in with_grad, param in self._fresh
                         trained.append(Trained(param, shard, shard_of(master), *facts))
                     continue
-                if master is not param and param in written:
-                    plain.append((shard, shard_of(master)))
+                if master is not param and param in with_grad:
+                    plain.append((param, shard, shard_of(master)))
                 if isinstance(shard, SharesScales) and param.requires_grad:
                     dense.append((param, shard))
-        for shard, master in plain:
-            shard.copy_(master)
+        written = self._copy(plain)
         if trained or dense:
             outcome = agree(trained, dense)
-            move = [True] * len(trained)
-            if self._fresh or len(stepped) < len(self._masters):  # a host sync, rare once all have been written
-                move = outcome.moves()
-            for one, amax, moves in zip(trained, outcome.amaxes, move, strict=True):
-                if moves:
-                    one.shard.write(one.master, amax, step=True)
-                    self._fresh.discard(one.param)
-                    written.add(one.param)
-                else:
-                    written.discard(one.param)
-        self._written.update(
-            digests_of(
-                [
-                    param
-                    for param, master in self._masters.items()
-                    if master is not param and (param in written or param not in self._written)
-                ]
-            )
-        )
+            # a host sync, rare once all have been written
+            wait = bool(self._fresh) or len(stepped) < len(self._masters)
+            written |= self._requantize(trained, outcome.amaxes, outcome.moves() if wait else [True] * len(trained))
+        low = (param for param, master in self._masters.items() if master is not param)
+        self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
+
+    def _copy(self, plain: list[tuple[Tensor, Tensor, Tensor]]) -> set[Tensor]:
+        for _, shard, master in plain:
+            shard.copy_(master)
+        return {param for param, _, _ in plain}
+
+    def _requantize(self, trained: list[Trained], amaxes: list[Tensor | None], moves: list[bool]) -> set[Tensor]:
+        """Write the quantized parameters that moved; returns those."""
+        for one, amax, moved in zip(trained, amaxes, moves, strict=True):
+            if moved:
+                one.shard.write(one.master, amax, step=True)
+        written = {one.param for one, moved in zip(trained, moves, strict=True) if moved}
+        self._fresh -= written
+        return written
 
     def _publish_state(self) -> None:
         """Fill `state` with what state_dict() must hold; references only."""
@@ -333,16 +331,3 @@ def _chunks(params: list[Tensor]) -> Iterator[list[Tensor]]:
         held += count
     if chunk or not params:
         yield chunk
-
-
-def _in_fp32(grad: Tensor, master: Tensor) -> Tensor:
-    """A gradient in its master's dtype; itself if it has that."""
-    if grad.dtype == master.dtype:
-        return grad
-    if (
-        isinstance(grad, DTensor)
-        and isinstance(master, DTensor)
-        and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements)
-    ):  # without DTensor's dispatch, which takes longer than the copy of a small one
-        return dtensor_like(grad.to_local().to(master.dtype), master)
-    return grad.to(master.dtype)

@@ -1,0 +1,281 @@
+"""What does an optimizer step with masters cost, against torch.optim.AdamW(foreach=True) on dense fp32 parameters?
+
+    contenders   MasterWeightOptimizer(AdamW, foreach=True) over bf16 parameters and over quantized ones of each recipe
+    settings     few large weights, where memory decides, and many small ones, where the number of operations does
+    time         of `step()`, two threads, contenders in turn; ratios of medians with the spread over the rounds
+    phases       where the time of a step goes: each phase is a function of the optimizer, timed in rounds of its own
+    memory       the most bytes a step allocates and frees again, over the bytes of the parameters in fp32
+    all-reduces  of one step, by a process that is rank 0 of 2
+
+Foreseen for large weights, in bytes that cross the memory bus a parameter (page faults and caches aside):
+
+    AdamW foreach    read the gradient twice, decay (8), two moments (12 + 8 + 8), sqrt and its division and sum (24),
+                     the update (16)                                                                  about 84
+    with masters     + gradient bf16 -> fp32 (6) + quantize: amax (4), encode (4 + 2), store (1 .. 2)
+                     + digests (1 before, 1 after; 2 each for bf16)                                   about 20
+    so               1.15 to 1.25 times the time of the dense one, if every phase runs at the speed of memory
+"""
+
+import contextlib
+import functools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.live_storages import LiveStorages
+from benchmarks.simulated_ranks import as_rank
+from benchmarks.timing import Contender, interleaved, ratio
+from qtensor import (
+    Float8CurrentScaling,
+    MasterWeightOptimizer,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    optim,
+    quantize,
+)
+from qtensor.recipes import Recipe
+
+THREADS = 2
+TARGET = 1.3  # times the dense step
+SETTINGS = {"few large": (8, 1024, 4096, 9), "many small": (256, 64, 64, 25)}  # weights, rows, columns, rounds
+RECIPES: dict[str, Recipe | None] = {
+    "bf16": None,
+    "float8 row": Float8CurrentScaling(),
+    "float8 tensor": Float8CurrentScaling(granularity="tensor"),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+DENSE = "AdamW, dense fp32"
+# phase -> where it is looked up, and its name there; what is left of a step is "python"
+PHASES: dict[str, tuple[Any, str]] = {
+    "digests before": (MasterWeightOptimizer, "_follow_outside_writes"),
+    "gradients to fp32": (MasterWeightOptimizer, "_lend_grads"),
+    "AdamW on masters": (torch.optim.AdamW, "step"),
+    "agree on scales": (optim, "agree"),
+    "write": (MasterWeightOptimizer, "_copy"),
+    "requantize": (MasterWeightOptimizer, "_requantize"),
+    "digests after": (optim, "digests_of"),
+}
+
+
+def run() -> dict[str, Any]:
+    """All figures; see the module's docstring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        out: dict[str, Any] = {"threads": THREADS}
+        for name, (count, rows, columns, rounds) in SETTINGS.items():
+            print(f"  {name}: {count} weights of {rows} x {columns} ...", flush=True)
+            out[name] = {"weights": count, "shape": [rows, columns], **_setting(count, (rows, columns), rounds)}
+        print("  all-reduces ...", flush=True)
+        out["all_reduces"] = {name: _all_reduces(recipe) for name, recipe in RECIPES.items()}
+    finally:
+        torch.set_num_threads(threads)
+    out["targets"] = _targets(out)
+    return out
+
+
+def _setting(count: int, shape: tuple[int, int], rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    dense = [nn.Parameter(torch.randn(shape)) for _ in range(count)]
+    grads = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(count)]  # all contenders share them
+    for param, grad in zip(dense, grads, strict=True):
+        param.grad = grad.float()
+    optimizers: dict[str, torch.optim.Optimizer] = {DENSE: torch.optim.AdamW(dense, foreach=True)}
+    for name, recipe in RECIPES.items():
+        params = [_low(param, recipe) for param in dense]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizers[name] = MasterWeightOptimizer(torch.optim.AdamW, params, foreach=True)
+    for optimizer in optimizers.values():
+        optimizer.step()  # makes states; nothing is fresh afterwards
+    seconds = interleaved(
+        {name: Contender(call=optimizer.step) for name, optimizer in optimizers.items()}, rounds, warm_up=True
+    )
+    fp32 = 4 * count * shape[0] * shape[1]
+    return {
+        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "over_dense": {name: ratio(seconds[name], seconds[DENSE]) for name in RECIPES},
+        "phases_over_dense": {
+            name: _phases(optimizers[name].step, statistics.median(seconds[DENSE]), rounds) for name in RECIPES
+        },
+        "extra_memory": {name: round(_peak(optimizer.step) / fp32, 3) for name, optimizer in optimizers.items()},
+    }
+
+
+def _low(param: Tensor, recipe: Recipe | None) -> nn.Parameter:
+    low = param.detach().to(torch.bfloat16)
+    return nn.Parameter(low if recipe is None else quantize(low, recipe))
+
+
+def _phases(step: Callable[[], object], dense: float, rounds: int) -> dict[str, float]:
+    """Median seconds of each phase over those of a dense step."""
+    spent: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        with _clocks() as clocks:
+            began = time.perf_counter()
+            step()
+            clocks["python"] = time.perf_counter() - began - sum(clocks.values())
+        for phase, took in clocks.items():
+            spent.setdefault(phase, []).append(took)
+    return {phase: round(statistics.median(values) / dense, 4) for phase, values in spent.items()}
+
+
+@contextlib.contextmanager
+def _clocks() -> Iterator[dict[str, float]]:
+    """Seconds spent in each phase."""
+    clocks = dict.fromkeys(PHASES, 0.0)
+    originals = {phase: getattr(owner, name) for phase, (owner, name) in PHASES.items()}
+
+    def timed(phase: str) -> Callable[..., Any]:
+        original = originals[phase]
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began, inner = time.perf_counter(), sum(clocks.values())
+            try:
+                return original(*args, **kwargs)
+            finally:  # less what phases inside of it took
+                clocks[phase] += time.perf_counter() - began - (sum(clocks.values()) - inner)
+
+        return call
+
+    try:
+        for phase, (owner, name) in PHASES.items():
+            setattr(owner, name, timed(phase))
+        yield clocks
+    finally:
+        for phase, (owner, name) in PHASES.items():
+            setattr(owner, name, originals[phase])
+
+
+def _peak(step: Callable[[], object]) -> int:
+    """The most bytes that are alive at one moment of a step beyond those alive when it begins.
+
+    As torch's CPU allocator reports them to its profiler: compiled kernels, too, which no dispatch mode sees.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def _all_reduces(recipe: Recipe | None, weights: int = 3) -> int:
+    """All-reduces of a step over a few weights, each cut along its rows over 2 ranks; any other collective fails."""
+    with as_rank(0, 2) as mesh:
+        params = []
+        for _ in range(weights):
+            shard = _low(torch.randn(32, 64), recipe).detach()
+            param = nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False))
+            param.grad = DTensor.from_local(torch.ones(32, 64, dtype=torch.bfloat16), mesh, [Shard(0)], run_check=False)
+            params.append(param)
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW, params, foreach=True)
+        optimizer.step()
+        assert dist.get_world_size() == 2
+        with LiveStorages() as seen:
+            optimizer.step()
+    counts = dict(seen.collectives)
+    reduced = counts.pop("allreduce_", 0)
+    assert not counts, counts
+    return reduced
+
+
+def _targets(results: dict[str, Any]) -> dict[str, Any]:
+    targets = {}
+    for setting in SETTINGS:
+        for name, figures in results[setting]["over_dense"].items():
+            met = figures["ratio"] <= TARGET
+            phases = results[setting]["phases_over_dense"][name]
+            extra = sorted(((v, k) for k, v in phases.items() if k != "AdamW on masters"), reverse=True)
+            why = f"most is spent in: {extra[0][1]} ({extra[0][0]:.2f}), then {extra[1][1]} ({extra[1][0]:.2f})"
+            targets[f"step of {setting} weights, {name}"] = {
+                "value": figures["ratio"],
+                "target": TARGET,
+                "met": met,
+                "why": "" if met else why,
+            }
+    for name, count in results["all_reduces"].items():
+        bound = 0 if RECIPES[name] is None else 1
+        targets[f"all-reduces a step, {name}"] = {"value": count, "target": bound, "met": count == bound, "why": ""}
+    return targets
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Ratios, phases and memory."""
+    lines = [
+        f"`MasterWeightOptimizer(AdamW)` against `torch.optim.AdamW(foreach=True)` on dense fp32 parameters of the same "
+        f"shapes, {results['threads']} threads: times of a step as ratios of medians (least and greatest ratio within a "
+        "round); extra memory is the most a step holds beyond what lives before and after, over the fp32 parameters.",
+        "",
+    ]
+    for setting in SETTINGS:
+        one = results[setting]
+        rows, columns = one["shape"]
+        extra = one["extra_memory"]
+        lines += [
+            f"| {one['weights']} weights of {rows} x {columns} | time / dense | of it AdamW on masters | quantize, write "
+            "| digests | gradients | extra memory | all-reduces |",
+            "|---|---|---|---|---|---|---|---|",
+            f"| {DENSE} | 1 | | | | | {extra[DENSE]:.2f} | 0 |",
+        ]
+        for name, figures in one["over_dense"].items():
+            phases = one["phases_over_dense"][name]
+            write = phases["write"] + phases["requantize"] + phases["agree on scales"]
+            digests = phases["digests before"] + phases["digests after"]
+            lines.append(
+                f"| {name} | {figures['ratio']:.2f} ({figures['min']:.2f} - {figures['max']:.2f}) "
+                f"| {phases['AdamW on masters']:.2f} | {write:.2f} | {digests:.2f} | {phases['gradients to fp32']:.2f} "
+                f"| {extra[name]:.2f} | {results['all_reduces'][name]} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Where the time of a step goes: a bar of phases for each contender, the dense step as the unit."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(SETTINGS), figsize=(13, 5), layout="constrained")
+    colours = plt.get_cmap("tab10")
+    for axis, setting in zip(axes, SETTINGS, strict=True):
+        one = results[setting]
+        left = dict.fromkeys(RECIPES, 0.0)
+        for number, phase in enumerate(
+            ["AdamW on masters", *(p for p in (*PHASES, "python") if p != "AdamW on masters")]
+        ):
+            widths = [one["phases_over_dense"][name][phase] for name in RECIPES]
+            axis.barh(list(RECIPES), widths, left=list(left.values()), color=colours(number), label=phase)
+            left = {name: left[name] + width for name, width in zip(RECIPES, widths, strict=True)}
+        for name, end in left.items():
+            axis.text(end, name, f" {one['over_dense'][name]['ratio']:.2f}", va="center")
+        axis.axvline(1.0, color="black", linewidth=1)
+        axis.axvline(TARGET, color="black", linewidth=1, linestyle="--")
+        axis.set_xlim(0, max(1.5, *left.values()) * 1.1)
+        axis.set_xlabel("time of a step / time of AdamW on dense fp32 (line: 1; dashes: target)")
+        axis.set_title(f"{one['weights']} weights of {one['shape'][0]} x {one['shape'][1]}")
+        axis.invert_yaxis()
+    axes[-1].legend(loc="lower right", fontsize="small")
+    figure.suptitle("Where the time of an optimizer step with master weights goes")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
