@@ -62,7 +62,7 @@ def test_tensors_that_change_places_and_sizes_show() -> None:
 
 
 def test_digests_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large and small, packed at once or a few at a time, at odd addresses, not contiguous, empty and 0-D."""
+    """Large and small, stacked at once or a few at a time, at odd addresses, not contiguous, empty and 0-D."""
     large = torch.randn(300, 300)
     groups = [
         [large, torch.tensor(3.0)],
@@ -76,7 +76,7 @@ def test_digests_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> N
     assert digests(groups).tolist() == expected
     assert bits(large.t()) == bits(large.t().contiguous())
     assert bits(groups[3][0], groups[3][1]) == bits(groups[3][0].clone(), groups[3][1])
-    monkeypatch.setattr("fsdp_hooks.digest.PACK", 1)
+    monkeypatch.setattr("fsdp_hooks.digest.STACK", 1)
     assert digests(groups).tolist() == expected
 
 
