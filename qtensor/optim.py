@@ -203,21 +203,35 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
-        chunks = list(_chunks(stepped)) if type(self._inner) in APART else [stepped]
+        chunks = list(self._chunks(stepped)) if type(self._inner) in APART else [stepped]
         everything = [inner["params"] for inner in self._inner.param_groups]
         try:
             for chunk in chunks:
-                self._lend_grads(chunk)
-                if len(chunks) > 1:
-                    self._show(chunk)
-                self._inner.step()
-                self._take_grads(chunk)
+                try:
+                    self._lend_grads(chunk)
+                    if len(chunks) > 1:
+                        self._show(chunk)
+                    self._inner.step()
+                finally:
+                    self._take_grads(chunk)
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 group.update(_options(inner))  # some optimizers keep state in their groups
         finally:
             for inner, params in zip(self._inner.param_groups, everything, strict=True):
                 inner["params"] = params
-            self._take_grads(stepped)
+
+    def _chunks(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The parameters in runs of CHUNK elements or fewer, or of a single one that is larger."""
+        chunk: list[Tensor] = []
+        held = 0
+        for param in params:
+            count = shard_of(self._masters[param]).numel()
+            if chunk and held + count > CHUNK:
+                yield chunk
+                chunk, held = [], 0
+            chunk.append(param)
+            held += count
+        yield chunk  # without parameters a step is one, too
 
     def _show(self, params: list[Tensor]) -> None:
         """Leave the inner optimizer only the masters of these parameters."""
@@ -238,8 +252,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _take_grads(self, params: list[Tensor]) -> None:
         for param in params:
-            if self._masters[param] is not param:
-                self._masters[param].grad = None
+            master = self._masters[param]
+            if master is not param:
+                master.grad = None
 
     def _start_anew(self, params: Iterable[Tensor]) -> None:
         """Take note of parameters' bytes; quantized ones are fresh until a step moves their master."""
@@ -316,18 +331,3 @@ def _refuse_meta(params: Iterable[Tensor]) -> None:
             "MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them "
             "first"
         )
-
-
-def _chunks(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in runs of CHUNK elements or fewer, or of a single one that is larger."""
-    chunk: list[Tensor] = []
-    held = 0
-    for param in params:
-        count = shard_of(param).numel()
-        if chunk and held + count > CHUNK:
-            yield chunk
-            chunk, held = [], 0
-        chunk.append(param)
-        held += count
-    if chunk or not params:
-        yield chunk
