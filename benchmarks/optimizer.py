@@ -3,7 +3,7 @@
     contenders   MasterWeightOptimizer(AdamW, foreach=True) over bf16 parameters and over quantized ones of each recipe
     settings     few large weights, where memory decides, and many small ones, where the number of operations does
     time         of `step()`, two threads, contenders in turn; ratios of medians with the spread over the rounds
-    phases       where the time of a step goes: each phase is a function of the optimizer, timed in rounds of its own
+    phases       where the time of a step goes: each phase is a function of the optimizer, timed in the same steps
     memory       the most bytes a step allocates and frees again, over the bytes of the parameters in fp32
     all-reduces  of one step, by a process that is rank 0 of 2
 
@@ -19,6 +19,7 @@ Foreseen for large weights, in bytes that cross the memory bus a parameter (page
 import contextlib
 import functools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -47,7 +48,7 @@ from qtensor.recipes import Recipe
 
 THREADS = 2
 TARGET = 1.3  # times the dense step
-SETTINGS = {"few large": (8, 1024, 4096, 9), "many small": (256, 64, 64, 25)}  # weights, rows, columns, rounds
+SETTINGS = {"few large": (8, 1024, 4096, 7), "many small": (256, 64, 64, 15)}  # weights, rows, columns, rounds
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
     "float8 row": Float8CurrentScaling(),
@@ -99,16 +100,19 @@ def _setting(count: int, shape: tuple[int, int], rounds: int) -> dict[str, Any]:
         optimizers[name] = MasterWeightOptimizer(torch.optim.AdamW, params, foreach=True)
     for optimizer in optimizers.values():
         optimizer.step()  # makes states; nothing is fresh afterwards
-    seconds = interleaved(
-        {name: Contender(call=optimizer.step) for name, optimizer in optimizers.items()}, rounds, warm_up=True
-    )
+    clocks = {name: _Clocks() for name in RECIPES}
+    contenders = {DENSE: Contender(call=optimizers[DENSE].step)}
+    contenders |= {
+        name: Contender(before=clock.start, call=optimizers[name].step, after=clock.stop)
+        for name, clock in clocks.items()
+    }
+    seconds = interleaved(contenders, rounds, warm_up=True)
+    dense_step = statistics.median(seconds[DENSE])
     fp32 = 4 * count * shape[0] * shape[1]
     return {
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "over_dense": {name: ratio(seconds[name], seconds[DENSE]) for name in RECIPES},
-        "phases_over_dense": {
-            name: _phases(optimizers[name].step, statistics.median(seconds[DENSE]), rounds) for name in RECIPES
-        },
+        "phases_over_dense": {name: clock.medians(seconds[name], dense_step) for name, clock in clocks.items()},
         "extra_memory": {name: round(_peak(optimizer.step) / fp32, 3) for name, optimizer in optimizers.items()},
     }
 
@@ -118,45 +122,44 @@ def _low(param: Tensor, recipe: Recipe | None) -> nn.Parameter:
     return nn.Parameter(low if recipe is None else quantize(low, recipe))
 
 
-def _phases(step: Callable[[], object], dense: float, rounds: int) -> dict[str, float]:
-    """Median seconds of each phase over those of a dense step."""
-    spent: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        with _clocks() as clocks:
-            began = time.perf_counter()
-            step()
-            clocks["python"] = time.perf_counter() - began - sum(clocks.values())
-        for phase, took in clocks.items():
-            spent.setdefault(phase, []).append(took)
-    return {phase: round(statistics.median(values) / dense, 4) for phase, values in spent.items()}
+class _Clocks:
+    """Times the phases of the steps between `start` and `stop`."""
 
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._originals: dict[str, Callable[..., Any]] = {}
 
-@contextlib.contextmanager
-def _clocks() -> Iterator[dict[str, float]]:
-    """Seconds spent in each phase."""
-    clocks = dict.fromkeys(PHASES, 0.0)
-    originals = {phase: getattr(owner, name) for phase, (owner, name) in PHASES.items()}
-
-    def timed(phase: str) -> Callable[..., Any]:
-        original = originals[phase]
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began, inner = time.perf_counter(), sum(clocks.values())
-            try:
-                return original(*args, **kwargs)
-            finally:  # less what phases inside of it took
-                clocks[phase] += time.perf_counter() - began - (sum(clocks.values()) - inner)
-
-        return call
-
-    try:
+    def start(self) -> None:
+        """Put a clock around each phase."""
+        now = dict.fromkeys(PHASES, 0.0)
+        self.steps.append(now)
         for phase, (owner, name) in PHASES.items():
-            setattr(owner, name, timed(phase))
-        yield clocks
-    finally:
+            self._originals[phase] = getattr(owner, name)
+            setattr(owner, name, _timed(self._originals[phase], phase, now))
+
+    def stop(self) -> None:
+        """Take the clocks away."""
         for phase, (owner, name) in PHASES.items():
-            setattr(owner, name, originals[phase])
+            setattr(owner, name, self._originals[phase])
+
+    def medians(self, seconds: list[float], unit: float) -> dict[str, float]:
+        """The median of each phase in units; "python" is what they leave of the seconds of the same steps."""
+        steps = self.steps[-len(seconds) :]  # without the one that warms up
+        rest = [took - sum(step.values()) for step, took in zip(steps, seconds, strict=True)]
+        found = {phase: statistics.median(step[phase] for step in steps) for phase in PHASES}
+        return {phase: round(took / unit, 4) for phase, took in {**found, "python": statistics.median(rest)}.items()}
+
+
+def _timed(original: Callable[..., Any], phase: str, clocks: dict[str, float]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began, inner = time.perf_counter(), sum(clocks.values())
+        try:
+            return original(*args, **kwargs)
+        finally:  # less what phases inside of it took
+            clocks[phase] += time.perf_counter() - began - (sum(clocks.values()) - inner)
+
+    return call
 
 
 def _peak(step: Callable[[], object]) -> int:
@@ -164,10 +167,10 @@ def _peak(step: Callable[[], object]) -> int:
 
     As torch's CPU allocator reports them to its profiler: compiled kernels, too, which no dispatch mode sees.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
+        with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            step()
         trace.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
@@ -176,6 +179,19 @@ def _peak(step: Callable[[], object]) -> int:
         now += change
         peak = max(peak, now)
     return peak
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing to stderr: the profiler announces itself there, past Python."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _all_reduces(recipe: Recipe | None, weights: int = 3) -> int:
@@ -221,30 +237,32 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
 def markdown(results: dict[str, Any]) -> str:
     """Ratios, phases and memory."""
     lines = [
-        f"`MasterWeightOptimizer(AdamW)` against `torch.optim.AdamW(foreach=True)` on dense fp32 parameters of the same "
-        f"shapes, {results['threads']} threads: times of a step as ratios of medians (least and greatest ratio within a "
-        "round); extra memory is the most a step holds beyond what lives before and after, over the fp32 parameters.",
+        "`MasterWeightOptimizer(AdamW)` against `torch.optim.AdamW(foreach=True)` on dense fp32 parameters of the same",
+        f"shapes, {results['threads']} threads: a step's time as a ratio of medians (least and greatest ratio within a",
+        "round) and the parts of it; extra memory is the most a step allocates for itself, over the fp32 parameters.",
         "",
     ]
+    columns = ["time / dense", "AdamW on masters", "quantize and write", "digests", "gradients", "extra memory"]
     for setting in SETTINGS:
-        one = results[setting]
-        rows, columns = one["shape"]
-        extra = one["extra_memory"]
+        one, extra = results[setting], results[setting]["extra_memory"]
+        title = f"{one['weights']} weights of {one['shape'][0]} x {one['shape'][1]}"
         lines += [
-            f"| {one['weights']} weights of {rows} x {columns} | time / dense | of it AdamW on masters | quantize, write "
-            "| digests | gradients | extra memory | all-reduces |",
+            f"| {' | '.join([title, *columns, 'all-reduces'])} |",
             "|---|---|---|---|---|---|---|---|",
             f"| {DENSE} | 1 | | | | | {extra[DENSE]:.2f} | 0 |",
         ]
         for name, figures in one["over_dense"].items():
             phases = one["phases_over_dense"][name]
-            write = phases["write"] + phases["requantize"] + phases["agree on scales"]
-            digests = phases["digests before"] + phases["digests after"]
-            lines.append(
-                f"| {name} | {figures['ratio']:.2f} ({figures['min']:.2f} - {figures['max']:.2f}) "
-                f"| {phases['AdamW on masters']:.2f} | {write:.2f} | {digests:.2f} | {phases['gradients to fp32']:.2f} "
-                f"| {extra[name]:.2f} | {results['all_reduces'][name]} |"
-            )
+            cells = [
+                f"{figures['ratio']:.2f} ({figures['min']:.2f} - {figures['max']:.2f})",
+                f"{phases['AdamW on masters']:.2f}",
+                f"{phases['write'] + phases['requantize'] + phases['agree on scales']:.2f}",
+                f"{phases['digests before'] + phases['digests after']:.2f}",
+                f"{phases['gradients to fp32']:.2f}",
+                f"{extra[name]:.2f}",
+                str(results["all_reduces"][name]),
+            ]
+            lines.append(f"| {' | '.join([name, *cells])} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -258,12 +276,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(SETTINGS), figsize=(13, 5), layout="constrained")
     colours = plt.get_cmap("tab10")
+    inner = "AdamW on masters"
+    phases = [inner, *(phase for phase in (*PHASES, "python") if phase != inner)]
     for axis, setting in zip(axes, SETTINGS, strict=True):
         one = results[setting]
         left = dict.fromkeys(RECIPES, 0.0)
-        for number, phase in enumerate(
-            ["AdamW on masters", *(p for p in (*PHASES, "python") if p != "AdamW on masters")]
-        ):
+        for number, phase in enumerate(phases):
             widths = [one["phases_over_dense"][name][phase] for name in RECIPES]
             axis.barh(list(RECIPES), widths, left=list(left.values()), color=colours(number), label=phase)
             left = {name: left[name] + width for name, width in zip(RECIPES, widths, strict=True)}
