@@ -113,9 +113,9 @@ def _odd(place: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Another number for each; the shifts are logical, or x and ~x would come out alike."""
-    x = (x ^ ((x >> 32) & _LOW)) * _MIX
-    return x ^ ((x >> 32) & _LOW)
+    """Another number for each, in place; the shifts are logical, or x and ~x would come out alike."""
+    x.bitwise_xor_((x >> 32).bitwise_and_(_LOW)).mul_(_MIX)
+    return x.bitwise_xor_((x >> 32).bitwise_and_(_LOW))
 
 
 def _sums(blocks: Tensor, weights: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_hooks.compiled import use_kernels
 from fsdp_hooks.digest import digest, digests
@@ -86,3 +89,23 @@ def test_compiled_digests_are_those_of_eager_ones() -> None:
         expected = digests([data, data[:1], data[1:]])
     with use_kernels("compiled"):
         assert torch.equal(digests([data, data[:1], data[1:]]), expected)
+
+
+class Operations(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_small_tensors_take_as_many_operations_as_a_few() -> None:
+    counts = []
+    for number in (5, 50):
+        groups = [[torch.randn(8, 8), torch.randn(8, 8).to(torch.float8_e4m3fn)] for _ in range(number)]
+        with Operations() as operations:
+            digests(groups)
+        counts.append(operations.count)
+    assert counts[0] == counts[1] > 0
