@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.digest import digests
 from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import dtensor_like
+from fsdp_hooks.torch_private import dtensor_like, local_itself
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
@@ -71,7 +71,7 @@ def _bytes_of(shard: Tensor) -> list[Tensor]:
 
 def shard_of(param: Tensor) -> Tensor:
     """The local tensor of a DTensor, or the tensor itself; unlike `local_of` without an alias. For use in no_grad."""
-    return param.to_local() if isinstance(param, DTensor) else param
+    return local_itself(param) if isinstance(param, DTensor) else param
 
 
 def master_of(param: Tensor) -> Tensor:
