@@ -14,6 +14,10 @@ Foreseen for large weights, in bytes that cross the memory bus a parameter (page
     with masters     + gradient bf16 -> fp32 (6) + quantize: amax (4), encode (4 + 2), store (1 .. 2)
                      + digests (1 before, 1 after; 2 each for bf16)                                   about 20
     so               1.15 to 1.25 times the time of the dense one, if every phase runs at the speed of memory
+
+Where that fails: AdamW on masters takes less than the dense step, for it goes chunk by chunk and its temporaries are
+used again, where those of all parameters at once are pages never touched before. And quantizing in eager operations is
+a dozen passes, not the two that were counted. Small weights cost what their operations cost to call, not their bytes.
 """
 
 import contextlib

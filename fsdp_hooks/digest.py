@@ -1,7 +1,7 @@
 """Digests of bytes, computed where they are: they tell whether anybody wrote, without a copy to compare with.
 
-The bytes of a tensor are words of 64 bits in blocks of 64 words, filled up with zeros. Those of a group of tensors are
-mixed and added up twice, with wrap-around:
+The bytes of a tensor are words of 64 bits in blocks, filled up with zeros: blocks of 1024 words where it is large, else
+of 64. Those of a group of tensors are mixed and added up twice, with wrap-around:
 
     block  = sum over its words w, number j                     mix(w * odd(j))
     digest = sum over the blocks of all tensors, number b       mix(block * odd(b))        + the tensors' sizes
@@ -15,8 +15,9 @@ highest bits, which cancel in pairs: hence the mix, whose low halves depend on a
 since every place has a weight of its own. The same bytes in the same shapes have the same digest on every rank, eager
 and compiled: sums of integers know no order.
 
-Large tensors are read in place, once. Small ones of one shape and dtype are stacked, which copies them, so that a
-thousand of them take a dozen operations and not ten thousand.
+Large tensors are read in place, once, in wide blocks, since a vectorised loop pays for the end of each. Small ones of
+one shape and dtype are stacked, which copies them, so that a thousand of them take a dozen operations and not ten
+thousand.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +29,7 @@ from fsdp_hooks.compiled import Kernel
 
 __all__ = ["digest", "digests"]
 
-WORDS = 64  # a block
-BLOCK = 8 * WORDS  # bytes
+NARROW, WIDE = 64, 1024  # words in a block
 LARGE = 2**18  # bytes; what is smaller is stacked
 STACK = 2**24  # bytes that are stacked at a time, so that no second copy of a large model is needed
 _ODD = -7046029254386353131  # 2^64 / golden ratio, odd
@@ -63,12 +63,13 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     device = next(iter(kinds.values())).tensors[0].device
     # non_blocking: the host need not wait for the device
     result = torch.tensor(sizes, dtype=torch.int64).to(device, non_blocking=True)
-    weights = _odd(torch.arange(1, WORDS + 1, device=device))
+    weights = _odd(torch.arange(1, WIDE + 1, device=device))
     for kind in kinds.values():
         if kind.nbytes:
             owners, firsts = torch.tensor([kind.owners, kind.firsts]).to(device, non_blocking=True)
             places = torch.arange(1, kind.blocks + 1, device=device) + firsts[:, None]
-            sums = torch.cat([_block_sums(blocks, weights) for blocks in kind.read()])
+            sums_of = _narrow_sums if kind.words == NARROW else _wide_sums
+            sums = torch.cat([sums_of(blocks, weights[: kind.words]) for blocks in kind.read()])
             result.index_add_(0, owners, _mixed(sums.view(-1, kind.blocks) * _odd(places)).sum(1))
     return result
 
@@ -78,33 +79,34 @@ class _Kind:
 
     def __init__(self, like: Tensor) -> None:
         self.nbytes = like.nbytes
-        self.blocks = -(-self.nbytes // BLOCK)  # of one tensor
+        self.words = NARROW if self.nbytes < LARGE else WIDE  # of a block
+        self.blocks = -(-self.nbytes // (8 * self.words))  # of one tensor
         self.tensors: list[Tensor] = []
         self.owners: list[int] = []
         self.firsts: list[int] = []
 
     def read(self) -> Iterator[Tensor]:
-        """The blocks of all tensors in order, int64 [n, WORDS] and again."""
+        """The blocks of all tensors in order, int64 [n, words] and again."""
         if self.nbytes < LARGE:
             at_once = max(1, STACK // self.nbytes)
             for start in range(0, len(self.tensors), at_once):
                 some = torch.stack(self.tensors[start : start + at_once])
                 yield self._blocks(some.view(len(some), -1).view(torch.uint8))
             return
-        whole = self.nbytes - self.nbytes % BLOCK
+        whole = self.nbytes - self.nbytes % (8 * self.words)
         for tensor in self.tensors:
             data = tensor.reshape(-1).view(torch.uint8)
             aligned = data if data.storage_offset() % 8 == 0 else data.clone()
-            yield aligned[:whole].view(torch.int64).view(-1, WORDS)
+            yield aligned[:whole].view(torch.int64).view(-1, self.words)
             if whole < self.nbytes:
                 yield self._blocks(data[None, whole:])
 
     def _blocks(self, data: Tensor) -> Tensor:
         """Uint8 [tensors, bytes], contiguous, as blocks."""
-        missing = -data.shape[1] % BLOCK
+        missing = -data.shape[1] % (8 * self.words)
         if missing:
             data = torch.cat([data, data.new_zeros(len(data), missing)], dim=1)
-        return data.view(torch.int64).view(-1, WORDS)
+        return data.view(torch.int64).view(-1, self.words)
 
 
 def _odd(place: Tensor) -> Tensor:
@@ -118,9 +120,18 @@ def _mixed(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 32).bitwise_and_(_LOW))
 
 
-def _sums(blocks: Tensor, weights: Tensor) -> Tensor:
-    assert blocks.shape[1] == 64  # a constant size, and weights that are loaded: the loop is vectorised
+# The width is a constant, and weights are loaded: so the compiled loops are vectorised.
+
+
+def _narrow(blocks: Tensor, weights: Tensor) -> Tensor:
+    assert blocks.shape[1] == 64
     return _mixed(blocks * weights).sum(1)
 
 
-_block_sums = Kernel(_sums, "digest_blocks")
+def _wide(blocks: Tensor, weights: Tensor) -> Tensor:
+    assert blocks.shape[1] == 1024
+    return _mixed(blocks * weights).sum(1)
+
+
+_narrow_sums = Kernel(_narrow, "digest_narrow_blocks")
+_wide_sums = Kernel(_wide, "digest_wide_blocks")

@@ -84,7 +84,7 @@ def test_digests_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_compiled_digests_are_those_of_eager_ones() -> None:
-    data = [torch.randint(-(2**63), 2**63 - 1, (64 * rows,)) for rows in (512, 700)]
+    data = [torch.randint(-(2**63), 2**63 - 1, (64 * rows,)) for rows in (512, 700, 3, 5)]
     with use_kernels("eager"):
         expected = digests([data, data[:1], data[1:]])
     with use_kernels("compiled"):
