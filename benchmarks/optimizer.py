@@ -297,7 +297,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("time of a step / time of AdamW on dense fp32 (line: 1; dashes: target)")
         axis.set_title(f"{one['weights']} weights of {one['shape'][0]} x {one['shape'][1]}")
         axis.invert_yaxis()
-    axes[-1].legend(loc="lower right", fontsize="small")
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     figure.suptitle("Where the time of an optimizer step with master weights goes")
     figure.savefig(path, dpi=120)
     plt.close(figure)
