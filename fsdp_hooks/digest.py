@@ -1,39 +1,137 @@
-"""A digest of bytes, computed where they are: tells whether anybody wrote, without a copy to compare with."""
+"""Digests of bytes, computed where they are: they tell whether anybody wrote, without a copy to compare with.
 
-from collections.abc import Iterable
+The bytes of a tensor are words of 64 bits in blocks, filled up with zeros: blocks of 1024 words where it is large, else
+of 64. Those of a group of tensors are mixed and added up twice, with wrap-around:
+
+    block  = sum over its words w, number j                     mix(w * odd(j))
+    digest = sum over the blocks of all tensors, number b       mix(block * odd(b))        + the tensors' sizes
+
+    mix(x)   x ^= x >>> 32;  x *= odd constant;  x ^= x >>> 32                one-to-one
+    odd(i)   (i * 2^64 / golden ratio) | 1                                    unrelated for every place
+
+Every step is one-to-one in each word, so a change of one word (or one element) is always seen. So is, but for a chance
+of about 2^-32, any other accidental change: of several words, of all signs in a column (the product alone keeps the
+highest bits, which cancel in pairs: hence the mix, whose low halves depend on all bits), or blocks that change places,
+since every place has a weight of its own. The same bytes in the same shapes have the same digest on every rank, eager
+and compiled: sums of integers know no order.
+
+Large tensors are read in place, once, in wide blocks, since a vectorised loop pays for the end of each. Small ones of
+one shape and dtype are stacked, which copies them, so that a thousand of them take a dozen operations and not ten
+thousand.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["digest"]
+from fsdp_hooks.compiled import Kernel
 
-_ODD = -7046029254386353131  # 2^64 / golden ratio, odd: distinct positions get unrelated weights
+__all__ = ["digest", "digests"]
+
+NARROW, WIDE = 64, 1024  # words in a block
+LARGE = 2**18  # bytes; what is smaller is stacked
+STACK = 2**24  # bytes that are stacked at a time, so that no second copy of a large model is needed
+_ODD = -7046029254386353131  # 2^64 / golden ratio, odd
 _MIX = -7723592293110705685  # odd, one of splitmix64's
-_CHUNK = 2**20  # words at a time, so that no second copy of a large tensor is needed
+_LOW = 2**32 - 1
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """int64 []: the 64-bit words of all tensors, each mixed with its position, summed with wrap-around."""
-    total: Tensor | None = None
-    for number, tensor in enumerate(tensors):
-        data = tensor.detach().reshape(-1).view(torch.uint8)
-        if data.storage_offset() % 8:
-            data = data.clone()
-        whole = data.numel() // 8 * 8
-        value = _mixed(data[whole:].to(torch.int64), whole // 8)
-        for start, words in enumerate(data[:whole].view(torch.int64).split(_CHUNK)):
-            value = value + _mixed(words, start * _CHUNK)
-        value = value * (2 * number + 1)
-        total = value if total is None else total + value
-    assert total is not None
-    return total
+    """int64 []: of the bytes of one or more tensors, in this order."""
+    return digests([list(tensors)])[0]
 
 
-def _mixed(words: Tensor, start: int) -> Tensor:
-    """The sum of words, each mixed with its position, which is `start` for the first.
+@torch.no_grad()
+def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """int64 [groups]: the digest of each group of tensors. All are on one device; there is at least one tensor."""
+    kinds: dict[tuple[torch.dtype, torch.Size], _Kind] = {}
+    sizes = []
+    for number, group in enumerate(groups):
+        first = size = 0
+        for place, tensor in enumerate(group):
+            key = tensor.dtype, tensor.shape
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = _Kind(tensor)
+            kind.tensors.append(tensor)
+            kind.owners.append(number)
+            kind.firsts.append(first)
+            first += kind.blocks
+            size += (2 * place + 1) * kind.nbytes
+        sizes.append(size)
+    device = next(iter(kinds.values())).tensors[0].device
+    # non_blocking: the host need not wait for the device
+    result = torch.tensor(sizes, dtype=torch.int64).to(device, non_blocking=True)
+    weights = _odd(torch.arange(1, WIDE + 1, device=device))
+    for kind in kinds.values():
+        if kind.nbytes:
+            owners, firsts = torch.tensor([kind.owners, kind.firsts]).to(device, non_blocking=True)
+            places = torch.arange(1, kind.blocks + 1, device=device) + firsts[:, None]
+            sums_of = _narrow_sums if kind.words == NARROW else _wide_sums
+            sums = torch.cat([sums_of(blocks, weights[: kind.words]) for blocks in kind.read()])
+            result.index_add_(0, owners, _mixed(sums.view(-1, kind.blocks) * _odd(places)).sum(1))
+    return result
 
-    Not a mere weight times the word: in a sum of those the highest bits (signs) of an even number of words cancel.
-    """
-    x = torch.arange(start + 1, start + words.numel() + 1, device=words.device).mul_(_ODD).bitwise_or_(1).mul_(words)
-    x.bitwise_xor_(x >> 32).mul_(_MIX)
-    return x.bitwise_xor_(x >> 32).sum()
+
+class _Kind:
+    """Tensors of one shape and dtype, the group of each, and the number of its first block there."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.nbytes = like.nbytes
+        self.words = NARROW if self.nbytes < LARGE else WIDE  # of a block
+        self.blocks = -(-self.nbytes // (8 * self.words))  # of one tensor
+        self.tensors: list[Tensor] = []
+        self.owners: list[int] = []
+        self.firsts: list[int] = []
+
+    def read(self) -> Iterator[Tensor]:
+        """The blocks of all tensors in order, int64 [n, words] and again."""
+        if self.nbytes < LARGE:
+            at_once = max(1, STACK // self.nbytes)
+            for start in range(0, len(self.tensors), at_once):
+                some = torch.stack(self.tensors[start : start + at_once])
+                yield self._blocks(some.view(len(some), -1).view(torch.uint8))
+            return
+        whole = self.nbytes - self.nbytes % (8 * self.words)
+        for tensor in self.tensors:
+            data = tensor.reshape(-1).view(torch.uint8)
+            aligned = data if data.storage_offset() % 8 == 0 else data.clone()
+            yield aligned[:whole].view(torch.int64).view(-1, self.words)
+            if whole < self.nbytes:
+                yield self._blocks(data[None, whole:])
+
+    def _blocks(self, data: Tensor) -> Tensor:
+        """Uint8 [tensors, bytes], contiguous, as blocks."""
+        missing = -data.shape[1] % (8 * self.words)
+        if missing:
+            data = torch.cat([data, data.new_zeros(len(data), missing)], dim=1)
+        return data.view(torch.int64).view(-1, self.words)
+
+
+def _odd(place: Tensor) -> Tensor:
+    """The weight of a place, an odd number."""
+    return (place * _ODD) | 1
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Another number for each, in place; the shifts are logical, or x and ~x would come out alike."""
+    x.bitwise_xor_((x >> 32).bitwise_and_(_LOW)).mul_(_MIX)
+    return x.bitwise_xor_((x >> 32).bitwise_and_(_LOW))
+
+
+# The width is a constant, and weights are loaded: so the compiled loops are vectorised.
+
+
+def _narrow(blocks: Tensor, weights: Tensor) -> Tensor:
+    assert blocks.shape[1] == 64
+    return _mixed(blocks * weights).sum(1)
+
+
+def _wide(blocks: Tensor, weights: Tensor) -> Tensor:
+    assert blocks.shape[1] == 1024
+    return _mixed(blocks * weights).sum(1)
+
+
+_narrow_sums = Kernel(_narrow, "digest_narrow_blocks")
+_wide_sums = Kernel(_wide, "digest_wide_blocks")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
 
-__all__ = ["SharesScales", "groups_sharing", "local_of", "max_over_groups", "shard_groups", "sync_scales"]
+__all__ = ["SharesScales", "cuts_of", "groups_sharing", "local_of", "max_over_groups", "sync_scales"]
 
 
 class SharesScales:
@@ -129,16 +129,25 @@ def groups_sharing(param: Tensor) -> list[dist.ProcessGroup]:
     local = local_of(param)
     if not isinstance(local, SharesScales):
         return []
-    return [group for dim, group in _cuts(param) if local.shares_scale_along(dim)]
+    return [group for dim, group in cuts_of([param])[0] if local.shares_scale_along(dim)]
 
 
-def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
-    """The groups over which the shards of a parameter are spread, one a sharded mesh dim with more than one rank."""
-    return [group for _, group in _cuts(param)]
+def cuts_of(params: Sequence[Tensor]) -> list[list[tuple[int, dist.ProcessGroup]]]:
+    """For each parameter: (tensor dim, group) of every mesh dim that shards it over more than one rank.
+
+    Parameters of the same layout get the same list.
+    """
+    known: dict[Any, list[tuple[int, dist.ProcessGroup]]] = {}
+    found = []
+    for param in params:
+        layout = (param.device_mesh, param.placements, param.ndim) if isinstance(param, DTensor) else None
+        if layout not in known:
+            known[layout] = _cuts(param)
+        found.append(known[layout])
+    return found
 
 
 def _cuts(param: Tensor) -> list[tuple[int, dist.ProcessGroup]]:
-    """(tensor dim, group) of every mesh dim that shards the parameter over more than one rank."""
     if not isinstance(param, DTensor):
         return []
     mesh = param.device_mesh

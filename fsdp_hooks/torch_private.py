@@ -29,6 +29,7 @@ __all__ = [
     "hook_tables",
     "is_tracing",
     "is_watched",
+    "local_itself",
     "make_wrapper",
     "set_element",
     "tree_map",
@@ -83,6 +84,15 @@ def make_wrapper(
     storage.
     """
     return Tensor._make_wrapper_subclass(cls, torch.Size(shape), strides=strides, dtype=dtype, device=device)
+
+
+def local_itself(tensor: DTensor) -> Tensor:
+    """The local tensor of a DTensor.
+
+    `to_local()` of a parameter is another view of it each time, marked as a parameter. To make one of a tensor of parts
+    takes longer than anything else that an optimizer step does to a small weight.
+    """
+    return tensor._local_tensor
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

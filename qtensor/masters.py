@@ -7,17 +7,19 @@ tell: version counters miss writes through aliases such as those of a state dict
 storage without writing them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.digest import digest
+from fsdp_hooks.digest import digests
 from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import dtensor_like, local_itself
+from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["digest_of", "master_of", "outside_writes", "refill"]
+__all__ = ["digests_of", "in_fp32", "master_of", "outside_writes", "refill", "shard_of"]
 
 
 def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
@@ -27,25 +29,49 @@ def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
     """
     if not records:
         return []
-    now = torch.stack([digest_of(param) for param in records])
-    same = (now == torch.stack(list(records.values()))).tolist()  # [params, 2]
+    same = (_table(records) == torch.stack(list(records.values()))).tolist()  # [params, 2]
     changed = []
     for param, (bytes_kept, init_kept) in zip(records, same, strict=True):
-        local = local_of(param)
         if bytes_kept:
             continue
-        if init_kept and isinstance(local, QuantizedTensor):
-            local.init_value = None
+        shard = shard_of(param)
+        if init_kept and isinstance(shard, QuantizedTensor):
+            shard.init_value = None
         changed.append(param)
     return changed
 
 
-def digest_of(param: Tensor) -> Tensor:
-    """int64 [2]: digests of all bytes of a parameter on this rank, and of its preserved initial value (0 for none)."""
-    local = local_of(param)
-    init = local.init_value if isinstance(local, QuantizedTensor) else None
-    held = digest(local.parts().values() if isinstance(local, QuantizedTensor) else [local])
-    return torch.stack([held, torch.zeros_like(held) if init is None else digest([init])])
+def digests_of(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """For each parameter int64 [2]: digests of its bytes on this rank, and of its preserved initial value (0: none)."""
+    return dict(zip(params, _table(params).unbind(), strict=True)) if params else {}
+
+
+@torch.no_grad()
+def _table(params: Iterable[Tensor]) -> Tensor:
+    """int64 [params, 2]."""
+    shards = [shard_of(param) for param in params]
+    inits = {
+        number: shard.init_value
+        for number, shard in enumerate(shards)
+        if isinstance(shard, QuantizedTensor) and shard.init_value is not None
+    }
+    found = digests([*map(_bytes_of, shards), *([value] for value in inits.values())])
+    table = found.new_zeros(len(shards), 2)
+    table[:, 0] = found[: len(shards)]
+    if inits:
+        table[list(inits), 1] = found[len(shards) :]
+    return table
+
+
+def _bytes_of(shard: Tensor) -> list[Tensor]:
+    if isinstance(shard, QuantizedTensor):
+        return list(shard.parts().values())
+    return [shard.dense if isinstance(shard, HighPrecisionWeight) else shard]
+
+
+def shard_of(param: Tensor) -> Tensor:
+    """The local tensor of a DTensor, or the tensor itself; unlike `local_of` without an alias. For use in no_grad."""
+    return local_itself(param) if isinstance(param, DTensor) else param
 
 
 def master_of(param: Tensor) -> Tensor:
@@ -68,3 +94,16 @@ def refill(master: Tensor, param: Tensor) -> None:
     else:
         target.copy_(local)
     target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
+
+
+def in_fp32(grad: Tensor, master: Tensor) -> Tensor:
+    """A gradient in its master's dtype; itself if it has that."""
+    if grad.dtype == master.dtype:
+        return grad
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(master, DTensor)
+        and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements)
+    ):  # without DTensor's dispatch, which takes longer than the copy of a small one
+        return dtensor_like(grad.to_local().to(master.dtype), master)
+    return grad.to(master.dtype)

@@ -1,7 +1,8 @@
 """MasterWeightOptimizer: any torch optimizer on fp32 masters, its result quantized back into the shards.
 
-    step:   grad (q.dtype) -> fp32 -> inner.step() on the masters -> amax of each master shard
-            -> one all-reduce for all tensor-wide scales of the model -> requantize every shard in place
+    step:   grad (q.dtype) -> fp32 -> inner.step() on the masters        chunk by chunk, see below
+            -> amax of each master shard -> one all-reduce for all tensor-wide scales of the model
+            -> requantize every shard in place -> digest of what was written (see masters.py)
 
 A master is the shard in fp32, a DTensor where the parameter is one; parameters in fp32 are their own masters. The bytes
 of a parameter are a function of its full master and the recipe alone (with delayed scaling, of its history, too), so
@@ -12,31 +13,47 @@ they are the same for every world size, and a step that moves no master moves no
                                                   could choose other codes for the same values, so a fresh parameter is
                                                   written only when some shard's master moved)
 
+fp32 copies of gradients exist for one chunk of parameters at a time (CHUNK elements, or the one parameter that is
+larger): torch's own optimizers, which treat every parameter apart (APART), take a step for each chunk. Any other may
+look at all gradients together, or count its steps: it takes one step, and all copies live together while it does. A
+gradient in fp32 is not copied.
+
 `param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an
 ordinary optimizer); `state[p]` holds "master_weight" beside the inner optimizer's own entries.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import (
-    SharesScales,
-    groups_sharing,
-    local_of,
-    max_over_groups,
-    shard_groups,
-    sync_scales,
-)
-from qtensor.masters import digest_of, master_of, outside_writes, refill
+from fsdp_hooks.scale_sync import SharesScales, local_of, sync_scales
+from fsdp_hooks.torch_private import without_torch_function
+from qtensor.masters import digests_of, in_fp32, master_of, outside_writes, refill, shard_of
+from qtensor.step_agreement import Trained, agree
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["MasterWeightOptimizer"]
 
 MASTER = "master_weight"
+CHUNK = 2**22  # elements
+APART = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
@@ -59,13 +76,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
+        self._group: dict[Tensor, int] = {}  # the number of each parameter's group
         self._fresh: set[Tensor] = set()
         self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
         super().__init__(params, {})
         everything = [param for group in self.param_groups for param in group["params"]]
         _refuse_meta(everything)
         sync_scales(everything)
-        self._inner = optimizer_cls([self._master_group(group) for group in self.param_groups], **optimizer_kwargs)
+        groups = [self._master_group(number) for number in range(len(self.param_groups))]
+        self._inner = optimizer_cls(groups, **optimizer_kwargs)
         self.defaults = self._inner.defaults
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_options(inner))
@@ -80,7 +99,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if self._inner is not None:
             group = self.param_groups[-1]
             sync_scales(group["params"])
-            self._inner.add_param_group(self._master_group(group))
+            self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
             group.update(_options(self._inner.param_groups[-1]))
 
     @torch.no_grad()
@@ -97,16 +116,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_outside_writes()
-        stepped = [param for param in self._masters if param.grad is not None]
-        self._lend_grads(stepped)
-        try:
-            self._inner.step()
-            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                group.update(_options(inner))  # some optimizers keep state in their groups
-        finally:
-            for param in stepped:
-                if self._masters[param] is not param:
-                    self._masters[param].grad = None
+        with without_torch_function():  # attributes of a subclass go through it
+            stepped = [param for param in self._masters if param.grad is not None]
+        self._step_masters(stepped)
         self._write_back(stepped)
         self._publish_state()
         return loss
@@ -137,7 +149,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                         master.copy_(saved[param][MASTER])
                 else:  # saved before its first step, where the parameter decides
                     refill(master, param)
-            self._start_anew(param)
+        self._start_anew(self._masters)
         for param in saved:  # torch restores an optimizer before its model: until the next step loaded masters decide
             self._written.pop(param, None)
         position = {param: index for index, param in enumerate(params)}
@@ -176,99 +188,127 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                     f"{tuple(param.shape)}; was it saved by another optimizer?"
                 )
 
-    def _master_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The same group over masters."""
+    def _master_group(self, number: int) -> dict[str, Any]:
+        """The group of this number over masters."""
+        group = self.param_groups[number]
         for param in group["params"]:
             self._masters[param] = master_of(param)
-            self._start_anew(param)
+            self._group[param] = number
+        self._start_anew(group["params"])
         options = _options(group)
         return {**options, "params": [self._masters[param] for param in group["params"]]}
 
-    def _lend_grads(self, stepped: list[Tensor]) -> None:
+    def _step_masters(self, stepped: list[Tensor]) -> None:
+        """inner.step(), on one chunk of parameters after the other where that makes no difference."""
         assert self._inner is not None
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
-        for param in stepped:
+        chunks = list(self._chunks(stepped)) if type(self._inner) in APART else [stepped]
+        everything = [inner["params"] for inner in self._inner.param_groups]
+        try:
+            for chunk in chunks:
+                try:
+                    self._lend_grads(chunk)
+                    if len(chunks) > 1:
+                        self._show(chunk)
+                    self._inner.step()
+                finally:
+                    self._take_grads(chunk)
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                group.update(_options(inner))  # some optimizers keep state in their groups
+        finally:
+            for inner, params in zip(self._inner.param_groups, everything, strict=True):
+                inner["params"] = params
+
+    def _chunks(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The parameters in runs of CHUNK elements or fewer, or of a single one that is larger."""
+        chunk: list[Tensor] = []
+        held = 0
+        for param in params:
+            count = shard_of(self._masters[param]).numel()
+            if chunk and held + count > CHUNK:
+                yield chunk
+                chunk, held = [], 0
+            chunk.append(param)
+            held += count
+        yield chunk  # without parameters a step is one, too
+
+    def _show(self, params: list[Tensor]) -> None:
+        """Leave the inner optimizer only the masters of these parameters."""
+        assert self._inner is not None
+        for inner in self._inner.param_groups:
+            inner["params"] = []
+        for param in params:
+            self._inner.param_groups[self._group[param]]["params"].append(self._masters[param])
+
+    def _lend_grads(self, params: list[Tensor]) -> None:
+        """Give the masters of these parameters their gradients in fp32."""
+        with without_torch_function():
+            for param in params:
+                master, grad = self._masters[param], param.grad
+                if master is not param:
+                    assert grad is not None
+                    master.grad = in_fp32(grad, master)
+
+    def _take_grads(self, params: list[Tensor]) -> None:
+        for param in params:
             master = self._masters[param]
             if master is not param:
-                assert param.grad is not None
-                master.grad = param.grad.to(master.dtype)
+                master.grad = None
 
-    def _start_anew(self, param: Tensor) -> None:
-        """Take note of a parameter's bytes; a quantized one is fresh until a step moves its master."""
-        if isinstance(local_of(param), QuantizedTensor):
-            self._fresh.add(param)
-        if self._masters[param] is not param:
-            self._written[param] = digest_of(param)
+    def _start_anew(self, params: Iterable[Tensor]) -> None:
+        """Take note of parameters' bytes; quantized ones are fresh until a step moves their master."""
+        params = list(params)
+        self._fresh.update(param for param in params if isinstance(local_of(param), QuantizedTensor))
+        self._written.update(digests_of([param for param in params if self._masters[param] is not param]))
 
     def _follow_outside_writes(self) -> None:
         """Give parameters that were written by others since (a load, a copy_) a new master."""
-        for param in outside_writes(self._written):
+        changed = outside_writes(self._written)
+        for param in changed:
             refill(self._masters[param], param)
-            self._start_anew(param)
+        self._start_anew(changed)
 
     def _write_back(self, stepped: list[Tensor]) -> None:
-        """Masters -> parameters.
-
-        The amaxes of shared scales, and whether a parameter moved on any rank, travel in one all-reduce. All trainable
-        parameters that are gathered quantized take part in it every time, so that ranks never differ in what they
-        reduce.
-        """
-        written: set[Tensor] = set()
-        quantized: list[tuple[Tensor, Any, Tensor]] = []
+        """Masters -> parameters, and take note of what they hold now."""
+        with_grad = set(stepped)
+        trained: list[Trained] = []
         dense: list[tuple[Tensor, SharesScales]] = []  # storage="high_precision"
-        for param, master in self._masters.items():
-            local = local_of(param)
-            if isinstance(local, QuantizedTensor):
-                if param.requires_grad:
-                    quantized.append((param, local, local_of(master)))
-                continue
-            if param.grad is not None and master is not param:
-                local.copy_(local_of(master))
-                written.add(param)
-            if isinstance(local, SharesScales) and param.requires_grad:
-                dense.append((param, local))
-        if quantized or dense:
-            amaxes, moved = self._agree(quantized, dense)
-            move = [True] * len(quantized)
-            if self._fresh or len(stepped) < len(self._masters):  # a host sync, rare once all have been written
-                move = [bool(flag) for flag in moved.tolist()]
-            for (param, local, master), amax, moves in zip(quantized, amaxes, move, strict=True):
-                if moves:
-                    local.write(master, amax, step=True)
-                    self._fresh.discard(param)
-                    written.add(param)
-        for param, master in self._masters.items():
-            if master is not param and (param in written or param not in self._written):
-                self._written[param] = digest_of(param)
+        plain: list[tuple[Tensor, Tensor, Tensor]] = []
+        with without_torch_function():
+            for param, master in self._masters.items():
+                shard = shard_of(param)
+                if isinstance(shard, QuantizedTensor):
+                    if param.requires_grad:
+                        facts = param in with_grad, param in self._fresh
+                        trained.append(Trained(param, shard, shard_of(master), *facts))
+                    continue
+                if master is not param and param in with_grad:
+                    plain.append((param, shard, shard_of(master)))
+                if isinstance(shard, SharesScales) and param.requires_grad:
+                    dense.append((param, shard))
+        written = self._copy(plain)
+        if trained or dense:
+            outcome = agree(trained, dense)
+            # a host sync, rare once all have been written
+            wait = bool(self._fresh) or len(stepped) < len(self._masters)
+            written |= self._requantize(trained, outcome.amaxes, outcome.moves() if wait else [True] * len(trained))
+        low = (param for param, master in self._masters.items() if master is not param)
+        self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
 
-    def _agree(
-        self, quantized: list[tuple[Tensor, Any, Tensor]], dense: list[tuple[Tensor, SharesScales]]
-    ) -> tuple[list[Tensor | None], Tensor]:
-        """Over all shards: the amaxes of shared scales (None where no other shard shares one), and who moved [n].
+    def _copy(self, plain: list[tuple[Tensor, Tensor, Tensor]]) -> set[Tensor]:
+        for _, shard, master in plain:
+            shard.copy_(master)
+        return {param for param, _, _ in plain}
 
-        Dense shards adopt theirs.
-        """
-        values: list[Tensor] = []
-        groups: list[list[dist.ProcessGroup]] = []
-        for param, local, master in quantized:
-            sharing = groups_sharing(param)
-            values += [local.shared_amax(master) if sharing else master.new_zeros(0), self._moved(param, local, master)]
-            groups += [sharing, shard_groups(param)]
-        claiming = [(shard, sharing) for param, shard in dense if (sharing := groups_sharing(param))]
-        values += [shard.scale_claim() for shard, _ in claiming]
-        groups += [sharing for _, sharing in claiming]
-        agreed, _ = max_over_groups(values, groups)
-        both = 2 * len(quantized)
-        for (shard, _), claim in zip(claiming, agreed[both:], strict=True):
-            shard.adopt_scale(claim)
-        amaxes = [amax if sharing else None for amax, sharing in zip(agreed[:both:2], groups[:both:2], strict=True)]
-        return amaxes, torch.cat(agreed[1:both:2]) if quantized else torch.zeros(0)
-
-    def _moved(self, param: Tensor, local: QuantizedTensor, master: Tensor) -> Tensor:
-        """fp32 [1]: whether this rank's master moved (1) or not (0)."""
-        still = param.grad is None or (param in self._fresh and torch.equal(local.dequantize(torch.float32), master))
-        return torch.zeros(1, device=master.device) if still else torch.ones(1, device=master.device)
+    def _requantize(self, trained: list[Trained], amaxes: list[Tensor | None], moves: list[bool]) -> set[Tensor]:
+        """Write the quantized parameters that moved; returns those."""
+        for one, amax, moved in zip(trained, amaxes, moves, strict=True):
+            if moved:
+                one.shard.write(one.master, amax, step=True)
+        written = {one.param for one, moved in zip(trained, moves, strict=True) if moved}
+        self._fresh -= written
+        return written
 
     def _publish_state(self) -> None:
         """Fill `state` with what state_dict() must hold; references only."""

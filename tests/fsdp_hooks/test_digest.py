@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_hooks.digest import digest
+from fsdp_hooks.compiled import use_kernels
+from fsdp_hooks.digest import digest, digests
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
@@ -21,3 +25,87 @@ def test_signs_of_any_column_show(dtype: torch.dtype) -> None:
         found.append(int(digest([weight ^ -(2**63)])))
     assert len({int(before), *found}) == 1 + len(found)
     assert torch.equal(digest([weight]), before)
+
+
+def bits(*tensors: torch.Tensor) -> int:
+    return int(digest(tensors))
+
+
+@pytest.mark.parametrize("size", [1, 7, 512, 4096, 3 * 2**18 + 5])
+def test_any_single_change_shows(size: int) -> None:
+    """Also where old ^ new has all bits set, and wherever the byte lies."""
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    before = bits(data)
+    for place in {0, size // 2, size // 512 * 512 - 1, size - 1} - {-1}:
+        for change in (1, 128, 255):
+            data[place] ^= change
+            assert bits(data) != before
+            data[place] ^= change
+    assert bits(data) == before
+
+
+def test_a_word_and_its_complement_differ_at_every_place() -> None:
+    words = torch.arange(130)
+    complemented = torch.where(torch.eye(130, dtype=torch.bool), ~words, words)
+    assert len({bits(row) for row in complemented} | {bits(words)}) == 131
+
+
+@pytest.mark.parametrize("size", [512, 4096, 2**18])
+@pytest.mark.parametrize("count", [2, 3])
+def test_blocks_that_change_places_show(size: int, count: int) -> None:
+    data = torch.randint(0, 256, (count, size), dtype=torch.uint8)
+    assert len({bits(data), bits(data.roll(1, 0)), bits(data[[1, 0, *range(2, count)]])}) == (2 if count == 2 else 3)
+
+
+def test_tensors_that_change_places_and_sizes_show() -> None:
+    one, other = torch.arange(64), torch.arange(64) + 1
+    zeros = [torch.zeros(n, dtype=torch.uint8) for n in (0, 1, 2, 512, 1024)]
+    groups = [[one, other], [other, one], [one], [one, one], [torch.cat([one, other])], *([zero] for zero in zeros)]
+    assert len(set(digests(groups).tolist())) == len(groups)
+
+
+def test_digests_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large and small, stacked at once or a few at a time, at odd addresses, not contiguous, empty and 0-D."""
+    large = torch.randn(300, 300)
+    groups = [
+        [large, torch.tensor(3.0)],
+        [torch.arange(5, dtype=torch.int8), large.to(torch.bfloat16)],
+        [torch.empty(0)],
+        [torch.arange(700_001, dtype=torch.uint8)[1:], torch.ones(3, dtype=torch.bool)],
+        [large.t()],
+        [torch.zeros(2, 3, dtype=torch.complex64), large.to(torch.float8_e4m3fn)],
+    ]
+    expected = [bits(*group) for group in groups]
+    assert digests(groups).tolist() == expected
+    assert bits(large.t()) == bits(large.t().contiguous())
+    assert bits(groups[3][0], groups[3][1]) == bits(groups[3][0].clone(), groups[3][1])
+    monkeypatch.setattr("fsdp_hooks.digest.STACK", 1)
+    assert digests(groups).tolist() == expected
+
+
+def test_compiled_digests_are_those_of_eager_ones() -> None:
+    data = [torch.randint(-(2**63), 2**63 - 1, (64 * rows,)) for rows in (512, 700, 3, 5)]
+    with use_kernels("eager"):
+        expected = digests([data, data[:1], data[1:]])
+    with use_kernels("compiled"):
+        assert torch.equal(digests([data, data[:1], data[1:]]), expected)
+
+
+class Operations(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_small_tensors_take_as_many_operations_as_a_few() -> None:
+    counts = []
+    for number in (5, 50):
+        groups = [[torch.randn(8, 8), torch.randn(8, 8).to(torch.float8_e4m3fn)] for _ in range(number)]
+        with Operations() as operations:
+            digests(groups)
+        counts.append(operations.count)
+    assert counts[0] == counts[1] > 0

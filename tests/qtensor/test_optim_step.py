@@ -1,0 +1,136 @@
+"""What a step of MasterWeightOptimizer makes: fp32 gradients a chunk at a time, and hardly any waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, optim, quantize
+from tests.qtensor.recipes_under_test import same_bytes
+
+RECIPES = [Float8CurrentScaling(granularity="tensor"), MXFP8BlockScaling(), NVFP4BlockScaling()]
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    """Quantized ones of several sizes, and dense ones in bf16 and fp32."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(32 * n, 32, generator=generator).to(dtype) for n in (1, 3, 2, 1)]
+    quantized = [
+        nn.Parameter(quantize(values[0], RECIPES[0])),
+        *(nn.Parameter(quantize(values[1], r)) for r in RECIPES),
+    ]
+    return [*quantized, nn.Parameter(values[2]), nn.Parameter(values[3].float())]
+
+
+def backward(params: list[nn.Parameter], step: int, *, but: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for number, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = None if number == but else grad
+
+
+def state_of(optimizer: MasterWeightOptimizer) -> list[Tensor]:
+    state = optimizer.state_dict()["state"]
+    return [value for index in sorted(state) for _, value in sorted(state[index].items()) if isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize("kind", sorted(optim.APART, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+def test_steps_of_chunks_are_those_of_all_at_once(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, in every state, with two groups and parameters without gradients."""
+    found = []
+    for chunk in (2**22, 1500):
+        monkeypatch.setattr(optim, "CHUNK", chunk)
+        params = parameters()
+        optimizer = MasterWeightOptimizer(kind, [{"params": params[:3]}, {"params": params[3:], "lr": 0.02}], lr=0.01)
+        for step in range(3):
+            backward(params, step, but=step)
+            optimizer.step()
+        found.append([*state_of(optimizer), *(param.detach() for param in params[4:])])
+    assert len(found[0]) >= 5 + 2  # masters, and the plain parameters
+    assert all(same_bytes(one, other) for one, other in zip(*found, strict=True))
+
+
+class Watching(torch.optim.SGD):
+    """Notes what gradients there are in each of its steps."""
+
+    seen: list[list[Tensor]]
+
+    def step(self, closure: Any = None) -> Any:
+        masters = [master for group in self.param_groups for master in group["params"]]
+        self.seen = [*getattr(self, "seen", []), [master.grad for master in masters if master.grad is not None]]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_gradients_are_copied_to_fp32_a_chunk_at_a_time(*, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "CHUNK", 4096)
+    monkeypatch.setattr(optim, "APART", frozenset({Watching} if apart else ()))
+    params = parameters()
+    optimizer = MasterWeightOptimizer(Watching, params, lr=0.1)
+    backward(params, 0)
+    optimizer.step()
+    inner = optimizer._inner
+    assert isinstance(inner, Watching)
+    sizes = [[grad.numel() for grad in grads] for grads in inner.seen]
+    assert sizes == ([[1024, 3072], [3072], [3072], [2048, 1024]] if apart else [[1024, 3072, 3072, 3072, 2048, 1024]])
+    assert all(len(group["params"]) == len(params) for group in inner.param_groups)
+    assert all(state["master_weight"].grad is None for state in optimizer.state.values() if "master_weight" in state)
+
+
+def test_a_step_that_raises_leaves_groups_and_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("no step today")
+
+    monkeypatch.setattr(optim, "CHUNK", 1)
+    monkeypatch.setattr(optim, "APART", frozenset({Failing}))
+    params = parameters()
+    optimizer = MasterWeightOptimizer(Failing, params, lr=0.1)
+    backward(params, 0)
+    with pytest.raises(RuntimeError, match="no step today"):
+        optimizer.step()
+    masters = [master for group in optimizer._inner.param_groups for master in group["params"]]  # type: ignore[union-attr]
+    assert len(masters) == len(params)
+    assert all(master.grad is None for master in masters[:-1])  # the last is a parameter
+
+
+def test_a_gradient_in_fp32_is_not_copied() -> None:
+    params = parameters(torch.float32)
+    optimizer = MasterWeightOptimizer(Watching, params, lr=0.1)
+    backward(params, 0)
+    optimizer.step()
+    assert isinstance(optimizer._inner, Watching)
+    assert all(grad is param.grad for grad, param in zip(optimizer._inner.seen[0], params, strict=True))
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that hand values of tensors to the host, and calls of tolist()."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        original = Tensor.tolist
+        monkeypatch.setattr(Tensor, "tolist", lambda tensor: (self.found.append("tolist"), original(tensor))[1])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero"):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the digests; where masters were made from the bytes, or a gradient is missing, once more."""
+    params = parameters()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, params, lr=0.1, foreach=True)
+    for step, (but, expected) in enumerate([(None, 2), (None, 1), (1, 2), (None, 1)]):
+        backward(params, step, but=but)
+        with Waits(monkeypatch) as waits:
+            optimizer.step()
+        assert waits.found == ["tolist"] * expected, step
+        monkeypatch.undo()
