@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import is_tracing, is_watched
+from fsdp_hooks.torch_private import is_tracing, is_watched, one_dispatch_state
 
 __all__ = ["Kernel", "use_kernels"]
 
@@ -98,8 +98,9 @@ class Kernel:
             return self.eager(*args)
         if self._compiled is None:
             self._compiled = torch.compile(self.eager, dynamic=True, fullgraph=True)
-        with torch.no_grad():  # one grad mode, or dynamo compiles for each
-            return self._run(self._compiled, args)
+        with one_dispatch_state(args[0].device.type):
+            # in this state an alias knows no base, of which dynamo would guard the shape, too
+            return self._run(self._compiled, tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
     @staticmethod
     def compiles(large: Tensor) -> bool:

@@ -4,7 +4,8 @@ Each has its reason beside it, and `tests/test_torch_private.py` fails when upst
 the packages may import a torch name that starts with an underscore.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "is_watched",
     "local_itself",
     "make_wrapper",
+    "one_dispatch_state",
     "set_element",
     "tree_map",
     "without_torch_function",
@@ -68,6 +70,23 @@ def is_watched() -> bool:
     torch.compile gives up under them, and marks the function as one never to be compiled again.
     """
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def one_dispatch_state(device_type: str) -> Iterator[None]:
+    """The innermost state that operations can be called in: no autograd, views, autocast or __torch_function__.
+
+    Dynamo guards on all of these, and would compile a function anew for calls from within __torch_dispatch__, from
+    outside, under autocast, in inference mode. Most of them have no public switch.
+    """
+    autocast = torch.is_autocast_enabled(device_type)
+    with (
+        torch.no_grad(),
+        without_torch_function(),
+        torch._C._AutoDispatchBelowADInplaceOrView(),
+        torch.autocast(device_type, enabled=False) if autocast else nullcontext(),
+    ):
+        yield
 
 
 def make_wrapper(

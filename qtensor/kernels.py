@@ -221,7 +221,7 @@ def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
     tiles = (rows, columns) if block == 1 else (rows, columns // block, block)
     if group > 1:
         tiles = (-(-rows // group), min(group, rows), *tiles[1:])
-    return torch.ops.aten._unsafe_view(x, tiles)  # type: ignore[no-any-return] # of a view, dynamo guards the base, too
+    return x.view(tiles)
 
 
 def _untiled(x: Tensor) -> Tensor:

@@ -276,3 +276,26 @@ def test_is_watched_sees_dispatch_modes_and_function_transforms():
     torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
     look(torch.ones(2))
     assert seen == [False, True, True, True, False]
+
+
+def test_one_dispatch_state_is_the_same_from_everywhere():
+    """What dynamo guards on: the keys that operations see, grad mode, autocast, __torch_function__."""
+    found = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append("__torch_function__")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def look() -> None:
+        with torch_private.one_dispatch_state("cpu"):
+            base = torch.ones(4)
+            torch.ones(2).as_subclass(Watched).add(1)
+            found.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), base[1:]._is_view()))
+
+    look()
+    for mode in (torch.enable_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with mode:
+            look()
+    assert found == [(False, False, False)] * 4

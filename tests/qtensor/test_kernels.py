@@ -306,6 +306,38 @@ def test_unknown_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert use_kernels.mode == "eager"
 
 
+def test_nothing_is_compiled_again_for_another_place_to_call_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo guards on autograd, autocast, inference mode, views' bases and whether __torch_function__ is on."""
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(str(inputs))
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: compile_(fn, backend=backend, **options))
+    monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
+    monkeypatch.setattr(kernels, "_decode_kernel", functools.cache(kernels._decode_kernel.__wrapped__))
+    x, recipe = weight(64, 96), RECIPES["mxfp8_row"]
+    with use_kernels("compiled"):
+        q = quantize(x, recipe)
+        q.dequantize()
+        assert len(graphs) == 2
+        q.copy_(x)
+        parameter = torch.nn.Parameter(q)
+        with torch.no_grad():
+            parameter.mul_(1.5)
+            quantize(torch.cat([x, x])[32:96], recipe)
+            parameter[32:].dequantize()
+        for mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode(), torch.autocast("cpu")):
+            with mode:
+                y = torch.nn.functional.linear(weight(4, 96).requires_grad_(), parameter)
+                quantize(x, recipe)
+            if y.requires_grad:
+                y.sum().backward()
+    assert len(graphs) == 2
+
+
 def test_shapes_are_dynamic_so_that_nothing_is_compiled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Special to torch are dims of size 1, and dims that are equal at first; it compiles once more for what is not."""
     graphs: list[Any] = []
