@@ -13,7 +13,7 @@ they are the same for every world size, and a step that moves no master moves no
                                                   could choose other codes for the same values, so a fresh parameter is
                                                   written only when some shard's master moved)
 
-fp32 copies of gradients exist for one chunk of parameters at a time (CHUNK elements, or the one parameter that is
+fp32 copies of gradients exist for one chunk of parameters at a time (of some elements, or the one parameter that is
 larger): torch's own optimizers, which treat every parameter apart (APART), take a step for each chunk. Any other may
 look at all gradients together, or count its steps: it takes one step, and all copies live together while it does. A
 gradient in fp32 is not copied.
@@ -37,7 +37,8 @@ from qtensor.tensor import QuantizedTensor
 __all__ = ["MasterWeightOptimizer"]
 
 MASTER = "master_weight"
-CHUNK = 2**22  # elements
+CHUNK = {"cpu": 2**22}  # elements; what the optimizer makes of them stays in reach of the cache
+CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
 APART = frozenset(
     {
         torch.optim.Adadelta,
@@ -221,12 +222,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 inner["params"] = params
 
     def _chunks(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
-        """The parameters in runs of CHUNK elements or fewer, or of a single one that is larger."""
+        """The parameters in runs of some elements, or of a single one that has more."""
         chunk: list[Tensor] = []
         held = 0
         for param in params:
             count = shard_of(self._masters[param]).numel()
-            if chunk and held + count > CHUNK:
+            if chunk and held + count > CHUNK.get(param.device.type, CHUNK_ELSEWHERE):
                 yield chunk
                 chunk, held = [], 0
             chunk.append(param)

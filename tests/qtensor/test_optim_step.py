@@ -45,7 +45,7 @@ def test_steps_of_chunks_are_those_of_all_at_once(
     """Bit for bit, in every state, with two groups and parameters without gradients."""
     found = []
     for chunk in (2**22, 1500):
-        monkeypatch.setattr(optim, "CHUNK", chunk)
+        monkeypatch.setitem(optim.CHUNK, "cpu", chunk)
         params = parameters()
         optimizer = MasterWeightOptimizer(kind, [{"params": params[:3]}, {"params": params[3:], "lr": 0.02}], lr=0.01)
         for step in range(3):
@@ -69,7 +69,7 @@ class Watching(torch.optim.SGD):
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_gradients_are_copied_to_fp32_a_chunk_at_a_time(*, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "CHUNK", 4096)
+    monkeypatch.setitem(optim.CHUNK, "cpu", 4096)
     monkeypatch.setattr(optim, "APART", frozenset({Watching} if apart else ()))
     params = parameters()
     optimizer = MasterWeightOptimizer(Watching, params, lr=0.1)
@@ -88,7 +88,7 @@ def test_a_step_that_raises_leaves_groups_and_no_gradients(monkeypatch: pytest.M
         def step(self, closure: Any = None) -> Any:
             raise RuntimeError("no step today")
 
-    monkeypatch.setattr(optim, "CHUNK", 1)
+    monkeypatch.setitem(optim.CHUNK, "cpu", 1)
     monkeypatch.setattr(optim, "APART", frozenset({Failing}))
     params = parameters()
     optimizer = MasterWeightOptimizer(Failing, params, lr=0.1)
