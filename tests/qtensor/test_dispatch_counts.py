@@ -28,7 +28,7 @@ RECIPES = {
     "nvfp4": NVFP4BlockScaling(),
 }
 # calls a layer: at most, since fewer are welcome. Adam's own step multiplies (weight decay) and adds.
-LIMITS = {"forward and backward": 0, "MasterWeightOptimizer": 5, "AdamW": 2}
+LIMITS = {"forward and backward": 0, "MasterWeightOptimizer": 0, "AdamW": 2}
 
 
 class Counting:
