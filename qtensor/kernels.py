@@ -50,6 +50,8 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
         return format_of(recipe).shared_amax(x.to(torch.float32), recipe)
     if not shares_scale_along(recipe, 1, 2):  # blocks along K have scales of their own
         return None
+    if x.is_meta:
+        return x.new_empty(() if tensor_wide(recipe) else (*x.shape[:-1], 1), dtype=torch.float32)
     flat, kernel = _rows(x), _amax_kernel(recipe.stored, x.dtype)
     found = [kernel(_tiled(flat[piece], 1)) for piece in _pieces(flat, recipe, kernel)]
     if found[0].ndim:
@@ -59,7 +61,7 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
 
 def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, Tensor]:
     """`Format.encode` of dense values [.., N, K] in any floating dtype; `amax` None: that of the values."""
-    if x.is_meta and not is_tracing():
+    if x.is_meta and not _as_defined(x):
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
     if amax is None:
         amax = shared_amax(x, recipe)
@@ -72,8 +74,8 @@ def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, T
 
 def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """Every row of x quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
-    if _as_defined(x):
-        return encode(x, recipe, row_amax(x.to(torch.float32)))
+    if _as_defined(x) or x.is_meta:
+        return format_of(recipe).encode(x.to(torch.float32), recipe, row_amax(x.to(torch.float32)))
     if tensor_wide(recipe) is None:
         return encode(x, recipe)
     flat = _rows(x)
@@ -84,18 +86,18 @@ def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
     """`step` of a format whose recipe keeps a history: parts of x, which develop from the tensor-wide `state`."""
-    if _as_defined(x):
+    if _as_defined(x) or x.is_meta:
         fmt: Any = format_of(recipe)
         return fmt.step(x.to(torch.float32), recipe, *state)  # type: ignore[no-any-return]
     return _over_rows(_step_kernel(recipe.stored, x.dtype), recipe, x, *state)
 
 
 def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """`Format.decode`, rounded once to `dtype`: [.., N, K], NaN as the default one.
+    """`Format.decode`, rounded once to `dtype`: [.., N, K].
 
     Tensor-wide parts may be given per entry of dim 0 ([N, 1, ..]), as a gathered weight has them.
     """
-    if parts["payload"].is_meta and not is_tracing():
+    if parts["payload"].is_meta and not _as_defined(parts["payload"]):
         return torch.empty(logical_shape(parts["payload"], recipe), dtype=dtype, device="meta")
     if _as_defined(parts["payload"]):
         return _rounded_once(format_of(recipe).decode(parts, recipe), dtype)
@@ -193,8 +195,8 @@ def _name(recipe: Recipe, dtype: torch.dtype) -> str:
 
 
 def _as_defined(x: Tensor) -> bool:
-    """Whether the plain definition has to do: traced, without values, or with random numbers drawn for each element."""
-    return is_tracing() or is_armed() or x.numel() == 0 or x.is_meta
+    """Whether the plain definition has to do: traced, empty, or with random numbers drawn for each element."""
+    return is_tracing() or is_armed() or x.numel() == 0
 
 
 def _rows(x: Tensor) -> Tensor:
