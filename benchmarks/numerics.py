@@ -180,10 +180,9 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
         targets[f"{name}: torchao compiled / ours"] = at_least(value["ratio"], 1.0, why)
     for operation in OPERATIONS:
         rows = {name: results["over_one_copy"]["compiled"][f"{operation} {name}"]["ratio"] for name in RECIPES}
-        slowest = max(rows, key=lambda name: rows[name])
         over_limit = [f"{name} {value:.1f}" for name, value in rows.items() if value > AT_MOST_COPIES]
         why = f"above it: {', '.join(over_limit)}"
-        targets[f"{operation} / one copy, slowest recipe ({slowest})"] = at_most(rows[slowest], AT_MOST_COPIES, why)
+        targets[f"{operation} / one copy, slowest recipe"] = at_most(max(rows.values()), AT_MOST_COPIES, why)
     return targets
 
 
@@ -197,9 +196,10 @@ def markdown(results: dict[str, Any]) -> str:
         "|---|" + "---:|" * len(WAYS),
     ]
     over = results["over_one_copy"]
-    lines += [
-        f"| {name} | {' | '.join(with_spread(over[way].get(name)) for way in WAYS)} |" for name in over["compiled"]
-    ]
+    for operation in OPERATIONS:
+        for recipe in RECIPES:
+            cells = [with_spread(over[way].get(f"{operation} {recipe}")) for way in WAYS]
+            lines.append(f"| {operation} {recipe} | {' | '.join(cells)} |")
     ways = tuple(results["torchao_over_ours"])
     lines += ["", "torchao's time over that of our compiled kernels:", ""]
     lines += [f"| operation | {' | '.join(ways)} |", "|---|" + "---:|" * len(ways)]

@@ -51,7 +51,7 @@ def of_run(results: Mapping[str, Any], answers: Mapping[str, str], pictures: Map
     for name in results["time"]:
         lines += ["", f"## {name}", ""]
         if "error" in results[name]:
-            lines += ["No answer:", "", *(f"    {line}" for line in results[name]["error"].splitlines())]
+            lines += ["It failed:", "", *(f"    {line}" for line in results[name]["error"].splitlines()), ""]
         if name in answers:
             lines += [answers[name]]
         if name in pictures:
@@ -68,8 +68,8 @@ def table_of_targets(results: Mapping[str, Any], names: Iterable[str]) -> list[s
             cells = (name, target, _shown(row["value"]), _shown(row["target"]), met, row["why"])
             lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
         if "error" in results[name]:
-            last = results[name]["error"].splitlines()[-1]
-            lines.append(f"| {name} | an answer | - | - | **no** | {_cell(last)} |")
+            first = results[name]["error"].splitlines()[0]
+            lines.append(f"| {name} | an answer | - | - | **no** | {_cell(first)} |")
     return lines
 
 
