@@ -74,7 +74,7 @@ def _against_dense(layers: dict[str, nn.Linear], tokens: int, rounds: int) -> di
     x, grad = _input(tokens, WIDTH, "cpu").requires_grad_(), _input(tokens, WIDTH, "cpu")
     contenders = {name: _pass(layer, x, grad) for name, layer in layers.items()}
     for name in RECIPES:
-        contenders[f"twice {name}"] = Contender(call=_twice(layers[name].weight.dequantize))  # type: ignore[operator]
+        contenders[f"twice {name}"] = Contender(call=_twice(layers[name].weight.dequantize))
     seconds = interleaved(contenders, rounds, warm_up=True)
     return {
         name: {
@@ -180,14 +180,17 @@ def draw(results: dict[str, Any], path: Path) -> None:
             explained = 1 + row["dequantized_twice"]
             label = "1 + two dequantizations" if at == 0 else None
             axes.plot([at - 0.38, at + 0.38], [explained, explained], color="C1", linewidth=2.5, label=label)
-            axes.annotate(f"{over['ratio']:.2f}", (at, 0.03), ha="center", color="white", fontweight="bold")
+            axes.annotate(
+                f"{over['ratio']:.2f}", (at, over["ratio"] / 2), ha="center", color="white", fontweight="bold"
+            )
         axes.axhline(1, color="black", linewidth=0.8)
         if int(count) == AIMED_AT:
             axes.axhline(AT_MOST, color="black", linewidth=1, linestyle="--", label=f"target: {AT_MOST}")
         axes.set_xticks(range(len(rows)), list(rows))
         axes.set(title=f"{count} tokens", ylabel="time / bf16 nn.Linear")
-        axes.legend(frameon=False, loc="lower right", fontsize=8)
         axes.margins(y=0.15)
+    handles, labels = figure.axes[counts.index(str(AIMED_AT))].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(
         f"Forward + backward of a {results['width']}x{results['width']} linear layer, {THREADS} CPU threads"
     )

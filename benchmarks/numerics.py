@@ -9,6 +9,7 @@ blocks. The unit is `out.copy_(x)` into memory that exists already.
 First of all the bytes are compared: where compiled kernels gave others than eager ones, there is nothing to time.
 """
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,8 @@ def run() -> dict[str, Any]:
         fast = {"copy": Contender(call=lambda: out.copy_(x)), **_ours(x, quantized, "compiled")}
         theirs, compiled_theirs, skipped = _peers(x)
         fast |= compiled_theirs
-        eager = {"copy": fast["copy"], **_ours(x, quantized, "eager")}
-        peer = {name: one for name, one in fast.items() if name == "copy" or name.endswith(PEERS)} | theirs
+        eager = _ours(x, quantized, "eager")
+        peer = {name: one for name, one in fast.items() if name.endswith(PEERS)} | theirs
         seconds = {
             "fast": interleaved(fast, ROUNDS["fast"], warm_up=True),
             "eager": interleaved(eager, ROUNDS["eager"], warm_up=False),  # comparing bytes was their warm-up
@@ -148,13 +149,15 @@ Seconds = dict[str, dict[str, list[float]]]  # kind of rounds -> contender -> se
 
 
 def _over_one_copy(seconds: Seconds) -> dict[str, dict[str, dict[str, float]]]:
-    """Way -> operation and recipe -> ratio to one copy in the same rounds; in those of the fewest contenders."""
+    """Way -> operation and recipe -> median, least and greatest seconds in units of the median copy."""
     out: dict[str, dict[str, dict[str, float]]] = {way: {} for way in WAYS}
+    unit = statistics.median(seconds["fast"]["copy"])
     for rounds in ("peer", "eager", "fast"):  # a later one replaces an earlier one
         for name, values in seconds[rounds].items():
             way, _, what = name.partition(": ")
             if what:
-                out[way][what] = ratio(values, seconds[rounds]["copy"])
+                of = {"ratio": statistics.median(values), "min": min(values), "max": max(values)}
+                out[way][what] = {key: round(value / unit, 3) for key, value in of.items()}
     return out
 
 
