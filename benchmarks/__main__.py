@@ -48,7 +48,7 @@ class Question:
 
 
 QUESTIONS = {  # cheap ones first
-    "numerics": Question(90),
+    "numerics": Question(100),
     "linear": Question(60),
     "staging": Question(40),
     "overhead": Question(60),
