@@ -1,7 +1,7 @@
 # make demo   the main job on a real model, on this machine
 # make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"
 # make lint   ruff and mypy
-# make bench  all benchmarks, written to benchmarks/results/
+# make bench  all benchmarks in 20 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make clean  removes the environment, caches and outputs
 #
 # Each target first makes sure of the environment in .venv: built on the first run, reused until pyproject.toml,
@@ -13,6 +13,7 @@ PY := $(VENV)/bin/python
 RECIPE ?= mxfp8
 JOBS ?= 2
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 PIP_ARGS ?=
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
 
@@ -36,7 +37,7 @@ lint: $(VENV)/.installed-dev
 	$(PY) -m mypy
 
 bench: $(VENV)/.installed-bench
-	$(PY) -m benchmarks
+	$(PY) -m benchmarks $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

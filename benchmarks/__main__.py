@@ -1,46 +1,130 @@
-"""Runs every benchmark and writes one JSON with machine, versions and command beside the figures.
+"""Runs questions and writes what they answer, with machine, versions and command beside the figures.
 
-    python -m benchmarks               # all questions, cheap ones first, into results/<date>-<machine>-cpu.json
-    python -m benchmarks checkpoints   # some; their names end the file's name
+    python -m benchmarks                      # all questions, within 20 minutes on two quiet cores
+    python -m benchmarks numerics linear      # some; their names end the files' names
+    python -m benchmarks calibration --full   # those that have a longer version, at length
 
-A question is a module with `run() -> dict`; one with `report(results, picture)` also prints what a reader wants to know
-and draws it, in results/<date>-<question>.png.
+    results/<date>-<machine>-cpu.json   figures
+    results/<date>-<machine>-cpu.md     the same to read, and a table of all targets
+    results/<date>-<question>.png       a picture of each
+
+A question is a module of this package:
+
+    run() -> dict                       figures; prints progress; "targets" says what was aimed at and met
+    markdown(figures) -> str            tables
+    draw(figures, path) -> None         the picture
+
+One that raises has its error in its place, and the others are asked all the same; the exit status is 1 then. Files are
+written anew after each question, so whatever ends the run loses the one that was being asked only.
 """
 
+import argparse
+import dataclasses
 import datetime as dt
 import importlib
-import importlib.util
 import json
 import platform
 import sys
+import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmarks.machine import machine_and_versions
+from benchmarks.report import of_run, table_of_targets
 
-QUESTIONS = ("numerics", "plan_scaling", "staging", "checkpoints", "calibration")
+RESULTS = Path(__file__).parent / "results"
 
 
-def main() -> None:
-    """Ask all questions, or those named on the command line."""
-    names = sys.argv[1:] or [name for name in QUESTIONS if importlib.util.find_spec(f"benchmarks.{name}")]
-    results = {
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
-        **machine_and_versions(),
-    }
-    for name in names:
-        print(f"{name} ...", flush=True)
-        results[name] = importlib.import_module(f"benchmarks.{name}").run()
-    label = "-".join([dt.date.today().isoformat(), platform.machine(), "cpu", *sys.argv[1:]])
-    out = Path(__file__).parent / "results" / f"{label}.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
-    for name in names:
-        module = importlib.import_module(f"benchmarks.{name}")
-        if hasattr(module, "report"):
-            module.report(results[name], out.with_name(f"{dt.date.today().isoformat()}-{name}.png"))
-    print(f"written to {out}")
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """How long a question may take on two quiet cores, in seconds, and whether there is a longer run(full=True)."""
+
+    budget: int
+    full: bool = False
+
+
+QUESTIONS = {  # cheap ones first
+    "numerics": Question(100),
+    "linear": Question(60),
+    "staging": Question(40),
+    "overhead": Question(60),
+    "optimizer": Question(60),
+    "plan_scaling": Question(90, full=True),
+    "checkpoints": Question(150, full=True),
+    "gather": Question(180),
+    "growth": Question(180),
+    "calibration": Question(240, full=True),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Ask all questions, or those named on the command line; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Asks questions, writes answers.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(QUESTIONS)}; none: all of them")
+    parser.add_argument("--full", action="store_true", help="at length, for questions that have a longer version")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in QUESTIONS]:
+        parser.error(f"no question {', '.join(unknown)}; there are {', '.join(QUESTIONS)}")
+    words = [*options.names, *(["--full"] if options.full else [])]
+    label = [
+        dt.date.today().isoformat(),
+        platform.machine(),
+        "cpu",
+        *options.names,
+        *(["full"] if options.full else []),
+    ]
+    command = " ".join(["python -m benchmarks", *words])
+    return ask_all(options.names or list(QUESTIONS), RESULTS / "-".join(label), command, full=options.full)
+
+
+def ask_all(names: Sequence[str], stem: Path, command: str, *, full: bool = False) -> int:
+    """Ask, write `stem`.json and `stem`.md and pictures beside them; 1 if any question failed, else 0."""
+    results: dict[str, Any] = {"command": command, **machine_and_versions(), "time": {}}
+    answers: dict[str, str] = {}
+    pictures: dict[str, str] = {}
+    stem.parent.mkdir(exist_ok=True)
+    for number, name in enumerate(names):
+        left = sum(QUESTIONS[other].budget for other in names[number:])
+        at_length = ", at length" if full and QUESTIONS[name].full else ""
+        print(f"[{number + 1}/{len(names)}] {name}{at_length} ... (all that is left: {left} s)", flush=True)
+        picture = stem.with_name(f"{dt.date.today().isoformat()}-{name}.png")
+        began = time.perf_counter()
+        results[name] = {}
+        try:
+            _ask(name, results, answers, picture, full=full)
+            pictures[name] = picture.name
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other questions have answers
+            traceback.print_exc()
+            results[name]["error"] = f"{type(error).__name__}: {error}"
+        seconds = round(time.perf_counter() - began, 1)
+        results["time"][name] = {"seconds": seconds, "budget": QUESTIONS[name].budget}
+        if name in answers:
+            print(answers[name])
+        print(f"[{number + 1}/{len(names)}] {name}: {seconds:.0f} s of {QUESTIONS[name].budget} s", flush=True)
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+        stem.with_suffix(".md").write_text(of_run(results, answers, pictures))
+    print("\n".join(["", *table_of_targets(results, names), ""]))
+    print(f"written to {stem.with_suffix('.json')} and .md")
+    return int(any("error" in results[name] for name in names))
+
+
+def _ask(name: str, results: dict[str, Any], answers: dict[str, str], picture: Path, *, full: bool) -> None:
+    """Fill in what there is of a question; what was there before an error stays."""
+    threads = torch.get_num_threads()
+    try:
+        question = importlib.import_module(f"benchmarks.{name}")
+        figures = question.run(full=True) if full and QUESTIONS[name].full else question.run()
+        json.dumps(figures)  # raises here, and not when all is written
+        results[name] = figures
+        answers[name] = question.markdown(results[name])
+        question.draw(results[name], picture)
+    finally:
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

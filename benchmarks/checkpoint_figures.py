@@ -1,9 +1,10 @@
-"""The figures of benchmarks/checkpoints.py: ratios of what was timed, targets, a summary to read and a picture."""
+"""The figures of benchmarks/checkpoints.py: ratios of what was timed, targets, tables and a picture."""
 
 import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import at_most, with_spread
 from benchmarks.timing import ratio
 
 QUANTIZED = ("mxfp8", "nvfp4")
@@ -33,6 +34,7 @@ RATIOS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 )
 MODELS = ("smollm2_135m", "synthetic")
 BYTES = {"mxfp8": 0.53, "nvfp4": 0.30}  # of bf16, at most
+WHY_BYTES = "what stays bf16 (an embedding, norms) counts in a directory, too"
 # models, ratio, its greatest value
 RATIO_TARGETS: tuple[tuple[tuple[str, ...], str, float], ...] = (
     *((MODELS, f"save {form} / raw write", 1.2) for form in QUANTIZED),
@@ -66,44 +68,47 @@ def of_seconds(seconds: dict[str, list[float]], entries: dict[str, int]) -> dict
     }
 
 
-def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
+def targets(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What was aimed at, what came out, and whether that is met."""
-    rows: list[tuple[str, float, float]] = [
-        (f"{model}: bytes of {form}, {what.replace('_', ' ')} / bf16", value, BYTES[form])
+    rows: list[tuple[str, float, float, str]] = [
+        (f"{model}: bytes of {form}, {what.replace('_', ' ')} / bf16", value, BYTES[form], WHY_BYTES)
         for model in MODELS
         for form in QUANTIZED
         for what, value in results[model]["bytes_over_bf16"][form].items()
     ]
     rows += [
-        (f"{model}: {key}", results[model]["ratios"][key]["ratio"], limit)
+        (f"{model}: {key}", results[model]["ratios"][key]["ratio"], limit, _why(key, model, results[model]))
         for models, key, limit in RATIO_TARGETS
         for model in models
     ]
-    return [{"target": name, "value": value, "at_most": limit, "met": value <= limit} for name, value, limit in rows]
+    return {name: at_most(value, limit, why) for name, value, limit, why in rows}
 
 
-def summary(results: dict[str, Any]) -> str:
-    """Text: sizes, every ratio of both models with its spread, the targets."""
-    lines = ["", "checkpoints: ratios of medians (least - greatest within one round)", ""]
+def _why(key: str, model: str, figures: dict[str, Any]) -> str:
+    """The spread and, where tensors are small, what an entry costs."""
+    cell = figures["ratios"][key]
+    small = figures["ms_per_entry_beyond_raw"] if model == MODELS[0] else {}
+    entries = "".join(f"; {value:.1f} ms an entry beyond raw" for name, value in small.items() if name in key)
+    return f"rounds from {cell['min']:.2f} to {cell['max']:.2f}{entries}"
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Sizes, and every ratio of both models with its spread."""
+    lines = ["Ratios of medians (least - greatest within one round), and what an entry costs beyond raw bytes.", ""]
     for model in MODELS:
         sizes = ", ".join(f"{form} {size} GB" for form, size in results[model]["gb"].items())
-        lines.append(f"{model}: {results[model]['weights']} quantized weights; {sizes}")
-    lines += ["", f"{'':46}{MODELS[0]:>26}{MODELS[1]:>26}"]
+        lines += [f"{model}: {results[model]['weights']} quantized weights; {sizes}.", ""]
+    lines += [f"| | {' | '.join(MODELS)} |", "|---|---:|---:|"]
     for name in results[MODELS[0]]["ratios"]:
         cells = [results[model]["ratios"].get(name) for model in MODELS]
-        text = [f"{cell['ratio']:.2f} ({cell['min']:.2f} - {cell['max']:.2f})" if cell else "-" for cell in cells]
-        lines.append(f"{name:46}" + "".join(f"{value:>26}" for value in text))
+        lines.append(f"| {name} | {' | '.join(map(with_spread, cells))} |")
     for name in results[MODELS[0]]["ms_per_entry_beyond_raw"]:
         cost = results[MODELS[0]]["ms_per_entry_beyond_raw"][name]  # of large tensors, it is bytes that take the time
-        lines.append(f"{f'{name}: ms an entry beyond raw':46}{cost:26.2f}{'-':>26}")
-    lines += ["", "targets"]
-    for row in results["targets"]:
-        verdict = "met    " if row["met"] else "NOT met"
-        lines.append(f"  {verdict}  {row['target']:62} {row['value']:.3f}  (at most {row['at_most']})")
+        lines.append(f"| {name}: ms an entry beyond raw | {cost:.2f} | - |")
     return "\n".join(lines)
 
 
-def draw(results: dict[str, Any], path: Path) -> Path:
+def draw(results: dict[str, Any], path: Path) -> None:
     """A bar a ratio and model, on a logarithmic axis, with its spread; ticks where a target lies."""
     import matplotlib as mpl
 
@@ -132,4 +137,4 @@ def draw(results: dict[str, Any], path: Path) -> Path:
     axes.grid(alpha=0.3, axis="x")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
-    return path
+    plt.close(figure)

@@ -1,12 +1,12 @@
 """What do checkpoints of quantized models cost, in bytes and in seconds of save, async save and load?
 
-    python -m benchmarks checkpoints
+    python -m benchmarks checkpoints [--full]
 
-A real model (SmolLM2-135M; its embedding stays bf16) and a synthetic one of 2 GB, in bf16 with stock DCP and in MXFP8
-and NVFP4 with ours; beside them the route of those who can only save dense weights (dequantize, then save), and the
-disk itself (the same bytes written and synced, or read, with no format at all). One process. Contenders take turns;
-figures are ratios of medians, with the least and the greatest ratio within one round. Unless a name says otherwise
-saves use the settings we recommend: two writing threads, no CRC32. "Default settings" are torch's.
+A real model (SmolLM2-135M; its embedding stays bf16) and a synthetic one of 0.9 GB (--full: 2 GB), in bf16 with stock
+DCP and in MXFP8 and NVFP4 with ours; beside them the route of those who can only save dense weights (dequantize, then
+save), and the disk itself (the same bytes written and synced, or read, with no format at all). One process. Contenders
+take turns; figures are ratios of medians, with the least and the greatest ratio within one round. Unless a name says
+otherwise saves use the settings we recommend: two writing threads, no CRC32. "Default settings" are torch's.
 
 What was expected before the first measurement:
 
@@ -45,16 +45,20 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks import checkpoint_figures, disk
+from benchmarks.checkpoint_figures import draw, markdown
 from benchmarks.checkpoint_models import FORMATS, RECIPES, Bench, llama_like, smollm2_135m
 from benchmarks.timing import Contender, interleaved
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader, expand
 from qtensor import QuantizedTensor
 
+__all__ = ["draw", "markdown", "run"]
+
 ROOT = Path(__file__).parents[1]
 SCRATCH = ROOT / "runs"  # on the filesystem that is measured
-REPEATS = 5
+REPEATS, FULL_REPEATS = 3, 5
 # The synthetic model, of the widths of a Llama with 1.1 billion parameters: 88 MB a layer in bf16.
-SYNTHETIC = {"layers": 23, "hidden": 2048, "keys": 256, "inner": 5632}
+LAYERS, FULL_LAYERS = 10, 23
+WIDTHS = {"hidden": 2048, "keys": 256, "inner": 5632}
 # Some layers only where a contender quantizes or dequantizes, which takes longer than all the rest.
 CONVERTED_LAYERS = 10  # of SmolLM2
 DEQUANTIZED_LAYERS = {"smollm2_135m": 10, "synthetic": 2}
@@ -62,12 +66,14 @@ DEQUANTIZED_LAYERS = {"smollm2_135m": 10, "synthetic": 2}
 Contenders = dict[str, Contender]
 
 
-def run() -> dict[str, Any]:
+def run(*, full: bool = False) -> dict[str, Any]:
     """Figures of both models, and which targets they meet."""
+    repeats = FULL_REPEATS if full else REPEATS
+    synthetic = {"layers": FULL_LAYERS if full else LAYERS, **WIDTHS}
     results: dict[str, Any] = {
         "parameters": {
-            "repeats": REPEATS,
-            "synthetic": SYNTHETIC,
+            "repeats": repeats,
+            "synthetic": synthetic,
             "converted_layers": CONVERTED_LAYERS,
             "dequantized_layers": DEQUANTIZED_LAYERS,
         }
@@ -76,19 +82,13 @@ def run() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # one process, which is what is meant
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        for name, states in (("smollm2_135m", smollm2_135m), ("synthetic", partial(llama_like, **SYNTHETIC))):
+        for name, states in (("smollm2_135m", smollm2_135m), ("synthetic", partial(llama_like, **synthetic))):
             with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
-                results[name] = _measured(Bench(name, states(), Path(folder)))
+                results[name] = _measured(Bench(name, states(), Path(folder)), repeats)
     return results | {"targets": checkpoint_figures.targets(results)}
 
 
-def report(results: dict[str, Any], out: Path) -> None:
-    """Print what a reader wants to know; draw the ratios beside `out`."""
-    print(checkpoint_figures.summary(results))
-    print(f"drawn in {checkpoint_figures.draw(results, out)}")
-
-
-def _measured(bench: Bench) -> dict[str, Any]:
+def _measured(bench: Bench, repeats: int) -> dict[str, Any]:
     total = {form: bench.nbytes(form) for form in FORMATS}
     disk.require_free(bench.folder, 2 * sum(total.values()) + 2 * total["bf16"])
     weights = [f"model.{key}" for key, value in bench.states["mxfp8"].items() if isinstance(value, QuantizedTensor)]
@@ -110,7 +110,7 @@ def _measured(bench: Bench) -> dict[str, Any]:
     for phase in phases:
         print(f"  {bench.name}: {phase.__name__.strip('_').replace('_', ' ')}", flush=True)
         # the first model warms up the code of the second one, whose rounds are long
-        seconds |= interleaved(phase(bench), REPEATS, warm_up=bench.name == "smollm2_135m")
+        seconds |= interleaved(phase(bench), repeats, warm_up=bench.name == "smollm2_135m")
     entries = {form: len(bench.parts(form)) for form in FORMATS}
     return figures | checkpoint_figures.of_seconds(seconds, entries)
 

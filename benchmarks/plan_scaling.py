@@ -5,6 +5,8 @@
     metadata       what the storage writer puts into .metadata, and what unpickling it costs every rank that loads
     load plan      one rank: set_up_planner + create_local_plan + finish_plan
 
+    python -m benchmarks plan_scaling [--full]
+
 Times are CPU times of this one thread, which neighbours on the machine disturb little; "gc off" is with the garbage
 collector off, as a coordinator should run. Figures at 4,096 ranks are extrapolations along a fitted power of the number
 of ranks.
@@ -31,28 +33,50 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.model_shapes import MODELS
+from benchmarks.plan_scaling_figures import draw, markdown, targets
 from benchmarks.simulated_ranks import as_rank, moved, state_dict_of
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.manifest import MANIFEST
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
+__all__ = ["draw", "markdown", "run"]
+
 FORMATS = {"float8_row": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 LOCAL_WORLD = 1024
 REPEATS = 5  # of what one rank does, for models below LARGE entries; larger ones do it once
 LARGE = 10_000
-# model -> (formats, worlds); at the world of METADATA_WORLD .metadata is written and read, too
-COORDINATOR = {
-    "llama_405b": (("float8_row", "mxfp8", "nvfp4"), (8, 64, 256)),
-    "deepseek_671b": (("nvfp4",), (8, 64, 256)),
-    "deepseek_671b_per_expert": (("nvfp4",), (4,)),
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How much of a model is measured.
+
+    Attributes:
+        formats: beside dense.
+        worlds: of the coordinator.
+        metadata_world: the one of them at which .metadata is written and read, too.
+        with_gc: worlds that are measured with the collector on, too.
+    """
+
+    formats: tuple[str, ...]
+    worlds: tuple[int, ...]
+    metadata_world: int
+    with_gc: tuple[int, ...] = ()
+
+
+QUICK = {  # a minute and a half
+    "llama_405b": Case(("mxfp8", "nvfp4"), (8, 64), 8, (8,)),
+    "deepseek_671b": Case(("nvfp4",), (8, 64), 8),
 }
-METADATA_WORLD = {"llama_405b": 64, "deepseek_671b": 64, "deepseek_671b_per_expert": 4}
-WITH_GC = (("llama_405b", 8), ("llama_405b", 64))  # measured with the collector on, too
+FULL = {
+    "llama_405b": Case(("float8_row", "mxfp8", "nvfp4"), (8, 64, 256), 64, (8, 64)),
+    "deepseek_671b": Case(("nvfp4",), (8, 64, 256), 64),
+    "deepseek_671b_per_expert": Case(("nvfp4",), (4,), 4),
+}
 SWEEP_WORLDS = (64, 256, 1024)
 AT = 4096
 VALIDATION = "_validate_global_plan"  # the name of stock's check within create_global_plan
-TARGETS = {"local": 1.5, "coordinator": 2.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,22 +104,21 @@ class Contender:
         return QuantizedLoadPlanner() if self.format else DefaultLoadPlanner()
 
 
-def run() -> dict[str, Any]:
+def run(*, full: bool = False) -> dict[str, Any]:
     """All figures by model; `targets` says which ratios to dense were met."""
     results: dict[str, Any] = {}
     with collector(on=False):
-        for model, (formats, worlds) in COORDINATOR.items():
+        for model, case in (FULL if full else QUICK).items():
             print(f"  {model} ...", flush=True)
-            contenders = [Contender(model, name) for name in (None, *formats)]
+            contenders = [Contender(model, name) for name in (None, *case.formats)]
             results[model] = {
                 "entries": len(MODELS[model]),
                 "quantized": sum(quantized for _, quantized in MODELS[model].values()),
                 "local": _local(contenders),
-                **_scaling(contenders, worlds),
+                **_scaling(contenders, case),
             }
         results["validation_of_one_tensor"] = _sweep()
-    results["targets"] = _targets(results)
-    print(markdown(results))
+    results["targets"] = targets(results)
     return results
 
 
@@ -130,16 +153,16 @@ def plan_save(planner: DefaultSavePlanner, state_dict: dict[str, Any], *, coordi
 # -- the coordinator, and what it leaves -------------------------------------------------------------------------------
 
 
-def _scaling(contenders: list[Contender], worlds: tuple[int, ...]) -> dict[str, Any]:
+def _scaling(contenders: list[Contender], case: Case) -> dict[str, Any]:
     """By world and contender, with exponents and figures at AT ranks where there are several worlds."""
     measured: dict[int, dict[str, dict[str, float]]] = {}
     described: dict[str, Any] = {}
-    for world in worlds:
+    for world in case.worlds:
         measured[world] = {}
         for contender in contenders:
-            row, planned = coordinate(contender, world)
+            row, planned = coordinate(contender, world, with_gc=world in case.with_gc)
             measured[world][contender.name] = row
-            if world == METADATA_WORLD[contender.model]:
+            if world == case.metadata_world:
                 described[contender.name] = describe(contender, world, *planned)
             del planned
             gc.collect()
@@ -150,15 +173,17 @@ def _scaling(contenders: list[Contender], worlds: tuple[int, ...]) -> dict[str, 
             name: row | {"ratio": _over(row, dense, "gc_off_s"), "gather_ratio": _over(row, dense, "gather")}
             for name, row in rows.items()
         }
-    if len(worlds) > 1:
+    if len(case.worlds) > 1:
         coordinator["fitted"] = {contender.name: _fitted(measured, contender.name) for contender in contenders}
-    return {"coordinator": coordinator, "metadata": {"world": METADATA_WORLD[contenders[0].model], **described}}
+    return {"coordinator": coordinator, "metadata": {"world": case.metadata_world, **described}}
 
 
-def coordinate(contender: Contender, world: int) -> tuple[dict[str, float], tuple[list[SavePlan], Metadata]]:
+def coordinate(
+    contender: Contender, world: int, *, with_gc: bool
+) -> tuple[dict[str, float], tuple[list[SavePlan], Metadata]]:
     gathered, coordinator = _gathered(contender, world)
     row: dict[str, float] = {"gather": sum(map(len, gathered))}
-    if (contender.model, world) in WITH_GC:
+    if with_gc:
         with collector(on=True):
             row["gc_on_s"] = _planned(coordinator, gathered)[1]["gc_off_s"]
         gc.collect()
@@ -270,7 +295,7 @@ def _sweep() -> dict[str, Any]:
     return out
 
 
-# -- arithmetic and output ---------------------------------------------------------------------------------------------
+# -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -307,43 +332,3 @@ def _power(values: dict[int, float]) -> dict[str, float]:
 def _fitted(measured: dict[int, dict[str, dict[str, float]]], name: str) -> dict[str, Any]:
     keys = ("gather", "unpickle_s", "plan_s", "validate_s", "gc_off_s")
     return {key: _power({world: rows[name][key] for world, rows in measured.items()}) for key in keys}
-
-
-def _targets(results: dict[str, Any]) -> dict[str, Any]:
-    """The worst ratio of each kind, and whether it is within the target."""
-    models = [results[model] for model in COORDINATOR]
-    worst = {
-        "local": max(value for model in models for value in model["local"]["ratio"].values()),
-        "coordinator": max(
-            row["ratio"]
-            for model in models
-            for world, rows in model["coordinator"].items()
-            if world != "fitted"
-            for row in rows.values()
-        ),
-    }
-    return {
-        kind: {"worst": worst[kind], "target": TARGETS[kind], "met": worst[kind] <= TARGETS[kind]} for kind in worst
-    }
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """One row for each model, world and format."""
-    lines = [
-        "| model | ranks | format | local plan | gather | coordinator, gc off | without validation | gc on / off |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for model in COORDINATOR:
-        for world, rows in results[model]["coordinator"].items():
-            if world == "fitted":
-                continue
-            dense = rows["dense"]
-            for name, row in rows.items():
-                local = results[model]["local"]["ratio"][name]
-                bare = (row["gc_off_s"] - row["validate_s"]) / (dense["gc_off_s"] - dense["validate_s"])
-                collector = f"{row['gc_on_s'] / row['gc_off_s']:.1f}" if "gc_on_s" in row else "-"
-                lines.append(
-                    f"| {model} | {world} | {name} | {local} | {row['gather_ratio']} | {row['ratio']} | {bare:.2f} | "
-                    f"{collector} |"
-                )
-    return "\n".join(lines)

@@ -1,10 +1,26 @@
 """Interleaved repeats: the machines are noisy, so contenders take turns and only ratios of medians are reported."""
 
+import contextlib
 import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import torch
+
+THREADS = 2  # of what a user's process would do with all cores of a small machine
+
+
+@contextlib.contextmanager
+def two_threads() -> Iterator[None]:
+    """THREADS threads inside an operation of torch, whatever the environment says; then as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def medians(contenders: dict[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:
