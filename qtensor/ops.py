@@ -8,9 +8,9 @@ Five behaviours, a group of named functions each:
     requantize   copy_ from other values, zero_, fills and arithmetic in place   dequantize, compute, quantize in place
     anything else raises, listing the op: nothing is dequantized silently
 
-The alias group stands in views.py, the other three here; the collectives of `full_tensor()`, which gather part by part,
-stand in redistribute.py; what optimizers do besides in-place updates, in optimizer_ops.py. All enter the table by
-`implements`.
+The alias group stands in views.py, the other three here; transposed weights and products in matmul.py; the collectives
+of `full_tensor()`, which gather part by part, in redistribute.py; what optimizers do besides in-place updates, in
+optimizer_ops.py. All enter the table by `implements`.
 """
 
 from collections.abc import Callable, Sequence

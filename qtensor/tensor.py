@@ -43,7 +43,7 @@ from qtensor.recipes import Recipe
 
 __all__ = ["OPS", "TORCH_FUNCTIONS", "QuantizedTensor", "dense", "quantize"]
 
-# aten overload -> handler(func, args, kwargs), filled by ops.py, views.py and redistribute.py
+# aten overload -> handler(func, args, kwargs), filled by ops.py and the modules that it names
 OPS: dict[Any, Callable[..., Any]] = {}
 # torch function -> handler(*args, **kwargs), filled by linear.py and ops.py
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}

@@ -1,0 +1,88 @@
+"""docs/speed.md says what is so: its code runs; the step that warms caches takes every kernel of a real one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_hooks import compiled
+from fsdp_hooks.compiled import Kernel
+from qtensor import MasterWeightOptimizer, NVFP4BlockScaling, QuantizedTensor, quantized_model_init, use_kernels
+from tests.ranks import run_ranks
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "speed.md"
+
+
+def blocks() -> list[tuple[int, str]]:
+    """The Python of the page: (line, text)."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(1)].count("\n"), match[1]) for match in found]
+
+
+def run_block(number: int, names: dict[str, Any]) -> None:
+    """One block of the page, in the namespace of those before."""
+    line, text = blocks()[number]
+    # Empty lines in front, so that a traceback shows the line of the page.
+    exec(compile("\n" * line + text, str(PAGE), "exec"), names)
+
+
+def real_step() -> None:
+    """A step of a layer of another shape, which is large enough for every kernel."""
+    with quantized_model_init(NVFP4BlockScaling()):
+        layer = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+    fully_shard(layer)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, layer.parameters())
+    layer(torch.ones(2, 1024, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+
+
+def run_page() -> None:
+    """All blocks; calls of compiled kernels are recorded, and run eagerly, since a compiler takes minutes."""
+    called: set[str] = set()
+
+    def recorded(kernel: Kernel, _: Any, args: tuple[Any, ...]) -> Any:
+        called.add(kernel.eager.__name__)
+        return kernel.eager(*args)
+
+    names: dict[str, Any] = {"weight": torch.ones(512, 512, dtype=torch.bfloat16)}
+    with pytest.MonkeyPatch.context() as patch, use_kernels("auto"):
+        patch.setattr(Kernel, "_run", recorded)
+        run_block(0, names)
+        assert isinstance(names["q"], QuantizedTensor)
+        assert use_kernels.mode == "eager"
+        assert {name.partition("_")[0] for name in called} == {"encode"}
+        called.clear()
+
+        run_block(1, names)
+        assert use_kernels.mode == "compiled"
+        warmed = called.copy()
+        called.clear()
+        use_kernels("auto")
+        patch.setattr(compiled, "COMPILED_FROM", 2**16)  # of a digest: words of 8 bytes, each of 16 elements
+        real_step()
+        assert {name.partition("_")[0] for name in called} == {"amax", "encode", "decode", "digest"}
+        assert called <= warmed
+        called.clear()
+
+        run_block(2, names)
+        assert {name.partition("_")[0] for name in called} == {"encode"}
+        assert len(blocks()) == 3
+
+
+def test_the_code_of_the_page_runs() -> None:
+    run_ranks(1, run_page)
+
+
+def test_the_links_of_the_page_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE.read_text(encoding="utf-8"))
+    assert links
+    for link in links:
+        assert (DOCS / link).exists(), link
