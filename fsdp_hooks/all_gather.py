@@ -70,6 +70,8 @@ class Arrangement:
         fields = vars(self)
         if changes.items() <= fields.items():
             return self
+        if not changes.keys() <= fields.keys():
+            raise TypeError(f"an Arrangement has no {', '.join(sorted(changes.keys() - fields.keys()))}")
         other = object.__new__(Arrangement)  # __init__ of a frozen class sets field by field, slowly
         vars(other).update(fields, **changes)
         return other

@@ -53,8 +53,10 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     if x.is_meta:
         return x.new_empty(() if tensor_wide(recipe) else (*x.shape[:-1], 1), dtype=torch.float32)
     flat, kernel = _rows(x), _amax_kernel(recipe.stored, x.dtype)
-    found = [kernel(_tiled(flat[piece], 1)) for piece in _pieces(flat, recipe, kernel)]
-    if found[0].ndim:
+    per_row = tensor_wide(recipe) is None
+    # as one long row where rows do not matter: equal dims would be special to the compiler
+    found = [kernel(flat[piece] if per_row else flat[piece].view(-1)) for piece in _pieces(flat, recipe, kernel)]
+    if per_row:
         return torch.cat(found).reshape(*x.shape[:-1], 1)
     return found[0] if len(found) == 1 else torch.stack(found).amax()
 
@@ -79,9 +81,7 @@ def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     if tensor_wide(recipe) is None:
         return encode(x, recipe)
     flat = _rows(x)
-    return encode(
-        x, recipe, torch.cat([_row_amax(_tiled(flat[piece], 1)) for piece in _pieces(flat, recipe, _row_amax)])
-    )
+    return encode(x, recipe, torch.cat([_row_amax(flat[piece]) for piece in _pieces(flat, recipe, _row_amax)]))
 
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:

@@ -292,7 +292,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if trained or dense:
             outcome = agree(trained, dense)
             # a host sync, rare once all have been written
-            wait = bool(self._fresh) or len(stepped) < len(self._masters)
+            wait = any(one.fresh or not one.stepped for one in trained)
             written |= self._requantize(trained, outcome.amaxes, outcome.moves() if wait else [True] * len(trained))
         low = (param for param, master in self._masters.items() if master is not param)
         self._written.update(digests_of([param for param in low if param in written or param not in self._written]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_hooks.all_gather import Arrangement
 from qtensor import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -138,3 +139,8 @@ def test_what_is_preserved_is_forgotten_through_every_alias(alias) -> None:
     q.init_value = weight(64, 64)
     alias(q).init_value = None
     assert q.init_value is None
+
+
+def test_an_arrangement_has_no_other_fields() -> None:
+    with pytest.raises(TypeError, match="an Arrangement has no flatt"):
+        Arrangement().but(flatt=(3,))
