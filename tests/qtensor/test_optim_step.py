@@ -134,3 +134,17 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
             optimizer.step()
         assert waits.found == ["tolist"] * expected, step
         monkeypatch.undo()
+
+
+def test_frozen_quantized_parameters_cost_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under adapters: they have no gradient ever, and no shard of theirs can have moved."""
+    params = parameters()
+    params[0].requires_grad_(False)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, params, lr=0.1, foreach=True)
+    for expected in (2, 1):
+        for number, param in enumerate(params[1:]):
+            param.grad = torch.ones(param.shape, dtype=param.dtype) * (number + 1)
+        with Waits(monkeypatch) as waits:
+            optimizer.step()
+        assert waits.found == ["tolist"] * expected
+        monkeypatch.undo()
