@@ -117,6 +117,14 @@ def test_chunks_end_where_blocks_do(monkeypatch: pytest.MonkeyPatch, recipe: Any
         assert_same(kernels.encode(x, recipe), wanted)
 
 
+@pytest.mark.parametrize("name", ["mxfp8_square", "nvfp4_square"])
+def test_stacks_of_square_blocks_are_quantized_under_autocast(name: str) -> None:
+    x = weight(120, 96).view(3, 40, 96)
+    wanted = parts_as_defined(x, RECIPES[name])
+    with torch.autocast("cpu"):
+        assert_same(kernels.encode(x, RECIPES[name]), wanted)
+
+
 @pytest.mark.parametrize("name", ["float8_tensor", "nvfp4_row"])
 def test_chunks_of_a_gathered_weight_take_the_scales_of_their_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     recipe = RECIPES[name]
