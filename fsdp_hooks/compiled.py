@@ -83,13 +83,13 @@ class Kernel:
         name: tells kernels apart in profiles and logs.
     """
 
-    failed: Exception | None = None  # of any kernel: the compiler does not work here
+    failed: str | None = None  # what any kernel's first call raised: the compiler does not work here
 
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
         self._compiled: Callable[..., Any] | None = None
-        self._worked = False
+        self._worked = self._failed = False
 
     def __call__(self, *args: Any) -> Any:
         """Fn(*args)."""
@@ -102,11 +102,12 @@ class Kernel:
             # in this state an alias knows no base, of which dynamo would guard the shape, too
             return self._run(self._compiled, tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
-    @staticmethod
-    def compiles(large: Tensor) -> bool:
+    def compiles(self, large: Tensor) -> bool:
         """Whether a call with this as its large argument runs compiled, under the policy of now."""
         mode = use_kernels.mode
-        if mode == "eager" or (mode == "auto" and (large.numel() < COMPILED_FROM or Kernel.failed is not None)):
+        if mode == "eager":
+            return False
+        if mode == "auto" and (large.numel() < COMPILED_FROM or self._failed or Kernel.failed is not None):
             return False
         if large.device.type not in COMPILED_ON or large.numel() == 0 or type(large) is not Tensor:
             return False
@@ -117,12 +118,14 @@ class Kernel:
             return compiled(*args)
         try:
             result = compiled(*args)
+        except torch.OutOfMemoryError:  # eager code would need more
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the eager call tells if it is the input
             result = self.eager(*args)
             if self._worked:  # too many kinds of inputs, say: nothing that concerns the others
-                self._compiled = self.eager
+                self._failed = True
             else:
-                Kernel.failed = error
+                Kernel.failed = type(error).__name__  # the error itself would keep its frames, and their tensors, alive
             warnings.warn(
                 f"torch.compile failed on {self.eager.__name__} ({type(error).__name__}), so "
                 f"{'it runs' if self._worked else 'quantization kernels run'} eagerly from here on: the same bytes, "

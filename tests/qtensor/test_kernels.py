@@ -1,6 +1,7 @@
 """Kernels: compiled, chunked and plain code give the same bytes, and the policy picks the one it says."""
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -291,6 +292,47 @@ def test_a_kernel_that_fails_after_it_worked_is_left_alone_by_itself(compiler: C
     assert compiler.calls == before
     assert torch.equal(other(LARGE), LARGE * 3)
     assert compiler.calls == before + 1
+
+
+def test_a_compiler_that_fails_keeps_no_tensor_alive(compiler: Compiler, double: Kernel) -> None:
+    compiler.error = RuntimeError("no C++ compiler")
+    large = LARGE.clone()
+    address = large.data_ptr()
+    with pytest.warns(UserWarning, match="torch.compile failed"):
+        double(large)
+    compiler.error = None
+    del large
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is Tensor and one.data_ptr() == address]
+
+
+def test_a_kernel_that_gave_up_runs_in_chunks(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "COMPILED_FROM", 512)
+    monkeypatch.setitem(kernels.CHUNK, "cpu", 512)
+    monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
+    x, recipe = weight(64, 96), RECIPES["mxfp8_row"]
+    wanted = parts_as_defined(x, recipe)
+    assert_same(kernels.encode(x, recipe), wanted)
+    assert compiler.calls == 1
+    compiler.error = RuntimeError("recompile limit")
+    with pytest.warns(UserWarning, match="so it runs eagerly from here on"):
+        kernels.encode(x, recipe)
+    kernel, sizes = kernels._encode_kernel(recipe, x.dtype), list[int]()
+    eager = kernel.eager
+    monkeypatch.setattr(kernel, "eager", lambda x, amax: (sizes.append(x.numel()), eager(x, amax))[1])
+    assert_same(kernels.encode(x, recipe), wanted)
+    assert compiler.calls == 2
+    assert sum(sizes) == x.numel() > 512 >= max(sizes)
+
+
+def test_memory_that_is_short_is_no_failure_of_the_compiler(compiler: Compiler, double: Kernel) -> None:
+    double(LARGE)
+    compiler.error = torch.OutOfMemoryError("too large")
+    with pytest.raises(torch.OutOfMemoryError, match="too large"):
+        double(LARGE)
+    compiler.error = None
+    double(LARGE)
+    assert (compiler.calls, Kernel.failed) == (3, None)
 
 
 def test_an_error_of_the_input_is_no_failure_of_the_compiler(compiler: Compiler) -> None:
