@@ -57,11 +57,16 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def is_tracing() -> bool:
-    """Whether torch.compile is at work, describing tensors or running their operations on fake ones.
+    """Whether torch.compile or torch.export is at work in this thread: tracing, describing tensors, running fake ones.
 
-    torch.compiler.is_compiling() says so from torch 2.13 on; before, it is False to eager code that a tracer calls.
+    torch.compiler.is_compiling() is not what tells: from torch 2.13 on it is True to all threads while one compiles;
+    before, it is False to eager code that a tracer calls.
     """
-    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+    return (
+        torch.compiler.is_dynamo_compiling()  # True in traced code only
+        or TracingContext.try_get() is not None
+        or torch.compiler.is_exporting()
+    )
 
 
 def is_watched() -> bool:

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_hooks import torch_private
+from qtensor import MXFP8BlockScaling, quantize, stochastic_rounding
 from tests.ranks import run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
@@ -174,6 +176,30 @@ def test_is_tracing_is_true_while_a_compiler_looks_at_tensors() -> None:
     torch.compiler.reset()
     assert seen == [True]
     assert not torch_private.is_tracing()
+
+
+def test_a_compilation_in_one_thread_is_no_tracing_in_another() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        begun.set()
+        assert end.wait(60)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiling = threading.Thread(target=torch.compile(lambda x: x + 1, backend=backend), args=(torch.ones(2),))
+    compiling.start()
+    try:
+        assert begun.wait(60)
+        assert not torch_private.is_tracing()
+        q = quantize(torch.ones(8, 32), MXFP8BlockScaling())
+        with stochastic_rounding(torch.Generator().manual_seed(0)):
+            q.mul_(1.01)  # to elements 1/8 apart
+        assert 0 < int((q.dequantize() != 1).sum()) < q.numel()
+    finally:
+        end.set()
+        compiling.join()
+        torch.compiler.reset()
 
 
 def test_make_wrapper_makes_a_tensor_without_data() -> None:
