@@ -5,8 +5,8 @@ which fuses what eager ops do in a dozen passes over memory; small ones run it a
 checks its guards first. Which of the two is a policy of the process, `use_kernels`:
 
     auto       compiled from COMPILED_FROM elements on; eager below, inside somebody else's torch.compile (whose graph
-               the definition joins), under a TorchDispatchMode, on devices without a compiler, and for good once the
-               compiler failed, with one warning
+               the definition joins), under a mode that sees operations, on devices without a compiler, and for good
+               once the compiler failed, with one warning
     compiled   compiled wherever that is possible, and a failed compilation raises
     eager      never compiled
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
 __all__ = [
@@ -70,11 +71,16 @@ def is_tracing() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a TorchDispatchMode (a flop counter, selective checkpointing) or torch.func sees every operation.
+    """Whether a mode (a flop counter, selective checkpointing) or torch.func sees every operation.
 
-    torch.compile gives up under them, and marks the function as one never to be compiled again.
+    torch.compile gives up under a TorchDispatchMode or torch.func, and marks the function as one never to be compiled
+    again. A TorchFunctionMode it traces into the function, and fails where that logs, say; those that only say on which
+    device tensors are made (`torch.device` as a context, torch.set_default_device) do not matter.
     """
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_hooks import torch_private
@@ -288,7 +289,7 @@ def test_hook_tables_are_the_live_registries_of_forward_hooks() -> None:
     assert called == []
 
 
-def test_is_watched_sees_dispatch_modes_and_function_transforms():
+def test_is_watched_sees_modes_and_function_transforms():
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
@@ -300,8 +301,12 @@ def test_is_watched_sees_dispatch_modes_and_function_transforms():
         look(torch.ones(2))
     torch.vmap(look)(torch.ones(2))
     torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
+    with BaseTorchFunctionMode():
+        look(torch.ones(2))
+    with torch.device("cpu"):
+        look(torch.ones(2))
     look(torch.ones(2))
-    assert seen == [False, True, True, True, False]
+    assert seen == [False, True, True, True, True, False, False]
 
 
 def test_one_dispatch_state_is_the_same_from_everywhere():
