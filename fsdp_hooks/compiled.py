@@ -16,9 +16,11 @@ code lands in inductor's cache on disk, so another process, or rank, finds it th
 """
 
 import os
+import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -75,6 +77,17 @@ def _begin_as_told() -> None:
 _begin_as_told()
 
 
+_alone = threading.RLock()  # filters of warnings are those of the process
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """For a compilation: torch warns of what it does itself, and the caller may have made errors of warnings."""
+    with _alone, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 class Kernel:
     """One function of plain tensors, called eager or compiled.
 
@@ -114,10 +127,15 @@ class Kernel:
         return not is_tracing() and not is_watched()
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        quietly = nullcontext() if self._worked else _without_warnings()
         if use_kernels.mode == "compiled":
-            return compiled(*args)
+            with quietly:
+                result = compiled(*args)
+            self._worked = True
+            return result
         try:
-            result = compiled(*args)
+            with quietly:
+                result = compiled(*args)
         except torch.OutOfMemoryError:  # eager code would need more
             raise
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the eager call tells if it is the input

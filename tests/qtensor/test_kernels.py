@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -323,6 +324,23 @@ def test_a_kernel_that_gave_up_runs_in_chunks(compiler: Compiler, monkeypatch: p
     assert_same(kernels.encode(x, recipe), wanted)
     assert compiler.calls == 2
     assert sum(sizes) == x.numel() > 512 >= max(sizes)
+
+
+@pytest.mark.parametrize("mode", ["auto", "compiled"])
+def test_what_a_compiler_warns_of_is_no_error(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    def compile_(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            warnings.warn("torch does what is deprecated", DeprecationWarning, stacklevel=1)
+            return fn(*args)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    filters = list(warnings.filters)
+    with use_kernels(mode):
+        assert torch.equal(Kernel(lambda x: x * 2, "double")(LARGE), LARGE * 2)
+    assert Kernel.failed is None
+    assert warnings.filters == filters
 
 
 def test_memory_that_is_short_is_no_failure_of_the_compiler(compiler: Compiler, double: Kernel) -> None:
