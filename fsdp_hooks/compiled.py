@@ -96,7 +96,8 @@ class Kernel:
         name: tells kernels apart in profiles and logs.
     """
 
-    failed: str | None = None  # what any kernel's first call raised: the compiler does not work here
+    works: ClassVar[bool] = False  # whether any kernel was compiled
+    failed: ClassVar[str | None] = None  # what the compiler raised, where none was before
 
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         code = fn.__code__.replace(co_name=name)
@@ -131,7 +132,7 @@ class Kernel:
         if use_kernels.mode == "compiled":
             with quietly:
                 result = compiled(*args)
-            self._worked = True
+            self._worked = Kernel.works = True
             return result
         try:
             with quietly:
@@ -140,16 +141,17 @@ class Kernel:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the eager call tells if it is the input
             result = self.eager(*args)
-            if self._worked:  # too many kinds of inputs, say: nothing that concerns the others
+            alone = Kernel.works  # too many kinds of inputs, say: nothing that concerns the others
+            if alone:
                 self._failed = True
             else:
                 Kernel.failed = type(error).__name__  # the error itself would keep its frames, and their tensors, alive
             warnings.warn(
                 f"torch.compile failed on {self.eager.__name__} ({type(error).__name__}), so "
-                f"{'it runs' if self._worked else 'quantization kernels run'} eagerly from here on: the same bytes, "
+                f"{'it runs' if alone else 'quantization kernels run'} eagerly from here on: the same bytes, "
                 f"several times slower. {VARIABLE}=compiled shows the error, {VARIABLE}=eager silences this.",
                 stacklevel=3,
             )
         else:
-            self._worked = True
+            self._worked = Kernel.works = True
         return result

@@ -24,9 +24,10 @@ FORMS = ["float8_row", "float8_tensor", "mxfp8_row", "mxfp8_square", "nvfp4_row"
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    mode, failed = use_kernels.mode, Kernel.failed
+    before = use_kernels.mode, Kernel.works, Kernel.failed
+    Kernel.works = False
     yield
-    use_kernels.mode, Kernel.failed = mode, failed
+    use_kernels.mode, Kernel.works, Kernel.failed = before
 
 
 def awkward(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -353,6 +354,20 @@ def test_memory_that_is_short_is_no_failure_of_the_compiler(compiler: Compiler, 
     compiler.error = None
     double(LARGE)
     assert (compiler.calls, Kernel.failed) == (3, None)
+
+
+def test_a_kernel_that_never_works_takes_no_others_along(compiler: Compiler, double: Kernel) -> None:
+    double(LARGE)
+    compiler.error = RuntimeError("a bug in the code made for one kernel")
+    other = Kernel(lambda x: x * 3, "triple")
+    with pytest.warns(UserWarning, match=r"torch.compile failed on triple \(RuntimeError\), so it runs eagerly from"):
+        assert torch.equal(other(LARGE), LARGE * 3)
+    compiler.error = None
+    assert Kernel.failed is None
+    assert torch.equal(other(LARGE), LARGE * 3)
+    assert compiler.calls == 2
+    double(LARGE)
+    assert compiler.calls == 3
 
 
 def test_an_error_of_the_input_is_no_failure_of_the_compiler(compiler: Compiler) -> None:
