@@ -5,8 +5,8 @@ which fuses what eager ops do in a dozen passes over memory; small ones run it a
 checks its guards first. Which of the two is a policy of the process, `use_kernels`:
 
     auto       compiled from COMPILED_FROM elements on; eager below, inside somebody else's torch.compile (whose graph
-               the definition joins), under a TorchDispatchMode or torch.func, on devices without a compiler, and for
-               good once the compiler failed, with one warning
+               the definition joins), under a mode that sees operations, on devices without a compiler, and for good
+               once the compiler failed, with one warning
     compiled   compiled wherever that is possible, and a failed compilation raises
     eager      never compiled
 
@@ -16,9 +16,11 @@ code lands in inductor's cache on disk, so another process, or rank, finds it th
 """
 
 import os
+import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -75,6 +77,17 @@ def _begin_as_told() -> None:
 _begin_as_told()
 
 
+_alone = threading.RLock()  # filters of warnings are those of the process
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """For a compilation: torch warns of what it does itself, and the caller may have made errors of warnings."""
+    with _alone, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 class Kernel:
     """One function of plain tensors, called eager or compiled.
 
@@ -83,13 +96,14 @@ class Kernel:
         name: tells kernels apart in profiles and logs.
     """
 
-    failed: Exception | None = None  # of any kernel: the compiler does not work here
+    works: ClassVar[bool] = False  # whether any kernel was compiled
+    failed: ClassVar[str | None] = None  # what the compiler raised, where none was before
 
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
         self._compiled: Callable[..., Any] | None = None
-        self._worked = False
+        self._worked = self._failed = False
 
     def __call__(self, *args: Any) -> Any:
         """Fn(*args)."""
@@ -102,33 +116,42 @@ class Kernel:
             # in this state an alias knows no base, of which dynamo would guard the shape, too
             return self._run(self._compiled, tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
-    @staticmethod
-    def compiles(large: Tensor) -> bool:
+    def compiles(self, large: Tensor) -> bool:
         """Whether a call with this as its large argument runs compiled, under the policy of now."""
         mode = use_kernels.mode
-        if mode == "eager" or (mode == "auto" and (large.numel() < COMPILED_FROM or Kernel.failed is not None)):
+        if mode == "eager":
+            return False
+        if mode == "auto" and (large.numel() < COMPILED_FROM or self._failed or Kernel.failed is not None):
             return False
         if large.device.type not in COMPILED_ON or large.numel() == 0 or type(large) is not Tensor:
             return False
         return not is_tracing() and not is_watched()
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        quietly = nullcontext() if self._worked else _without_warnings()
         if use_kernels.mode == "compiled":
-            return compiled(*args)
+            with quietly:
+                result = compiled(*args)
+            self._worked = Kernel.works = True
+            return result
         try:
-            result = compiled(*args)
+            with quietly:
+                result = compiled(*args)
+        except torch.OutOfMemoryError:  # eager code would need more
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the eager call tells if it is the input
             result = self.eager(*args)
-            if self._worked:  # too many kinds of inputs, say: nothing that concerns the others
-                self._compiled = self.eager
+            alone = Kernel.works  # too many kinds of inputs, say: nothing that concerns the others
+            if alone:
+                self._failed = True
             else:
-                Kernel.failed = error
+                Kernel.failed = type(error).__name__  # the error itself would keep its frames, and their tensors, alive
             warnings.warn(
                 f"torch.compile failed on {self.eager.__name__} ({type(error).__name__}), so "
-                f"{'it runs' if self._worked else 'quantization kernels run'} eagerly from here on: the same bytes, "
+                f"{'it runs' if alone else 'quantization kernels run'} eagerly from here on: the same bytes, "
                 f"several times slower. {VARIABLE}=compiled shows the error, {VARIABLE}=eager silences this.",
                 stacklevel=3,
             )
         else:
-            self._worked = True
+            self._worked = Kernel.works = True
         return result

@@ -21,6 +21,7 @@ thousand.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -42,9 +43,16 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     return digests([list(tensors)])[0]
 
 
-@torch.no_grad()
 def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """int64 [groups]: the digest of each group of tensors. All are on one device; there is at least one tensor."""
+    device = next(tensor.device for group in groups for tensor in group)
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    # it refuses to stack float8
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
+        return _digests(groups, device)
+
+
+def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
     kinds: dict[tuple[torch.dtype, torch.Size], _Kind] = {}
     sizes = []
     for number, group in enumerate(groups):
@@ -60,7 +68,6 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
             first += kind.blocks
             size += (2 * place + 1) * kind.nbytes
         sizes.append(size)
-    device = next(iter(kinds.values())).tensors[0].device
     # non_blocking: the host need not wait for the device
     result = torch.tensor(sizes, dtype=torch.int64).to(device, non_blocking=True)
     weights = _odd(torch.arange(1, WIDE + 1, device=device))

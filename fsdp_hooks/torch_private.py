@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
 __all__ = [
@@ -57,19 +58,29 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def is_tracing() -> bool:
-    """Whether torch.compile is at work, describing tensors or running their operations on fake ones.
+    """Whether torch.compile or torch.export is at work in this thread: tracing, describing tensors, running fake ones.
 
-    torch.compiler.is_compiling() says so from torch 2.13 on; before, it is False to eager code that a tracer calls.
+    torch.compiler.is_compiling() is not what tells: from torch 2.13 on it is True to all threads while one compiles;
+    before, it is False to eager code that a tracer calls.
     """
-    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+    return (
+        torch.compiler.is_dynamo_compiling()  # True in traced code only
+        or TracingContext.try_get() is not None
+        or torch.compiler.is_exporting()
+    )
 
 
 def is_watched() -> bool:
-    """Whether a TorchDispatchMode (a flop counter, selective checkpointing) or torch.func sees every operation.
+    """Whether a mode (a flop counter, selective checkpointing) or torch.func sees every operation.
 
-    torch.compile gives up under them, and marks the function as one never to be compiled again.
+    torch.compile gives up under a TorchDispatchMode or torch.func, and marks the function as one never to be compiled
+    again. A TorchFunctionMode it traces into the function, and fails where that logs, say; those that only say on which
+    device tensors are made (`torch.device` as a context, torch.set_default_device) do not matter.
     """
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 @contextmanager

@@ -257,7 +257,7 @@ def _over_rows(kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None) 
     if group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix
         each = [_over_rows(kernel, recipe, matrix, *args) for matrix in x]
         return {
-            name: part if part.ndim == 0 else torch.stack([parts[name] for parts in each])
+            name: part if part.ndim == 0 else _stacked([parts[name] for parts in each])
             for name, part in each[0].items()
         }
     flat, block = _rows(x), block_multiple(recipe)
@@ -274,3 +274,8 @@ def _over_rows(kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None) 
     return {
         name: part.reshape(*x.shape[:-1], part.shape[-1]) if part.ndim == 2 else part for name, part in found.items()
     }
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """One part of several matrices, [matrices, ..]; as bytes, since autocast stacks no float8."""
+    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

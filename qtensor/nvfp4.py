@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from fsdp_hooks.torch_private import is_tracing
 from qtensor.blocks import (
     FLT_MAX,
     finite,
@@ -195,7 +196,7 @@ def _packed(codes: Tensor) -> Tensor:
 def _unpacked(payload: Tensor) -> Tensor:
     """The inverse of `_packed`."""
     # rows are multiples of 8 bytes, but a buffer that holds other things may begin anywhere (a tracer can not ask)
-    if not torch.compiler.is_compiling() and payload.storage_offset() % 4:
+    if not is_tracing() and payload.storage_offset() % 4:
         payload = payload.clone()
     words = payload.flatten().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     words = (words | (words << 16)) & 0x0000FFFF0000FFFF

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from fsdp_hooks.torch_private import is_tracing
 from qtensor.blocks import power_of_two_floor
 
 __all__ = ["armed", "is_armed", "onto_grid"]
@@ -20,7 +21,7 @@ _armed: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_roun
 
 def is_armed() -> bool:
     """Whether elements are being rounded stochastically."""
-    return not torch.compiler.is_compiling() and _armed.get() is not None
+    return not is_tracing() and _armed.get() is not None
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def onto_grid(scaled: Tensor, eps: float, smallest_normal: float) -> Tensor:
         eps: step of the element between 1 and 2.
         smallest_normal: below it steps stay the same.
     """
-    generator = None if torch.compiler.is_compiling() else _armed.get()
+    generator = None if is_tracing() else _armed.get()
     if generator is None:
         return scaled
     magnitude = scaled.abs()

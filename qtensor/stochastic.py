@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import tree_map
+from fsdp_hooks.torch_private import is_tracing, tree_map
 from qtensor.formats import describe
 from qtensor.tensor import QuantizedTensor, dense
 
@@ -96,7 +96,7 @@ def generator_for(written: Iterable[Any]) -> torch.Generator | None:
                 f"stochastic_rounding: the generator is on {generator.device} and {describe(q.shape, q.recipe)} is on "
                 f"{q.device}; nothing was written; use torch.Generator({str(q.device)!r})"
             )
-    if torch.compiler.is_compiling():
+    if is_tracing():
         raise RuntimeError(
             "stochastic_rounding can not be compiled, since a graph has no place for the state of a torch.Generator; "
             "run this optimizer step outside of torch.compile"

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_hooks import torch_private
+from qtensor import MXFP8BlockScaling, quantize, stochastic_rounding
 from tests.ranks import run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
@@ -176,6 +179,30 @@ def test_is_tracing_is_true_while_a_compiler_looks_at_tensors() -> None:
     assert not torch_private.is_tracing()
 
 
+def test_a_compilation_in_one_thread_is_no_tracing_in_another() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        begun.set()
+        assert end.wait(60)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiling = threading.Thread(target=torch.compile(lambda x: x + 1, backend=backend), args=(torch.ones(2),))
+    compiling.start()
+    try:
+        assert begun.wait(60)
+        assert not torch_private.is_tracing()
+        q = quantize(torch.ones(8, 32), MXFP8BlockScaling())
+        with stochastic_rounding(torch.Generator().manual_seed(0)):
+            q.mul_(1.01)  # to elements 1/8 apart
+        assert 0 < int((q.dequantize() != 1).sum()) < q.numel()
+    finally:
+        end.set()
+        compiling.join()
+        torch.compiler.reset()
+
+
 def test_make_wrapper_makes_a_tensor_without_data() -> None:
     class Wrapper(torch.Tensor):
         @classmethod
@@ -262,7 +289,7 @@ def test_hook_tables_are_the_live_registries_of_forward_hooks() -> None:
     assert called == []
 
 
-def test_is_watched_sees_dispatch_modes_and_function_transforms():
+def test_is_watched_sees_modes_and_function_transforms():
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
@@ -274,8 +301,12 @@ def test_is_watched_sees_dispatch_modes_and_function_transforms():
         look(torch.ones(2))
     torch.vmap(look)(torch.ones(2))
     torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
+    with BaseTorchFunctionMode():
+        look(torch.ones(2))
+    with torch.device("cpu"):
+        look(torch.ones(2))
     look(torch.ones(2))
-    assert seen == [False, True, True, True, False]
+    assert seen == [False, True, True, True, True, False, False]
 
 
 def test_one_dispatch_state_is_the_same_from_everywhere():

@@ -91,6 +91,14 @@ def test_compiled_digests_are_those_of_eager_ones() -> None:
         assert torch.equal(digests([data, data[:1], data[1:]]), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float16, torch.bfloat16])
+def test_autocast_changes_no_digest(dtype: torch.dtype) -> None:
+    data = torch.randn(8, 8).abs().to(dtype)
+    expected = digest([data])
+    with torch.autocast("cpu"):
+        assert torch.equal(digest([data]), expected)
+
+
 class Operations(TorchDispatchMode):
     """Counts them."""
 

@@ -1,6 +1,8 @@
 """Kernels: compiled, chunked and plain code give the same bytes, and the policy picks the one it says."""
 
 import functools
+import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,9 +24,10 @@ FORMS = ["float8_row", "mxfp8_square", "nvfp4_row"]  # rows, groups of rows, pac
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    mode, failed = use_kernels.mode, Kernel.failed
+    before = use_kernels.mode, Kernel.works, Kernel.failed
+    Kernel.works = False
     yield
-    use_kernels.mode, Kernel.failed = mode, failed
+    use_kernels.mode, Kernel.works, Kernel.failed = before
 
 
 def awkward(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -128,6 +131,14 @@ def test_chunks_end_where_blocks_do(monkeypatch: pytest.MonkeyPatch, recipe: Any
     for elements in (1, 4000):
         monkeypatch.setitem(kernels.CHUNK, "cpu", elements)
         assert_same(kernels.encode(x, recipe), wanted)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_square", "nvfp4_square"])
+def test_stacks_of_square_blocks_are_quantized_under_autocast(name: str) -> None:
+    x = weight(120, 96).view(3, 40, 96)
+    wanted = parts_as_defined(x, RECIPES[name])
+    with torch.autocast("cpu"):
+        assert_same(kernels.encode(x, RECIPES[name]), wanted)
 
 
 @pytest.mark.parametrize("name", ["float8_tensor", "nvfp4_row"])
@@ -322,6 +333,78 @@ def test_a_kernel_that_fails_after_it_worked_is_left_alone_by_itself(compiler: C
     assert compiler.calls == before
     assert torch.equal(other(LARGE), LARGE * 3)
     assert compiler.calls == before + 1
+
+
+def test_a_compiler_that_fails_keeps_no_tensor_alive(compiler: Compiler, double: Kernel) -> None:
+    compiler.error = RuntimeError("no C++ compiler")
+    large = LARGE.clone()
+    address = large.data_ptr()
+    with pytest.warns(UserWarning, match="torch.compile failed"):
+        double(large)
+    compiler.error = None
+    del large
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is Tensor and one.data_ptr() == address]
+
+
+def test_a_kernel_that_gave_up_runs_in_chunks(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "COMPILED_FROM", 512)
+    monkeypatch.setitem(kernels.CHUNK, "cpu", 512)
+    monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
+    x, recipe = weight(64, 96), RECIPES["mxfp8_row"]
+    wanted = parts_as_defined(x, recipe)
+    assert_same(kernels.encode(x, recipe), wanted)
+    assert compiler.calls == 1
+    compiler.error = RuntimeError("recompile limit")
+    with pytest.warns(UserWarning, match="so it runs eagerly from here on"):
+        kernels.encode(x, recipe)
+    kernel, sizes = kernels._encode_kernel(recipe, x.dtype), list[int]()
+    eager = kernel.eager
+    monkeypatch.setattr(kernel, "eager", lambda x, amax: (sizes.append(x.numel()), eager(x, amax))[1])
+    assert_same(kernels.encode(x, recipe), wanted)
+    assert compiler.calls == 2
+    assert sum(sizes) == x.numel() > 512 >= max(sizes)
+
+
+@pytest.mark.parametrize("mode", ["auto", "compiled"])
+def test_what_a_compiler_warns_of_is_no_error(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    def compile_(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            warnings.warn("torch does what is deprecated", DeprecationWarning, stacklevel=1)
+            return fn(*args)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    filters = list(warnings.filters)
+    with use_kernels(mode):
+        assert torch.equal(Kernel(lambda x: x * 2, "double")(LARGE), LARGE * 2)
+    assert Kernel.failed is None
+    assert warnings.filters == filters
+
+
+def test_memory_that_is_short_is_no_failure_of_the_compiler(compiler: Compiler, double: Kernel) -> None:
+    double(LARGE)
+    compiler.error = torch.OutOfMemoryError("too large")
+    with pytest.raises(torch.OutOfMemoryError, match="too large"):
+        double(LARGE)
+    compiler.error = None
+    double(LARGE)
+    assert (compiler.calls, Kernel.failed) == (3, None)
+
+
+def test_a_kernel_that_never_works_takes_no_others_along(compiler: Compiler, double: Kernel) -> None:
+    double(LARGE)
+    compiler.error = RuntimeError("a bug in the code made for one kernel")
+    other = Kernel(lambda x: x * 3, "triple")
+    with pytest.warns(UserWarning, match=r"torch.compile failed on triple \(RuntimeError\), so it runs eagerly from"):
+        assert torch.equal(other(LARGE), LARGE * 3)
+    compiler.error = None
+    assert Kernel.failed is None
+    assert torch.equal(other(LARGE), LARGE * 3)
+    assert compiler.calls == 2
+    double(LARGE)
+    assert compiler.calls == 3
 
 
 def test_an_error_of_the_input_is_no_failure_of_the_compiler(compiler: Compiler) -> None:
