@@ -141,7 +141,7 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
         "op-table calls per layer and step, most": (
             max(sum(ops.values()) for places in results["calls"].values() for ops in places.values()),
             2,
-            "the optimizer looks at each parameter through an alias more often than it has to",
+            "plain torch optimizers multiply (weight decay) and add, which requantizes twice",
         ),
         f"{', '.join(COMPARED)} over torchao's tensors, largest": (
             max(value for value in compared if value is not None),

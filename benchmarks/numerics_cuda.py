@@ -1,0 +1,85 @@
+"""Quantize and dequantize on a GPU: which share of the bandwidth of a copy do they reach?
+
+    share = (bytes read and written / time)  over the same of out.copy_(x)
+
+Only bytes that have to move count: the dense values once, the payload and the scales once. A tensor-wide scale needs a
+pass over the values before them, which counts as time and not as bytes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import at_least
+from benchmarks.timing import Contender, interleaved, ratio
+from qtensor import QuantizedTensor, quantize
+from qtensor.recipes import Recipe
+
+SIZES = (8192, 16384)
+ROUNDS = 21
+AT_LEAST = 0.8
+NO_CUDA = "no CUDA device"
+
+
+def shares(recipes: dict[str, Recipe]) -> dict[str, dict[str, dict[str, float]]] | str:
+    """Size -> operation and recipe -> share of a copy's bandwidth; or why there are none."""
+    if not torch.cuda.is_available():
+        return NO_CUDA
+    return {str(size): _shares(size, recipes) for size in SIZES}
+
+
+def _shares(size: int, recipes: dict[str, Recipe]) -> dict[str, dict[str, float]]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(size, size, generator=generator, device="cuda").to(torch.bfloat16)
+    out = torch.empty_like(x)
+    quantized = {name: quantize(x, recipe) for name, recipe in recipes.items()}
+    calls: dict[str, Any] = {"copy": lambda: out.copy_(x)}
+    for name, recipe in recipes.items():
+        calls[f"quantize {name}"] = lambda recipe=recipe: quantize(x, recipe)
+        calls[f"dequantize {name}"] = quantized[name].dequantize
+    seconds = interleaved({name: _synchronised(call) for name, call in calls.items()}, ROUNDS, warm_up=True)
+    found = {}
+    for name in calls:
+        if name != "copy":
+            bytes_moved = x.nbytes + _bytes(quantized[name.partition(" ")[2]])
+            over = ratio(seconds["copy"], seconds[name])
+            found[name] = {key: round(value * bytes_moved / (2 * x.nbytes), 3) for key, value in over.items()}
+    return found
+
+
+def _bytes(q: QuantizedTensor) -> int:
+    return sum(part.nbytes for part in q.parts().values())
+
+
+def _synchronised(call: Any) -> Contender:
+    def whole() -> Tensor:
+        result: Tensor = call()
+        torch.cuda.synchronize()
+        return result
+
+    return Contender(before=torch.cuda.synchronize, call=whole)
+
+
+def targets(found: dict[str, dict[str, dict[str, float]]] | str) -> dict[str, Any]:
+    """At least 80 % everywhere; none without a device."""
+    if isinstance(found, str):
+        return {}
+    return {
+        f"{name}, {size} x {size} on a GPU: share of a copy's bandwidth": at_least(of["ratio"], AT_LEAST)
+        for size, names in found.items()
+        for name, of in names.items()
+    }
+
+
+def markdown(found: dict[str, dict[str, dict[str, float]]] | str) -> str:
+    """A row an operation, or one line."""
+    if isinstance(found, str):
+        return f"\nOn a GPU: {found}."
+    sizes = list(found)
+    lines = ["", "Share of a copy's bandwidth on a GPU:", "", f"| operation | {' | '.join(sizes)} |"]
+    lines.append("|---|" + "---:|" * len(sizes))
+    lines += [
+        f"| {name} | {' | '.join(str(found[size][name]['ratio']) for size in sizes)} |" for name in found[sizes[0]]
+    ]
+    return "\n".join(lines)
