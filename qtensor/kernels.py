@@ -37,7 +37,7 @@ from qtensor.formats import (
 from qtensor.recipes import Recipe
 from qtensor.rounding import is_armed
 
-__all__ = ["decode", "encode", "encode_rows", "encode_step", "shared_amax"]
+__all__ = ["decode", "encode", "encode_rows", "encode_step", "row_amaxes", "shared_amax", "shares_amax"]
 
 CHUNK = {"cpu": 2**18}  # elements; in fp32 a few such temporaries stay in the cache of a core
 CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
@@ -48,7 +48,7 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     """`Format.shared_amax` of dense values [.., N, K] in any floating dtype."""
     if _as_defined(x):
         return format_of(recipe).shared_amax(x.to(torch.float32), recipe)
-    if not shares_scale_along(recipe, 1, 2):  # blocks along K have scales of their own
+    if not shares_amax(recipe):
         return None
     if x.is_meta:
         return x.new_empty(() if tensor_wide(recipe) else (*x.shape[:-1], 1), dtype=torch.float32)
@@ -77,11 +77,23 @@ def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, T
 def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """Every row of x quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
     if _as_defined(x) or x.is_meta:
-        return format_of(recipe).encode(x.to(torch.float32), recipe, row_amax(x.to(torch.float32)))
-    if tensor_wide(recipe) is None:
-        return encode(x, recipe)
+        values = x.to(torch.float32)
+        return format_of(recipe).encode(values, recipe, row_amax(values))
+    return encode(x, recipe, row_amaxes(x) if tensor_wide(recipe) else None)
+
+
+def row_amaxes(x: Tensor) -> Tensor:
+    """fp32 [.., N, 1]: the largest finite magnitude of each row."""
+    if _as_defined(x):
+        return row_amax(x.to(torch.float32))
     flat = _rows(x)
-    return encode(x, recipe, torch.cat([_row_amax(flat[piece]) for piece in _pieces(flat, recipe, _row_amax)]))
+    amaxes = [_row_amax(flat[piece]) for piece in _pieces(flat, None, _row_amax)]
+    return (amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)).reshape(*x.shape[:-1], 1)
+
+
+def shares_amax(recipe: Recipe) -> bool:
+    """Whether `encode` takes an amax; blocks have scales of their own."""
+    return shares_scale_along(recipe, 1, 2)
 
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
@@ -236,12 +248,12 @@ def _untiled(x: Tensor) -> Tensor:
     raise AssertionError(f"tiles of {x.shape[-1]}")
 
 
-def _pieces(flat: Tensor, recipe: Recipe, kernel: Kernel) -> Iterator[slice]:
+def _pieces(flat: Tensor, recipe: Recipe | None, kernel: Kernel) -> Iterator[slice]:
     """Slices of rows for one call each: all where the kernel is compiled, chunks where it is eager.
 
     Square blocks are not split; rows that are too few for a last one come alone.
     """
-    rows, group = flat.shape[0], row_multiple(recipe)
+    rows, group = flat.shape[0], 1 if recipe is None else row_multiple(recipe)
     whole = rows - rows % group
     size = rows if kernel.compiles(flat) else CHUNK.get(flat.device.type, CHUNK_ELSEWHERE) // flat.shape[1]
     size = max(size // group, 1) * group

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fsdp_hooks.scale_sync import SharesScales, local_of, sync_scales
 from fsdp_hooks.torch_private import without_torch_function
+from qtensor.batches import write_each
 from qtensor.masters import digests_of, in_fp32, master_of, outside_writes, refill, shard_of
 from qtensor.step_agreement import Trained, agree
 from qtensor.tensor import QuantizedTensor
@@ -118,7 +119,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._follow_outside_writes()
         with without_torch_function():  # attributes of a subclass go through it
-            stepped = [param for param in self._masters if param.grad is not None]
+            # the gradient that a frozen parameter may still have is of no step
+            stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
         self._step_masters(stepped)
         self._write_back(stepped)
         self._publish_state()
@@ -304,10 +306,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _requantize(self, trained: list[Trained], amaxes: list[Tensor | None], moves: list[bool]) -> set[Tensor]:
         """Write the quantized parameters that moved; returns those."""
-        for one, amax, moved in zip(trained, amaxes, moves, strict=True):
-            if moved:
-                one.shard.write(one.master, amax, step=True)
-        written = {one.param for one, moved in zip(trained, moves, strict=True) if moved}
+        moved = [(one, amax) for one, amax, yes in zip(trained, amaxes, moves, strict=True) if yes]
+        write_each([one.shard for one, _ in moved], [one.master for one, _ in moved], [amax for _, amax in moved])
+        written = {one.param for one, _ in moved}
         self._fresh -= written
         return written
 

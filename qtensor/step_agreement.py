@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.scale_sync import SharesScales, cuts_of, max_over_groups
+from qtensor.batches import shared_amaxes
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["Outcome", "Trained", "agree"]
@@ -59,11 +60,11 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[Tensor, SharesScales
         members.setdefault(tuple(group for _, group in cuts), []).append(number)
         own = [group for dim, group in cuts if one.shard.shares_scale_along(dim)]
         if own:
-            amax = one.shard.shared_amax(one.master)
-            assert amax is not None
             sharing.append(number)
-            values.append(amax)
             groups.append(own)
+    values += shared_amaxes(
+        [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
+    )
     for spread, numbers in members.items():
         values.append(_moved([trained[number] for number in numbers]))
         groups.append(list(spread))

@@ -136,6 +136,22 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.undo()
 
 
+def test_a_gradient_left_on_a_frozen_parameter_moves_nothing() -> None:
+    params = parameters()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, params, lr=0.1)
+    backward(params, 0)
+    optimizer.step()
+    params[1].requires_grad_(False)
+    before = [value.clone() for value in state_of(optimizer)]
+    payload = params[1].payload.clone()
+    backward(params, 1)
+    optimizer.step()
+    after = state_of(optimizer)
+    assert torch.equal(before[1], after[1])  # the master of the second parameter
+    assert same_bytes(params[1].payload, payload)
+    assert not torch.equal(before[0], after[0])
+
+
 def test_frozen_quantized_parameters_cost_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under adapters: they have no gradient ever, and no shard of theirs can have moved."""
     params = parameters()

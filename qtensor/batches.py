@@ -1,0 +1,103 @@
+"""Many small weights written at once, as an optimizer step on thousands of ranks does, where every shard is small.
+
+Quantizing one small weight is two dozen tiny operations. Weights of one recipe and shape are stacked, [n, N, K], and
+quantized as one tensor; a scale that is tensor-wide in each of them is handed over, and comes out, once a row:
+
+    bytes of write_each(shards, values, amaxes) == bytes of shard.write(value, amax, step=True) for each
+
+What is large, or more than a plain weight (a view, one with an amax history or a preserved initial value), is written
+by itself.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from qtensor import kernels
+from qtensor.formats import tensor_wide
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["shared_amaxes", "write_each"]
+
+SMALL = 2**18  # elements
+STACK = 2**22  # elements that are stacked at a time
+
+
+@torch.no_grad()
+def write_each(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], amaxes: Sequence[Tensor | None]) -> None:
+    """shard.write(value, amax, step=True) for each; `amaxes` as `write` takes them."""
+    for numbers in _batches(shards, values):
+        if len(numbers) == 1:
+            (number,) = numbers
+            shards[number].write(values[number], amaxes[number], step=True)
+            continue
+        recipe, stacked = shards[numbers[0]].recipe, torch.stack([values[number] for number in numbers])
+        agreed = [amaxes[number] for number in numbers]
+        parts = kernels.encode(stacked, recipe, _each_amax(stacked, recipe, agreed))
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, part in parts.items():  # [n, N, ..]
+            own = [getattr(shards[number], name) for number in numbers]
+            targets += own
+            sources += part.unbind() if own[0].ndim else part[:, 0, 0].unbind()
+        torch._foreach_copy_(targets, sources)
+
+
+@torch.no_grad()
+def shared_amaxes(shards: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """shard.shared_amax(value) for each; all of them share scales."""
+    found: dict[int, Tensor] = {}
+    for numbers in _batches(shards, values):
+        if len(numbers) == 1:
+            (number,) = numbers
+            amax = shards[number].shared_amax(values[number])
+            assert amax is not None
+            found[number] = amax
+            continue
+        stacked = torch.stack([values[number] for number in numbers])
+        rows = kernels.row_amaxes(stacked).flatten(1)  # [n, N]
+        if tensor_wide(shards[numbers[0]].recipe):
+            rows = rows.amax(dim=1, keepdim=True)
+        found |= dict(zip(numbers, rows.unbind(), strict=True))
+    return [found[number] for number in range(len(shards))]
+
+
+def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Sequence[Tensor | None]) -> Tensor | None:
+    """[n, N, 1]: the amax that decides each row's scale; None where blocks have scales of their own."""
+    if not kernels.shares_amax(recipe):
+        return None
+    n, rows, _ = stacked.shape
+    if any(amax is None for amax in agreed):  # of one process: all are
+        own = kernels.row_amaxes(stacked)
+        return own.amax(dim=1, keepdim=True).expand(n, rows, 1) if tensor_wide(recipe) else own
+    return torch.stack([amax.reshape(-1, 1).expand(rows, 1) for amax in agreed if amax is not None])
+
+
+def _batches(shards: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Numbers of what is done together, small ones of one kind and shape."""
+    kinds: dict[object, list[int]] = {}
+    for number, (shard, value) in enumerate(zip(shards, values, strict=True)):
+        if _is_plain(shard) and value.shape == shard.shape and value.numel() < SMALL:
+            kinds.setdefault((shard.recipe, tuple(value.shape), value.dtype, value.device), []).append(number)
+        else:
+            yield [number]
+    for numbers in kinds.values():
+        size = max(1, STACK // max(1, values[numbers[0]].numel()))
+        yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
+
+
+def _is_plain(shard: QuantizedTensor) -> bool:
+    """Whether it is a weight [N, K] of its own, whose bytes a write replaces without further ado."""
+    arrangement = shard.arrangement
+    alone = not (arrangement.partial or arrangement.severed or arrangement.transposed or arrangement.splits_blocks)
+    return (
+        alone
+        and shard.ndim == 2
+        and arrangement.flat is None
+        and arrangement.shards is None
+        and shard.init_value is None
+        and type(shard).encoded is QuantizedTensor.encoded
+        and not shard.is_meta
+    )
