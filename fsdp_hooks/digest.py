@@ -68,12 +68,12 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
             first += kind.blocks
             size += (2 * place + 1) * kind.nbytes
         sizes.append(size)
-    # non_blocking: the host need not wait for the device
-    result = torch.tensor(sizes, dtype=torch.int64).to(device, non_blocking=True)
+    # from the host, whatever the default device; non_blocking: which need not wait for the other
+    result = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     weights = _odd(torch.arange(1, WIDE + 1, device=device))
     for kind in kinds.values():
         if kind.nbytes:
-            owners, firsts = torch.tensor([kind.owners, kind.firsts]).to(device, non_blocking=True)
+            owners, firsts = torch.tensor([kind.owners, kind.firsts], device="cpu").to(device, non_blocking=True)
             places = torch.arange(1, kind.blocks + 1, device=device) + firsts[:, None]
             sums_of = _narrow_sums if kind.words == NARROW else _wide_sums
             sums = torch.cat([sums_of(blocks, weights[: kind.words]) for blocks in kind.read()])
