@@ -33,6 +33,7 @@ __all__ = ["digest", "digests"]
 NARROW, WIDE = 64, 1024  # words in a block
 LARGE = 2**18  # bytes; what is smaller is stacked
 STACK = 2**24  # bytes that are stacked at a time, so that no second copy of a large model is needed
+EAGER = 2**20  # words that are mixed at a time where no compiled code does it without temporaries
 _ODD = -7046029254386353131  # 2^64 / golden ratio, odd
 _MIX = -7723592293110705685  # odd, one of splitmix64's
 _LOW = 2**32 - 1
@@ -68,15 +69,14 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
             first += kind.blocks
             size += (2 * place + 1) * kind.nbytes
         sizes.append(size)
-    # non_blocking: the host need not wait for the device
-    result = torch.tensor(sizes, dtype=torch.int64).to(device, non_blocking=True)
+    # from the host, whatever the default device; non_blocking: which need not wait for the other
+    result = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     weights = _odd(torch.arange(1, WIDE + 1, device=device))
     for kind in kinds.values():
         if kind.nbytes:
-            owners, firsts = torch.tensor([kind.owners, kind.firsts]).to(device, non_blocking=True)
+            owners, firsts = torch.tensor([kind.owners, kind.firsts], device="cpu").to(device, non_blocking=True)
             places = torch.arange(1, kind.blocks + 1, device=device) + firsts[:, None]
-            sums_of = _narrow_sums if kind.words == NARROW else _wide_sums
-            sums = torch.cat([sums_of(blocks, weights[: kind.words]) for blocks in kind.read()])
+            sums = torch.cat([sum_ for blocks in kind.read() for sum_ in _sums(blocks, weights)])
             result.index_add_(0, owners, _mixed(sums.view(-1, kind.blocks) * _odd(places)).sum(1))
     return result
 
@@ -125,6 +125,14 @@ def _mixed(x: Tensor) -> Tensor:
     """Another number for each, in place; the shifts are logical, or x and ~x would come out alike."""
     x.bitwise_xor_((x >> 32).bitwise_and_(_LOW)).mul_(_MIX)
     return x.bitwise_xor_((x >> 32).bitwise_and_(_LOW))
+
+
+def _sums(blocks: Tensor, weights: Tensor) -> Iterator[Tensor]:
+    """The sum of each block, of a piece of them at a time."""
+    words = blocks.shape[1]
+    kernel = _narrow_sums if words == NARROW else _wide_sums
+    for piece in [blocks] if kernel.compiles(blocks) else blocks.split(EAGER // words):
+        yield kernel(piece, weights[:words])
 
 
 # The width is a constant, and weights are loaded: so the compiled loops are vectorised.

@@ -82,7 +82,7 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[Tensor, SharesScales
     for shard, claim in zip(claiming, agreed[len(sharing) + len(members) :], strict=True):
         shard.adopt_scale(claim)
     order = [number for numbers in members.values() for number in numbers]
-    return Outcome(amaxes, order, torch.cat(flags) if flags else torch.zeros(0))
+    return Outcome(amaxes, order, torch.cat(flags) if flags else torch.zeros(0, device="cpu"))
 
 
 def _moved(trained: Sequence[Trained]) -> Tensor:
@@ -91,7 +91,7 @@ def _moved(trained: Sequence[Trained]) -> Tensor:
     if all(one.stepped for one in trained):
         flags = torch.ones(len(trained), device=device)
     else:
-        flags = torch.tensor([float(one.stepped) for one in trained]).to(device, non_blocking=True)
+        flags = torch.tensor([float(one.stepped) for one in trained], device="cpu").to(device, non_blocking=True)
     for number, one in enumerate(trained):
         if one.stepped and one.fresh:
             flags[number] = (one.shard.decoded(torch.float32) != one.master).any()

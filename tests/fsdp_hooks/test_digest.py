@@ -81,6 +81,8 @@ def test_digests_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> N
     assert bits(groups[3][0], groups[3][1]) == bits(groups[3][0].clone(), groups[3][1])
     monkeypatch.setattr("fsdp_hooks.digest.STACK", 1)
     assert digests(groups).tolist() == expected
+    monkeypatch.setattr("fsdp_hooks.digest.EAGER", 2048)
+    assert digests(groups).tolist() == expected
 
 
 def test_compiled_digests_are_those_of_eager_ones() -> None:
@@ -100,13 +102,24 @@ def test_autocast_changes_no_digest(dtype: torch.dtype) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts them."""
+    """Counts them, and the bytes of the largest tensor that one of them makes."""
 
-    count = 0
+    count = largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.largest = max(self.largest, out.nbytes)
+        return out
+
+
+def test_no_copy_of_a_large_tensor_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_hooks.digest.EAGER", 4096)
+    large = torch.randn(2**18)
+    with use_kernels("eager"), Operations() as operations:
+        digest([large])
+    assert 0 < operations.largest <= 4096 * 8 < large.nbytes
 
 
 def test_many_small_tensors_take_as_many_operations_as_a_few() -> None:

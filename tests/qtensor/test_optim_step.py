@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -107,6 +108,20 @@ def test_a_gradient_in_fp32_is_not_copied() -> None:
     optimizer.step()
     assert isinstance(optimizer._inner, Watching)
     assert all(grad is param.grad for grad, param in zip(optimizer._inner.seen[0], params, strict=True))
+
+
+def test_a_step_does_not_care_for_the_default_device() -> None:
+    """Numbers that begin on the host begin there."""
+    found = []
+    for context in (nullcontext(), torch.device("meta")):
+        params = parameters()
+        optimizer = MasterWeightOptimizer(torch.optim.SGD, params, lr=0.1)
+        for step, but in enumerate([None, 1]):
+            backward(params, step, but=but)
+            with context:
+                optimizer.step()
+        found.append(state_of(optimizer))
+    assert all(same_bytes(one, other) for one, other in zip(*found, strict=True))
 
 
 class Waits(TorchDispatchMode):
