@@ -19,7 +19,7 @@ from fsdp_hooks.torch_private import dtensor_like, local_itself
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["digests_of", "in_fp32", "master_of", "outside_writes", "refill", "shard_of"]
+__all__ = ["Room", "digests_of", "in_fp32", "master_of", "outside_writes", "refill", "shard_of"]
 
 
 def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
@@ -96,14 +96,43 @@ def refill(master: Tensor, param: Tensor) -> None:
     target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
 
 
-def in_fp32(grad: Tensor, master: Tensor) -> Tensor:
-    """A gradient in its master's dtype; itself if it has that."""
+class Room:
+    """Memory for the fp32 gradients of one chunk of parameters after the other, on one device.
+
+    Taken once a step: memory that is fresh costs more than what is written to it.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self._elements, self._used = elements, 0
+        self._memory: Tensor | None = None
+
+    @staticmethod
+    def of(numel: int) -> int:
+        """The elements that a tensor takes, in whole cache lines."""
+        return -(-numel // 16) * 16
+
+    def clear(self) -> None:
+        """What was taken is free again."""
+        self._used = 0
+
+    def take(self, like: Tensor) -> Tensor:
+        """Uninitialised fp32 of the shape and on the device of `like`."""
+        if self._memory is None:
+            self._memory = torch.empty(self._elements, dtype=torch.float32, device=like.device)
+        if like.device != self._memory.device:
+            return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+        start, self._used = self._used, self._used + self.of(like.numel())
+        return self._memory[start : start + like.numel()].view(like.shape)
+
+
+def in_fp32(grad: Tensor, master: Tensor, room: Room | None) -> Tensor:
+    """A gradient in its master's dtype, in memory of the room where there is one; itself if it has that dtype."""
     if grad.dtype == master.dtype:
         return grad
-    if (
-        isinstance(grad, DTensor)
-        and isinstance(master, DTensor)
-        and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements)
-    ):  # without DTensor's dispatch, which takes longer than the copy of a small one
-        return dtensor_like(grad.to_local().to(master.dtype), master)
+    if not isinstance(grad, DTensor):
+        return room.take(grad).copy_(grad) if room and grad.layout is torch.strided else grad.to(master.dtype)
+    if isinstance(master, DTensor) and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements):
+        # without DTensor's dispatch, which takes longer than the copy of a small one
+        local = grad.to_local()
+        return dtensor_like(room.take(local).copy_(local) if room else local.to(master.dtype), master)
     return grad.to(master.dtype)

@@ -31,7 +31,7 @@ from torch import Tensor
 from fsdp_hooks.scale_sync import SharesScales, local_of, sync_scales
 from fsdp_hooks.torch_private import without_torch_function
 from qtensor.batches import write_each
-from qtensor.masters import digests_of, in_fp32, master_of, outside_writes, refill, shard_of
+from qtensor.masters import Room, digests_of, in_fp32, master_of, outside_writes, refill, shard_of
 from qtensor.step_agreement import Trained, agree
 from qtensor.tensor import QuantizedTensor
 
@@ -206,12 +206,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
-        chunks = list(self._chunks(stepped)) if type(self._inner) in APART else [stepped]
+        apart = type(self._inner) in APART
+        chunks = list(self._chunks(stepped)) if apart else [stepped]
+        room = Room(max(self._elements(chunk) for chunk in chunks)) if apart else None  # another may keep gradients
         everything = [inner["params"] for inner in self._inner.param_groups]
         try:
             for chunk in chunks:
                 try:
-                    self._lend_grads(chunk)
+                    self._lend_grads(chunk, room)
                     if len(chunks) > 1:
                         self._show(chunk)
                     self._inner.step()
@@ -236,6 +238,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             held += count
         yield chunk  # without parameters a step is one, too
 
+    def _elements(self, params: list[Tensor]) -> int:
+        return sum(Room.of(shard_of(self._masters[param]).numel()) for param in params)
+
     def _show(self, params: list[Tensor]) -> None:
         """Leave the inner optimizer only the masters of these parameters."""
         assert self._inner is not None
@@ -244,14 +249,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for param in params:
             self._inner.param_groups[self._group[param]]["params"].append(self._masters[param])
 
-    def _lend_grads(self, params: list[Tensor]) -> None:
+    def _lend_grads(self, params: list[Tensor], room: Room | None) -> None:
         """Give the masters of these parameters their gradients in fp32."""
+        if room is not None:
+            room.clear()
         with without_torch_function():
             for param in params:
                 master, grad = self._masters[param], param.grad
                 if master is not param:
                     assert grad is not None
-                    master.grad = in_fp32(grad, master)
+                    master.grad = in_fp32(grad, master, room)
 
     def _take_grads(self, params: list[Tensor]) -> None:
         for param in params:
