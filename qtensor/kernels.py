@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.compiled import Kernel
+from fsdp_hooks.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.blocks import canonical_nan, row_amax
 from qtensor.formats import (
@@ -46,12 +46,12 @@ BLOCKS = (8, 16, 32)  # last dims of tiles: blocks of elements, and of packed on
 
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     """`Format.shared_amax` of dense values [.., N, K] in any floating dtype."""
+    if x.is_meta and not is_tracing() and shares_amax(recipe):
+        return x.new_empty(() if tensor_wide(recipe) else (*x.shape[:-1], 1), dtype=torch.float32)
     if _as_defined(x):
         return format_of(recipe).shared_amax(x.to(torch.float32), recipe)
     if not shares_amax(recipe):
         return None
-    if x.is_meta:
-        return x.new_empty(() if tensor_wide(recipe) else (*x.shape[:-1], 1), dtype=torch.float32)
     flat, kernel = _rows(x), _amax_kernel(recipe.stored, x.dtype)
     per_row = tensor_wide(recipe) is None
     # as one long row where rows do not matter: equal dims would be special to the compiler
@@ -63,7 +63,7 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
 
 def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, Tensor]:
     """`Format.encode` of dense values [.., N, K] in any floating dtype; `amax` None: that of the values."""
-    if x.is_meta and not _as_defined(x):
+    if x.is_meta and not is_tracing():
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
     if amax is None:
         amax = shared_amax(x, recipe)
@@ -109,7 +109,7 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
 
     Tensor-wide parts may be given per entry of dim 0 ([N, 1, ..]), as a gathered weight has them.
     """
-    if parts["payload"].is_meta and not _as_defined(parts["payload"]):
+    if parts["payload"].is_meta and not is_tracing():
         return torch.empty(logical_shape(parts["payload"], recipe), dtype=dtype, device="meta")
     if _as_defined(parts["payload"]):
         return _rounded_once(format_of(recipe).decode(parts, recipe), dtype)
@@ -207,8 +207,11 @@ def _name(recipe: Recipe, dtype: torch.dtype) -> str:
 
 
 def _as_defined(x: Tensor) -> bool:
-    """Whether the plain definition has to do: traced, empty, or with random numbers drawn for each element."""
-    return is_tracing() or is_armed() or x.numel() == 0
+    """Whether the plain definition has to do: traced, with random numbers for each element, or small enough."""
+    elements = x.numel()
+    if elements < COMPILED_FROM and use_kernels.mode != "compiled":
+        return elements <= CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2 or is_tracing() or is_armed()
+    return elements == 0 or is_tracing() or is_armed()
 
 
 def _rows(x: Tensor) -> Tensor:

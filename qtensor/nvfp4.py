@@ -187,7 +187,7 @@ def _value(codes: Tensor) -> Tensor:
 
 def _packed(codes: Tensor) -> Tensor:
     """[.., 16] codes, one a byte -> [.., 8], eight at a time: in a little-endian word the first is the lowest."""
-    words = codes.view(torch.int64)
+    words = codes.contiguous().view(torch.int64)
     words = (words | (words >> 4)) & 0x00FF00FF00FF00FF
     words = (words | (words >> 8)) & 0x0000FFFF0000FFFF
     return (words | (words >> 16)).to(torch.int32).view(torch.uint8)
