@@ -71,7 +71,7 @@ def _measure(contender: Weights, world: int) -> dict[str, float]:
         local = statistics.median(
             timed(lambda: plan_save(contender.save_planner(), state_dict))[1] for _ in range(LOCAL_REPEATS)
         )
-    row, planned = coordinate(contender, world)
+    row, planned = coordinate(contender, world, with_gc=False)
     described = describe(contender, world, *planned)
     del planned
     gc.collect()
