@@ -48,16 +48,16 @@ class Question:
 
 
 QUESTIONS = {  # cheap ones first
-    "numerics": Question(100),
-    "linear": Question(60),
-    "staging": Question(40),
-    "overhead": Question(60),
-    "optimizer": Question(60),
-    "plan_scaling": Question(90, full=True),
-    "checkpoints": Question(150, full=True),
-    "gather": Question(180),
-    "growth": Question(180),
-    "calibration": Question(240, full=True),
+    "numerics": Question(60),
+    "linear": Question(20),
+    "staging": Question(25),
+    "overhead": Question(55),
+    "optimizer": Question(45),
+    "plan_scaling": Question(50, full=True),
+    "checkpoints": Question(160, full=True),
+    "gather": Question(145),
+    "growth": Question(310),
+    "calibration": Question(325, full=True),
 }
 
 
