@@ -4,9 +4,9 @@
     python -m benchmarks numerics linear      # some; their names end the files' names
     python -m benchmarks calibration --full   # those that have a longer version, at length
 
-    results/<date>-<machine>-cpu.json   figures
-    results/<date>-<machine>-cpu.md     the same to read, and a table of all targets
-    results/<date>-<question>.png       a picture of each
+    results/<date>-<machine>-cpu.json             figures
+    results/<date>-<machine>-cpu.md               the same to read, and a table of all targets
+    results/<date>-<machine>-cpu-<question>.png   a picture of each
 
 A question is a module of this package:
 
@@ -91,7 +91,7 @@ def ask_all(names: Sequence[str], stem: Path, command: str, *, full: bool = Fals
         left = sum(QUESTIONS[other].budget for other in names[number:])
         at_length = ", at length" if full and QUESTIONS[name].full else ""
         print(f"[{number + 1}/{len(names)}] {name}{at_length} ... (all that is left: {left} s)", flush=True)
-        picture = stem.with_name(f"{dt.date.today().isoformat()}-{name}.png")
+        picture = stem.with_name(f"{stem.name}-{name}.png")
         began = time.perf_counter()
         results[name] = {}
         try:
