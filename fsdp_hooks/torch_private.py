@@ -28,6 +28,7 @@ __all__ = [
     "dtensor_around",
     "dtensor_like",
     "flatten_state_dict",
+    "foreach_copy",
     "hook_tables",
     "is_tracing",
     "is_watched",
@@ -52,6 +53,9 @@ assert callable(StorageInfo)
 
 # Arguments of an op nest lists and dicts; torch has no public name for walking them.
 assert callable(tree_map)
+
+# Copies many small tensors by one call. torch documents its _foreach_ functions, in spite of their names.
+foreach_copy = torch._foreach_copy_
 
 # Documented by torch as the way to leave __torch_function__; its public twin wraps plain results in the subclass again.
 without_torch_function = torch._C.DisableTorchFunctionSubclass

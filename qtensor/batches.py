@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fsdp_hooks.torch_private import foreach_copy
 from qtensor import kernels
 from qtensor.formats import tensor_wide
 from qtensor.recipes import Recipe
@@ -28,7 +29,7 @@ STACK = 2**22  # elements that are stacked at a time
 @torch.no_grad()
 def write_each(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], amaxes: Sequence[Tensor | None]) -> None:
     """shard.write(value, amax, step=True) for each; `amaxes` as `write` takes them."""
-    for numbers in _batches(shards, values):
+    for numbers in _batches(shards, values, [amax is None for amax in amaxes]):
         if len(numbers) == 1:
             (number,) = numbers
             shards[number].write(values[number], amaxes[number], step=True)
@@ -42,14 +43,14 @@ def write_each(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], amax
             own = [getattr(shards[number], name) for number in numbers]
             targets += own
             sources += part.unbind() if own[0].ndim else part[:, 0, 0].unbind()
-        torch._foreach_copy_(targets, sources)
+        foreach_copy(targets, sources)
 
 
 @torch.no_grad()
 def shared_amaxes(shards: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> list[Tensor]:
     """shard.shared_amax(value) for each; all of them share scales."""
     found: dict[int, Tensor] = {}
-    for numbers in _batches(shards, values):
+    for numbers in _batches(shards, values, [False] * len(shards)):
         if len(numbers) == 1:
             (number,) = numbers
             amax = shards[number].shared_amax(values[number])
@@ -69,18 +70,22 @@ def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Sequence[Tensor | None])
     if not kernels.shares_amax(recipe):
         return None
     n, rows, _ = stacked.shape
-    if any(amax is None for amax in agreed):  # of one process: all are
+    if any(amax is None for amax in agreed):  # then all are, see _batches
         own = kernels.row_amaxes(stacked)
         return own.amax(dim=1, keepdim=True).expand(n, rows, 1) if tensor_wide(recipe) else own
     return torch.stack([amax.reshape(-1, 1).expand(rows, 1) for amax in agreed if amax is not None])
 
 
-def _batches(shards: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Numbers of what is done together, small ones of one kind and shape."""
+def _batches(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], alone: Sequence[bool]) -> Iterator[list[int]]:
+    """Numbers of what is done together: small ones of one kind and shape, those that share no scale apart.
+
+    (Under tensor parallelism one weight may be cut along its scales and another of that shape not.)
+    """
     kinds: dict[object, list[int]] = {}
     for number, (shard, value) in enumerate(zip(shards, values, strict=True)):
         if _is_plain(shard) and value.shape == shard.shape and value.numel() < SMALL:
-            kinds.setdefault((shard.recipe, tuple(value.shape), value.dtype, value.device), []).append(number)
+            kind = (shard.recipe, tuple(value.shape), value.dtype, value.device, alone[number])
+            kinds.setdefault(kind, []).append(number)
         else:
             yield [number]
     for numbers in kinds.values():

@@ -330,3 +330,10 @@ def test_one_dispatch_state_is_the_same_from_everywhere():
         with mode:
             look()
     assert found == [(False, False, False)] * 4
+
+
+def test_foreach_copy_copies_each():
+    targets = [torch.zeros(3), torch.zeros(2, dtype=torch.uint8), torch.zeros(2).to(torch.float8_e4m3fn)]
+    sources = [torch.ones(3), torch.full((2,), 7, dtype=torch.uint8), torch.ones(2).to(torch.float8_e4m3fn)]
+    torch_private.foreach_copy(targets, sources)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(targets, sources, strict=True))

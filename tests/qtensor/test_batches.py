@@ -42,6 +42,7 @@ def test_written_at_once_or_one_by_one_the_bytes_are_the_same(
     amaxes: list[Tensor | None] = [None] * len(values)
     if agreed and one_by_one[0].shared_amax(values[0]) is not None:
         amaxes = [amax * 1.5 for amax in batches.shared_amaxes(at_once, values)]
+        amaxes[2] = None  # as of a weight that tensor parallelism has not cut
     for shard, value, amax in zip(one_by_one, values, amaxes, strict=True):
         shard.write(value, amax, step=True)
     for stack in (batches.STACK, 2 * 64 * 96):
