@@ -25,19 +25,6 @@ CALLS, ROUNDS = 100, 11  # of an op
 STEPS = 11
 COMPARED = ("detach", "view", "slice", "split", "F.linear")  # with the peer
 PLACES = {"one process": False, "FSDP2, 1 rank": True}
-# What an op on a float8 weight took (torch 2.13, Python 3.11) when every wrapper asked a meta tensor for its strides,
-# derived its shape and its specs anew, and aliased each part.
-INSTRUCTIONS_BEFORE = {
-    "detach": 103284,
-    "view": 155908,
-    "view(-1)": 137896,
-    "t": 123535,
-    "slice": 167917,
-    "split": 323320,
-    "as_strided": 195765,
-    "clone": 151576,
-    "F.linear": 528510,
-}
 
 
 def run() -> dict[str, Any]:
@@ -55,7 +42,6 @@ def run() -> dict[str, Any]:
             results["step"] = _step()
         print("  steps done", flush=True)
         results["instructions"] = counted()
-        results["instructions_before"] = INSTRUCTIONS_BEFORE
         if results["instructions"]:
             results["share_of_instructions"] = _by_instructions(results["instructions"])
     finally:
@@ -167,16 +153,16 @@ def markdown(results: dict[str, Any]) -> str:
     """The tables of the report."""
     counts, formats = results["instructions"] or {}, list(RECIPES)
     story = (
-        "One call on a 64x64 weight: time over that of a plain bf16 tensor; then instructions (thousands, float8, and "
-        "before needless work was cut), and those over torchao's tensor of the format (a dash: it has no such op)."
+        "One call on a 64x64 weight: time over that of a plain bf16 tensor; then instructions (thousands, float8), "
+        "and those over torchao's tensor of the format (a dash: it has no such op)."
     )
     over_plain, over_peer = (" | ".join(f"{name} / {other}" for name in formats) for other in ("plain", "torchao"))
-    lines = [story, "", f"| op | {over_plain} | instructions (before) | {over_peer} |", "|---|" + "---|" * 7]
+    lines = [story, "", f"| op | {over_plain} | instructions | {over_peer} |", "|---|" + "---|" * 7]
     for op, measured in results["ops"].items():
         plain = " | ".join(f"{measured[name]['over_plain']['ratio']:.1f}" for name in formats)
         peer = " | ".join("-" if (over := _over_peer(results, op, name)) is None else f"{over:.2f}" for name in formats)
         now = f"{counts[op]['float8'] / 1e3:.0f}" if op in counts else "-"
-        lines.append(f"| {op} | {plain} | {now} ({results['instructions_before'][op] / 1e3:.0f}) | {peer} |")
+        lines.append(f"| {op} | {plain} | {now} | {peer} |")
     story = (
         f"One training step of {LAYERS} layers of 64x64, 16 tokens: time over the dense model's, what it goes to "
         "(ours: also in instructions), and calls of the op table."

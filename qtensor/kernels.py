@@ -208,10 +208,10 @@ def _name(recipe: Recipe, dtype: torch.dtype) -> str:
 
 def _as_defined(x: Tensor) -> bool:
     """Whether the plain definition has to do: traced, with random numbers for each element, or small enough."""
-    elements = x.numel()
-    if elements < COMPILED_FROM and use_kernels.mode != "compiled":
-        return elements <= CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2 or is_tracing() or is_armed()
-    return elements == 0 or is_tracing() or is_armed()
+    if is_tracing() or is_armed():  # first: a look at the size would put a guard on it into the caller's graph
+        return True
+    small = min(COMPILED_FROM, CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2)  # a byte may hold two elements
+    return x.numel() == 0 or (use_kernels.mode != "compiled" and x.numel() < small)
 
 
 def _rows(x: Tensor) -> Tensor:

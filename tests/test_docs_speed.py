@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,14 @@ def run_block(number: int, names: dict[str, Any]) -> None:
 
 
 def real_step() -> None:
-    """A step of a layer of another shape, which is large enough for every kernel."""
+    """A step of layers of other shapes, large enough for every kernel, and small ones that are stacked."""
     with quantized_model_init(NVFP4BlockScaling()):
-        layer = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
-    fully_shard(layer)
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW, layer.parameters())
-    layer(torch.ones(2, 1024, dtype=torch.bfloat16)).sum().backward()
+        widths = (1024, 1024, 128, 512, 128, 512, 128)
+        pairs = itertools.pairwise(widths)
+        layers = nn.Sequential(*[nn.Linear(*pair, bias=False, dtype=torch.bfloat16) for pair in pairs])
+    fully_shard(layers)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, layers.parameters())
+    layers(torch.ones(2, 1024, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
 
 
@@ -69,6 +72,7 @@ def run_page() -> None:
         patch.setattr(compiled, "COMPILED_FROM", 2**16)  # of a digest: words of 8 bytes, each of 16 elements
         real_step()
         assert {name.partition("_")[0] for name in called} == {"amax", "encode", "decode", "digest"}
+        assert {name for name in called if "of_rows" in name}, "nothing was stacked"
         assert called <= warmed
         called.clear()
 

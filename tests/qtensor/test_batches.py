@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtensor import MasterWeightOptimizer, QuantizedTensor, batches, quantize
-from tests.qtensor.recipes_under_test import every_recipe, same_parts, weight
+from qtensor import MasterWeightOptimizer, QuantizedTensor, batches, quantize, use_kernels
+from tests.qtensor.recipes_under_test import RECIPES, every_recipe, same_parts, weight
 
 SHAPES = [(64, 96), (32, 64), (64, 96), (45, 96), (64, 96), (32, 64), (2, 32, 64), (0, 64)]
 
@@ -51,6 +51,19 @@ def test_written_at_once_or_one_by_one_the_bytes_are_the_same(
         for number, (mine, other) in enumerate(zip(at_once, one_by_one, strict=True)):
             assert same_parts(mine, other), number
         at_once = shards_of(recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mxfp8_square", "nvfp4_row"])
+def test_compiled_kernels_write_many_to_the_same_bytes(name: str) -> None:
+    recipe, values = RECIPES[name], weights(RECIPES[name], 100)
+    one_by_one, at_once = shards_of(recipe), shards_of(recipe)
+    with use_kernels("eager"):
+        for shard, value in zip(one_by_one, values, strict=True):
+            shard.write(value, step=True)
+    with use_kernels("compiled"):
+        batches.write_each(at_once, values, [None] * len(values))
+    assert all(same_parts(mine, other) for mine, other in zip(at_once, one_by_one, strict=True))
 
 
 @every_recipe

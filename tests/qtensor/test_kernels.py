@@ -490,6 +490,27 @@ def test_shapes_are_dynamic_so_that_nothing_is_compiled_again_and_again(monkeypa
             assert before < len(graphs) <= before + 4, name
 
 
+@pytest.mark.parametrize("name", ["float8_row", "mxfp8_row", "nvfp4_row"])
+def test_a_traced_graph_does_not_depend_on_the_size_from_which_kernels_are_compiled(name: str) -> None:
+    """One dynamic graph of the caller's for activations of any number of tokens."""
+    torch.compiler.reset()
+    recipe, graphs = RECIPES[name], []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def round_trip(x: Tensor) -> Tensor:
+        rows = kernels.encode_rows(x, recipe)
+        return kernels.decode(rows, recipe, torch.bfloat16)
+
+    traced = torch.compile(round_trip, backend=backend, fullgraph=True, dynamic=True)
+    for tokens in (64, 2048, compiled.COMPILED_FROM // 64):
+        x = weight(tokens, 96)
+        assert same_bytes(traced(x), round_trip(x))
+    assert len(graphs) == 1
+
+
 @every_recipe
 def test_kernels_trace_into_the_graph_of_their_caller(recipe: Any) -> None:
     """fullgraph, whatever the mode: their own compilation would break the caller's graph."""
