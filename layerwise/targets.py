@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from dcp_adapters.hf.names import fused_key
 from fsdp_hooks.scale_sync import local_of
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, tensor_wide
@@ -22,10 +23,7 @@ from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["FUSED", "Target", "find_targets", "linear_names", "siblings"]
-
-# Linears that inference engines fuse into one: in NVFP4 they must have one global scale between them.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+__all__ = ["Target", "find_targets", "linear_names", "siblings"]
 
 NOTHING = "no module with a weight to quantize (an nn.Linear, or experts [E, N, K])"
 OTHERS = "Other layers (embeddings, convolutions, Conv1D of transformers) are not calibrated"
@@ -130,9 +128,8 @@ def siblings(targets: Iterable[Target], recipe: Recipe) -> list[list[Target]]:
     sets: dict[tuple[str, ...], list[Target]] = {}
     shared = tensor_wide(recipe) == "global_scale"
     for target in targets:
-        parent, _, own = target.module_name.rpartition(".")
-        fused = next((names for names in FUSED if own in names), None) if shared else None
-        sets.setdefault((parent, *fused) if fused else (target.name,), []).append(target)
+        fused = fused_key(target.module_name) if shared else None
+        sets.setdefault(fused or (target.name,), []).append(target)
     return list(sets.values())
 
 

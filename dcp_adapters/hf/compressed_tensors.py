@@ -1,0 +1,107 @@
+"""The layout of compressed-tensors, which llm-compressor writes and vLLM, SGLang and transformers read.
+
+One group of linears for each scheme. Global scales are stored as reciprocals, tensor-wide ones with one element.
+"""
+
+from typing import Any
+
+from dcp_adapters.hf.layout import (
+    INPUT_SCALE,
+    ONE,
+    ONE_OVER,
+    Layout,
+    Linears,
+    Scheme,
+    SchemeEntry,
+    Stored,
+    register_layout,
+)
+
+__all__ = ["COMPRESSED_TENSORS"]
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_TENSOR = {**FP8, "strategy": "tensor", "dynamic": False}
+FP8_TOKEN = {**FP8, "strategy": "token", "dynamic": True}
+FP8_ROW = {**FP8, "strategy": "channel", "dynamic": False}
+MXFP8 = {**FP8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "scale_dtype": "torch.float8_e4m3fn",
+}
+
+
+def _entry(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, *stored: Stored) -> SchemeEntry:
+    config = {"format": form, "weights": weights, "input_activations": inputs, "output_activations": None}
+    return SchemeEntry(stored, config)
+
+
+_FP8 = Stored("payload", "weight")
+_STATIC = Stored(INPUT_SCALE, "input_scale", ONE)
+_NVFP4 = (
+    Stored("payload", "weight_packed"),
+    Stored("scale", "weight_scale"),
+    Stored("global_scale", "weight_global_scale", ONE_OVER),
+)
+SCHEMES = {
+    Scheme("fp8_tensor", "dynamic"): _entry(
+        "float-quantized", FP8_TENSOR, FP8_TOKEN, _FP8, Stored("scale", "weight_scale", ONE)
+    ),
+    Scheme("fp8_tensor", "static"): _entry(
+        "float-quantized", FP8_TENSOR, FP8_TENSOR, _FP8, Stored("scale", "weight_scale", ONE), _STATIC
+    ),
+    Scheme("fp8_row", "dynamic"): _entry("float-quantized", FP8_ROW, FP8_TOKEN, _FP8, Stored("scale", "weight_scale")),
+    Scheme("fp8_row", "static"): _entry(
+        "float-quantized", FP8_ROW, FP8_TENSOR, _FP8, Stored("scale", "weight_scale"), _STATIC
+    ),
+    Scheme("mxfp8", "dynamic"): _entry(
+        "mxfp8-quantized",
+        {**MXFP8, "dynamic": False},
+        {**MXFP8, "dynamic": True},
+        _FP8,
+        Stored("scale", "weight_scale"),
+    ),
+    Scheme("nvfp4", "none"): _entry("nvfp4-pack-quantized", {**NVFP4, "dynamic": False}, None, *_NVFP4),
+    Scheme("nvfp4", "static"): _entry(
+        "nvfp4-pack-quantized",
+        {**NVFP4, "dynamic": False},
+        {**NVFP4, "dynamic": "local"},
+        *_NVFP4,
+        Stored(INPUT_SCALE, "input_global_scale", ONE_OVER),
+    ),
+}
+
+
+def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
+    """One group a scheme; with several of them each names its modules."""
+    kinds = linears.kinds
+    groups = {
+        f"group_{number}": {
+            "targets": ["Linear"] if len(kinds) == 1 else linears.modules(scheme),
+            **layout.schemes[scheme].config,
+        }
+        for number, scheme in enumerate(kinds)
+    }
+    forms = {str(group["format"]) for group in groups.values()}
+    quantization = {
+        "quant_method": layout.name,
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": FP8_TENSOR if linears.kv_cache else None,
+        "ignore": list(linears.ignored),
+        "config_groups": groups,
+    }
+    return {"config.json": quantization}
+
+
+COMPRESSED_TENSORS = Layout(
+    name="compressed-tensors",
+    schemes=SCHEMES,
+    kv_scales={"k_scale": "k_scale", "v_scale": "v_scale"},
+    json=_json,
+)
+register_layout(COMPRESSED_TENSORS)

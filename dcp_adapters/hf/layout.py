@@ -1,0 +1,220 @@
+"""What a layout is: for each kind of quantized linear the tensors in the file, and JSON that tells an engine of them.
+
+    Scheme   how one linear is quantized: the kind of its weight, and what becomes of its inputs
+    Form     how a part looks in the file: as it is, as one value in a 1-dim tensor, as its reciprocal, ...
+    Stored   one tensor of a linear, `<module>.<name>`: which part it is, in which form
+    Layout   the table scheme -> tensors and JSON, and the function that makes the files of JSON from it
+
+A layout is data, in a file of its own that registers it. Writing follows the tables from parts to files, reading the
+other way round; nothing else knows a name in them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qtensor.float8 import Float8CurrentScaling
+from qtensor.float8_delayed import Float8DelayedScaling
+from qtensor.mxfp8 import MXFP8BlockScaling
+from qtensor.nvfp4 import NVFP4BlockScaling
+from qtensor.recipes import Recipe
+
+__all__ = [
+    "FLAT",
+    "INPUT_SCALE",
+    "KINDS",
+    "LAYOUTS",
+    "ONE",
+    "ONE_OVER",
+    "SAME",
+    "Form",
+    "Layout",
+    "Linears",
+    "Scheme",
+    "SchemeEntry",
+    "Stored",
+    "kind_of",
+    "layout_named",
+    "reciprocal",
+    "register_layout",
+]
+
+INPUT_SCALE = "input_scale"  # not a part of the weight; calibrated beside it, under `<module>.input_scale`
+Inputs = Literal["none", "dynamic", "static"]
+
+# What the file can tell of a recipe: others that decode alike are these for an engine.
+KINDS: Mapping[str, Recipe] = {
+    "fp8_tensor": Float8CurrentScaling(granularity="tensor"),
+    "fp8_row": Float8CurrentScaling(granularity="row"),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+# Inputs of a linear without a calibrated scale: quantized on the fly, or, where that needs one, left as they are.
+UNCALIBRATED: Mapping[str, Inputs] = {
+    "fp8_tensor": "dynamic",
+    "fp8_row": "dynamic",
+    "mxfp8": "dynamic",
+    "nvfp4": "none",
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one linear is quantized.
+
+    kind: a key of KINDS. inputs: "none", they stay as they are; "dynamic", quantized on the fly; "static", under a
+    calibrated `input_scale`.
+    """
+
+    kind: str
+    inputs: Inputs
+
+    @staticmethod
+    def of(kind: str, *, calibrated: bool) -> "Scheme":
+        """The scheme of a linear, with or without an `input_scale`."""
+        return Scheme(kind, "static" if calibrated and kind != "mxfp8" else UNCALIBRATED[kind])
+
+    def __str__(self) -> str:
+        return f"{self.kind} weights with {'unquantized' if self.inputs == 'none' else self.inputs} inputs"
+
+
+def kind_of(recipe: Recipe) -> str | None:
+    """The kind whose engines' formula decodes what was quantized under `recipe`; None where engines have none."""
+    if getattr(recipe, "element", "e4m3") != "e4m3":
+        return None
+    if isinstance(recipe, Float8DelayedScaling):
+        return "fp8_tensor"
+    if isinstance(recipe, Float8CurrentScaling):
+        return f"fp8_{recipe.granularity}"
+    return next((kind for kind, other in KINDS.items() if type(other) is type(recipe)), None)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a part looks in the file.
+
+    shape: the part's shape -> the file's. write, read: the part -> what the file holds, and back.
+    """
+
+    shape: Callable[[Sequence[int]], tuple[int, ...]]
+    write: Callable[[Tensor], Tensor]
+    read: Callable[[Tensor], Tensor]
+
+
+def reciprocal(value: Tensor) -> Tensor:
+    """The fp32 number whose reciprocal is `value`, where there is one; else the one nearest to 1 / value.
+
+    So that reading gives back what was written. Global scales are such reciprocals (of 2688 / amax); others, which
+    lie between two of them, come back as the nearer one, and stay that.
+    """
+    nearest = torch.reciprocal(value.float())
+    for step in (0, 1, -1):
+        candidate = (nearest.view(torch.int32) + step).view(torch.float32)
+        if torch.equal(torch.reciprocal(candidate), value.float()):
+            return candidate
+    return nearest
+
+
+SAME = Form(shape=tuple, write=lambda part: part, read=lambda stored: stored)
+ONE = Form(shape=lambda shape: (1,), write=lambda part: part.reshape(1), read=lambda stored: stored.reshape(()))
+FLAT = Form(
+    shape=lambda shape: tuple(shape[:-1]),
+    write=lambda part: part.squeeze(-1),
+    read=lambda stored: stored.unsqueeze(-1),
+)
+ONE_OVER = Form(
+    shape=lambda shape: (1,),
+    write=lambda part: reciprocal(part).reshape(1),
+    read=lambda stored: torch.reciprocal(stored.float()).reshape(()),
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a linear in the file.
+
+    part: of the quantized weight, or INPUT_SCALE. name: behind the module's fqn and a dot.
+    """
+
+    part: str
+    name: str
+    form: Form = SAME
+
+
+@dataclass(frozen=True)
+class SchemeEntry:
+    """A scheme in a layout: its tensors, and what the layout's JSON says of it."""
+
+    stored: tuple[Stored, ...]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Linears:
+    """What there is to tell an engine.
+
+    schemes: module -> its scheme. ignored: modules of linears that are not quantized. kv_cache: whether scales of the
+    KV cache are in the file. producer: name and version of what wrote it.
+    """
+
+    schemes: Mapping[str, Scheme]
+    ignored: Sequence[str]
+    kv_cache: bool
+    producer: Mapping[str, str]
+
+    @property
+    def kinds(self) -> list[Scheme]:
+        """The schemes that occur, in a fixed order."""
+        return sorted(set(self.schemes.values()), key=lambda scheme: (scheme.kind, scheme.inputs))
+
+    def modules(self, scheme: Scheme) -> list[str]:
+        """The modules of a scheme, in the order of the model."""
+        return [module for module, its in self.schemes.items() if its == scheme]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to write quantized linears into safetensors.
+
+    Attributes:
+        name: what `layout=` calls it; also the `quant_method` in config.json.
+        schemes: the schemes it has. A tensor of a linear is fp32 where it is a tensor-wide scale.
+        lacks: what to do instead, for schemes that it has not.
+        kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
+        json: file name -> content, made from what there is to tell; "config.json" holds what is to become of the
+            model's `quantization_config`.
+    """
+
+    name: str
+    schemes: Mapping[Scheme, SchemeEntry]
+    kv_scales: Mapping[str, str]
+    json: Callable[["Layout", Linears], dict[str, Any]]
+    lacks: Mapping[Scheme, str] = field(default_factory=dict)
+
+    def entry(self, scheme: Scheme, module: str) -> SchemeEntry:
+        """The entry of a scheme. Raises ValueError where the layout has none."""
+        found = self.schemes.get(scheme)
+        if found is None:
+            instead = self.lacks.get(scheme, f"it has {'; '.join(map(str, self.schemes))}")
+            raise ValueError(f"{module}: the layout {self.name} has no {scheme}; {instead}")
+        return found
+
+
+LAYOUTS: dict[str, Layout] = {}
+
+
+def register_layout(layout: Layout) -> None:
+    """Make a layout known. Raises ValueError for a name that is taken."""
+    if layout.name in LAYOUTS:
+        raise ValueError(f"the layout {layout.name!r} is registered already")
+    LAYOUTS[layout.name] = layout
+
+
+def layout_named(name: str) -> Layout:
+    """A layout by its name. Raises ValueError for an unknown one."""
+    if name not in LAYOUTS:
+        raise ValueError(f"layout={name!r} is not one of {', '.join(map(repr, LAYOUTS))}")
+    return LAYOUTS[name]

@@ -1,0 +1,101 @@
+"""The layout of NVIDIA ModelOpt, which TensorRT-LLM, vLLM and SGLang read.
+
+`hf_quant_config.json` beside config.json says one algorithm for all linears, or lists them with theirs. Scales are
+plain: tensor-wide ones of no dims, those of rows of one.
+"""
+
+from typing import Any
+
+from dcp_adapters.hf.layout import FLAT, INPUT_SCALE, Layout, Linears, Scheme, SchemeEntry, Stored, register_layout
+
+__all__ = ["MODELOPT"]
+
+_WEIGHT = Stored("payload", "weight")
+_SCALE = Stored("scale", "weight_scale")
+_STATIC = Stored(INPUT_SCALE, "input_scale")
+_GLOBAL = Stored("global_scale", "weight_scale_2")
+FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+SCHEMES = {
+    Scheme("fp8_tensor", "static"): SchemeEntry(
+        (_WEIGHT, _SCALE, _STATIC),
+        {"quant_algo": "FP8", "group": {"weights": FP8, "input_activations": FP8}, "mixes": True},
+    ),
+    Scheme("fp8_row", "dynamic"): SchemeEntry(
+        (_WEIGHT, Stored("scale", "weight_scale", FLAT)), {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    ),
+    Scheme("mxfp8", "dynamic"): SchemeEntry((_WEIGHT, _SCALE), {"quant_algo": "MXFP8", "group_size": 32}),
+    Scheme("nvfp4", "none"): SchemeEntry(
+        (_WEIGHT, _SCALE, _GLOBAL),
+        {"quant_algo": "W4A16_NVFP4", "group_size": 16, "group": {"weights": NVFP4}, "mixes": True},
+    ),
+    Scheme("nvfp4", "static"): SchemeEntry(
+        (_WEIGHT, _SCALE, _GLOBAL, _STATIC),
+        {
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "group": {"weights": NVFP4, "input_activations": NVFP4},
+            "mixes": True,
+        },
+    ),
+}
+_STATIC_FP8 = (
+    'its engines divide by the input_scale: calibrate one (inputs="static"), or use layout="compressed-tensors"'
+)
+_ROWS = 'its engines scale each token: leave the input scales out, or use layout="compressed-tensors"'
+
+
+def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
+    """hf_quant_config.json, and the same in config.json, which newer engines read."""
+    kinds = linears.kinds
+    configs = {scheme: layout.schemes[scheme].config for scheme in kinds}
+    first = configs[kinds[0]]
+    told: dict[str, Any] = {"quant_algo": first["quant_algo"]}
+    sizes = {config["group_size"] for config in configs.values() if "group_size" in config}
+    if len(kinds) > 1:
+        for scheme in kinds:
+            if not configs[scheme].get("mixes"):
+                raise ValueError(
+                    f"{linears.modules(scheme)[0]}: engines read {scheme} in the layout {layout.name} only where all "
+                    'linears have them; use layout="compressed-tensors", or one recipe for all'
+                )
+        told = {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                module: {key: configs[scheme][key] for key in ("quant_algo", "group_size") if key in configs[scheme]}
+                for module, scheme in linears.schemes.items()
+            },
+        }
+    kv_cache = "FP8" if linears.kv_cache else None
+    legacy = {
+        **told,
+        "kv_cache_quant_algo": kv_cache,
+        "group_size": sizes.pop() if len(sizes) == 1 else None,
+        "exclude_modules": list(linears.ignored),
+    }
+    config: dict[str, Any] = {"quant_method": layout.name, **told, "ignore": list(linears.ignored)}
+    if all("group" in each for each in configs.values()):
+        config["config_groups"] = {
+            f"group_{number}": {
+                **configs[scheme]["group"],
+                "targets": ["Linear"] if len(kinds) == 1 else linears.modules(scheme),
+            }
+            for number, scheme in enumerate(kinds)
+        }
+    if linears.kv_cache:
+        config["kv_cache_scheme"] = FP8
+    producer = dict(linears.producer)
+    return {
+        "config.json": {**config, "producer": producer},
+        "hf_quant_config.json": {"producer": producer, "quantization": legacy},
+    }
+
+
+MODELOPT = Layout(
+    name="modelopt",
+    schemes=SCHEMES,
+    kv_scales={"k_scale": "k_proj.k_scale", "v_scale": "v_proj.v_scale"},
+    json=_json,
+    lacks={Scheme("fp8_tensor", "dynamic"): _STATIC_FP8, Scheme("fp8_row", "static"): _ROWS},
+)
+register_layout(MODELOPT)

@@ -1,0 +1,66 @@
+"""What inference engines call things, where that differs from the model's own names.
+
+fused      linears that an engine runs as one, and which therefore share scales
+experts    a weight [E, N, K] of all experts is E linears `<experts>.<e>.<name>`; gate_up_proj is two of each
+
+Names in a layout's files are built on these.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["FUSED", "Piece", "fused_key", "fused_sets", "pieces_of"]
+
+# In NVFP4 they must have one global scale between them, and everywhere one scale of their common input.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A linear [N, K] that engines know by a module's name: some rows of one expert, or all of a weight.
+
+    expert: its number, None for a weight of 2 dims. rows: (first, last + 1) in the weight [.., N, K].
+    """
+
+    module: str
+    expert: int | None
+    rows: tuple[int, int]
+
+
+def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
+    """The linears that a weight consists of; None for one that engines do not know as a linear.
+
+    Args:
+        name: its fqn; `<module>.weight`, or `<module>.experts.<parameter>` for the weights of all experts.
+        shape: [N, K] or [E, N, K].
+    """
+    parent, _, own = name.rpartition(".")
+    if len(shape) == 2 and own == "weight":
+        return [Piece(parent, None, (0, shape[0]))]
+    if len(shape) != 3 or parent.rpartition(".")[2] != "experts":
+        return None
+    halves = HALVES.get(own, (own,))
+    if shape[1] % len(halves):
+        return None
+    rows = shape[1] // len(halves)
+    return [
+        Piece(f"{parent}.{expert}.{half}", expert, (number * rows, (number + 1) * rows))
+        for expert in range(shape[0])
+        for number, half in enumerate(halves)
+    ]
+
+
+def fused_key(module: str) -> tuple[str, ...] | None:
+    """The same for all linears that an engine runs as one; None for a linear that it runs alone."""
+    parent, _, own = module.rpartition(".")
+    fused = next((names for names in FUSED if own in names), None)
+    return (parent, *fused) if fused else None
+
+
+def fused_sets(modules: Iterable[str]) -> list[list[str]]:
+    """The modules in sets of those that an engine fuses, in order; one that is fused with none is alone."""
+    sets: dict[tuple[str, ...], list[str]] = {}
+    for module in modules:
+        sets.setdefault(fused_key(module) or (module,), []).append(module)
+    return list(sets.values())
