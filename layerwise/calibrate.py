@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_hooks.alike import alike, is_first
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.gptq import GPTQ
@@ -24,7 +25,6 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
-from layerwise.alike import alike, is_first
 from layerwise.events import Event, observing
 from layerwise.inputs.passes import Batches
 from layerwise.plan import Options, planned

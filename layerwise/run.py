@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layerwise.alike import alike, any_of
+from fsdp_hooks.alike import alike, any_of
 from layerwise.events import Event, Observer
 from layerwise.folding.smoothing import smooths
 from layerwise.inputs.passes import Batches

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_hooks.alike import alike, check_same
 from fsdp_hooks.digest import digest
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group, Inputs, Linear
-from layerwise.alike import alike, check_same
 from layerwise.folding.places import Known, Pair, identity
 from layerwise.folding.smoothing import Smoothed, smooth, smooths
 from layerwise.guard import Guard

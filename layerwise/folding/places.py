@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_hooks.alike import alike
 from fsdp_hooks.digest import digest
-from layerwise.alike import alike
 from layerwise.folding.probing import Producer, choose, producers_of, propose
 from layerwise.inputs.structure import flatten
 from layerwise.weights.hold import modules_of

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fsdp_hooks.alike import alike
 from layerwise.algorithms.algorithm import Algorithm, Group, Inputs, Linear
-from layerwise.alike import alike
 from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify
 from layerwise.folding.places import Pair, pairs_of, places
 from layerwise.inputs.structure import flatten

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_hooks.alike import device_of
 from layerwise.algorithms.algorithm import Inputs
-from layerwise.alike import device_of
 from layerwise.inputs.structure import flatten
 from layerwise.report.report import LinearReport, decibels
 from layerwise.statistics.collector import Collector

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from layerwise.alike import on_all
+from fsdp_hooks.alike import on_all
 from layerwise.resume.weight_sums import weights_digest
 
 __all__ = ["Fingerprint", "data_digest", "weights_digest"]

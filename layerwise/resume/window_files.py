@@ -18,7 +18,7 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader
-from layerwise.alike import is_first, on_all, on_first, rank_of, ranks_of
+from fsdp_hooks.alike import is_first, on_all, on_first, rank_of, ranks_of
 from layerwise.resume.progress import Window
 
 __all__ = ["check_usable", "first_faults", "read_window", "write_window"]
