@@ -23,7 +23,7 @@ from torch import Tensor
 __all__ = ["alike", "any_of", "check_same", "device_of", "is_first", "on_all", "on_first", "rank_of", "ranks_of"]
 
 T = TypeVar("T")
-KEPT = (ValueError, FileNotFoundError, PermissionError, OSError, TypeError)  # types that reach the other ranks
+KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError)  # reach the other ranks
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,5 @@ def check_same(group: dist.ProcessGroup | None, value: Tensor, what: str) -> Non
 
 
 def _failed(error: Exception, where: str = "") -> _Failed:
-    kind = next((kind.__name__ for kind in KEPT if type(error) is kind), None)
-    if kind is None and isinstance(error, OSError):
-        kind = "OSError"
+    kind = next((kind.__name__ for kind in KEPT if isinstance(error, kind)), None)
     return _Failed(kind or "RuntimeError", where + (str(error) if kind else f"{type(error).__name__}: {error}"))

@@ -75,7 +75,7 @@ class Scheme:
     @staticmethod
     def of(kind: str, *, calibrated: bool) -> "Scheme":
         """The scheme of a linear, with or without an `input_scale`."""
-        return Scheme(kind, "static" if calibrated and kind != "mxfp8" else UNCALIBRATED[kind])
+        return Scheme(kind, "static" if calibrated else UNCALIBRATED[kind])
 
     def __str__(self) -> str:
         return f"{self.kind} weights with {'unquantized' if self.inputs == 'none' else self.inputs} inputs"

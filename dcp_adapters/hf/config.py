@@ -1,0 +1,144 @@
+"""The model's own description beside its weights: config.json, and what an engine needs to make text of it.
+
+It is taken from a directory, a file, a dict or a config object, and goes into the export with nothing changed but what
+says how the weights are stored.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dcp_adapters.hf.sources import weight_files
+
+__all__ = ["ModelConfig", "model_config", "shard_size"]
+
+CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
+# What may be in a directory and is not the model's description: weights, their index, a card of the dense model.
+LEFT = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "*.onnx", "*.h5", "*.msgpack", "README*")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's description.
+
+    values: of config.json. others: file name -> JSON, for files that are made. files: those to copy. weights: names of
+    the tensors beside it, where it is a directory with weights.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+    weights: frozenset[str] = frozenset()
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output projection is the embedding."""
+        text = self.values.get("text_config")
+        nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
+        return bool(self.values.get("tie_word_embeddings", nested))
+
+    def write(self, directory: Path, made: Mapping[str, Any]) -> None:
+        """Copy the files and write the JSON; `made` as a layout makes it."""
+        for file in self.files:
+            shutil.copyfile(file, directory / file.name)
+        config = {**self.values, "quantization_config": made[CONFIG]}
+        for name, content in {**self.others, **made, CONFIG: config}.items():
+            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def model_config(config: Any, source: Any) -> ModelConfig:
+    """The description that was given, or that a transformers model has.
+
+    Args:
+        config: the path of a directory or of a config.json, a dict, an object with `to_dict()`, or None.
+        source: what is exported; a module's `config` and `generation_config` are taken where `config` is None.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: config.json is no JSON object.
+        TypeError: something else was given.
+    """
+    if config is None:
+        return _of_module(source) if isinstance(source, nn.Module) else ModelConfig()
+    if isinstance(config, str | os.PathLike):
+        return _of_path(Path(config))
+    return ModelConfig(_cleaned(_values(config)))
+
+
+def shard_size(text: int | str) -> int:
+    """Bytes: a number, or one with a unit ("5GB", "500MiB"). Raises ValueError for anything else."""
+    if isinstance(text, int):
+        size = text
+    else:
+        unit = next((unit for unit in sorted(UNITS, key=len, reverse=True) if text.upper().endswith(unit)), "")
+        try:
+            size = int(float(text[: len(text) - len(unit)]) * UNITS.get(unit, 1))
+        except ValueError:
+            size = 0
+    if size <= 0:
+        raise ValueError(f'max_shard_size={text!r}: expected bytes, or a text like "5GB" or "500MiB"')
+    return size
+
+
+def _of_path(path: Path) -> ModelConfig:
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; config= takes a model's directory or its config.json")
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} holds a {type(values).__name__}, expected an object")
+    if not path.is_dir():
+        return ModelConfig(_cleaned(values))
+    kept = tuple(
+        found
+        for found in sorted(path.iterdir())
+        if found.is_file() and found.name not in (CONFIG, MODELOPT) and not any(map(found.match, LEFT))
+    )
+    try:
+        weights = frozenset(weight_files(path))
+    except FileNotFoundError:
+        weights = frozenset()
+    return ModelConfig(_cleaned(values), files=kept, weights=weights)
+
+
+def _of_module(model: nn.Module) -> ModelConfig:
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return ModelConfig()
+    values = _cleaned(_values(config))
+    own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # fully_shard makes another
+    values["architectures"] = values.get("architectures") or [own.__name__]
+    generation = getattr(model, "generation_config", None)
+    return ModelConfig(values, {GENERATION: _values(generation)} if hasattr(generation, "to_dict") else {})
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """A dict of what a config holds; of a config object what is not its default, as it is saved."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    to_dict = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
+    if to_dict is None:
+        raise TypeError(f"config= is a {type(config).__name__}, expected a path, a dict or an object with to_dict()")
+    values: dict[str, Any] = json.loads(json.dumps(to_dict(), default=_text))
+    return values
+
+
+def _text(value: Any) -> str:
+    """Of a dtype, as config.json has it."""
+    return str(value).removeprefix("torch.")
+
+
+def _cleaned(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what said how the weights were stored before."""
+    return {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}

@@ -1,0 +1,357 @@
+"""What an export writes where, decided from names, formats and shapes alone: no tensor is touched.
+
+    weight  ->  its linears (one; more for experts)  ->  the layout's tensors of each  ->  one file
+
+All tensors of a weight lie in one file, files are filled in the order of the model up to a size. Everything that can
+not be exported is found here, so that nothing is written then; scales that engines share are settled here, too.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_adapters.hf.layout import INPUT_SCALE, SAME, Form, Layout, Linears, Scheme, kind_of
+from dcp_adapters.hf.names import Piece, fused_sets, pieces_of
+from dcp_adapters.hf.sources import Record
+from qtensor.formats import specs_of
+from qtensor.recipes import Recipe
+
+__all__ = ["ExportPlan", "ExportRefused", "FilePlan", "Output", "Written", "plan_export"]
+
+KV_SCALES = ("k_scale", "v_scale")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+MOST_TOLD = 8
+
+
+class ExportRefused(ValueError):  # noqa: N818 - what happened to the export
+    """It can not be done as asked; nothing has been written."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One tensor of a file.
+
+    part: of the source's tensor, "" for a dense one, INPUT_SCALE for `value`. piece: the rows it is of; None for all.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    part: str
+    form: Form = SAME
+    piece: Piece | None = None
+    value: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Output:
+    """What becomes of one tensor of the source.
+
+    recipe: None for a dense one. scale: the global scale under which it is quantized anew, None where the bytes stay.
+    twin: another of the source that is tied to it, must be equal, and is not written.
+    """
+
+    source: str
+    recipe: Recipe | None
+    written: tuple[Written, ...]
+    scale: float | None = None
+    twin: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return sum(written.nbytes for written in self.written)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One safetensors file: its name and what is in it."""
+
+    name: str
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """All of an export.
+
+    json: file name -> content, config.json's `quantization_config` under that name. requantized: names of the weights
+    whose bytes change. recipes: weight -> its recipe, for the reader.
+    """
+
+    files: tuple[FilePlan, ...]
+    json: Mapping[str, Any]
+    requantized: tuple[str, ...] = ()
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(output.nbytes for file in self.files for output in file.outputs)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
+    the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
+    """
+
+    layout: Layout
+    scales: Mapping[str, float]
+    producer: Mapping[str, str]
+    max_shard_size: int
+    tied: bool = False
+    requantize: bool = False
+
+
+def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
+    """The plan of an export.
+
+    Args:
+        records: of all tensors of the source, in the order in which they are written.
+        request: the layout, and the values of scales.
+
+    Raises:
+        ExportRefused: nothing is quantized; a weight or a scheme that the layout does not have; linears that engines
+            fuse and whose formats or global scales differ; a scale that engines can not use. All of a kind are named.
+    """
+    quantized = {name: record for name, record in records.items() if record.recipe is not None}
+    if not quantized:
+        raise ExportRefused(
+            "nothing in the source is quantized: calibrate the model, convert the checkpoint (python -m dcp_adapters "
+            "convert), or build it under quantized_model_init"
+        )
+    twins = _tied(records) if request.tied else {}
+    pieces = {name: _pieces(name, record) for name, record in quantized.items()}
+    owners = {piece.module: name for name, those in pieces.items() for piece in those}
+    entries = _scale_entries(pieces)
+    orphans = [name for name in records if name.endswith(f".{INPUT_SCALE}") and name not in entries]
+    if orphans:
+        raise ExportRefused(f"{_listed(orphans)}: the weight beside it is not quantized; leave it out")
+    inputs = _input_scales(pieces, entries, request.scales)
+    schemes = {
+        module: Scheme.of(_kind(name, quantized[name].recipe), calibrated=module in inputs)
+        for module, name in owners.items()
+    }
+    for module, scheme in schemes.items():
+        request.layout.entry(scheme, module)
+    ignored = _ignored(records, quantized, tied=request.tied)
+    _check_fused(schemes, ignored)
+    renewed = _renewed(owners, schemes, request)
+    attentions = _kv_attentions(records)
+    outputs = []
+    for name, record in records.items():
+        if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
+            continue
+        if name in quantized:
+            written = [tensor for piece in pieces[name] for tensor in _linear(piece, record, schemes, inputs, request)]
+            outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
+        else:
+            outputs.append(Output(name, None, tuple(_dense(name, record)), twin=twins.get(name)))
+    outputs += _kv_outputs(attentions, request)
+    linears = Linears(schemes, ignored, bool(attentions), request.producer)
+    recipes = {name: record.recipe for name, record in quantized.items() if record.recipe is not None}
+    return ExportPlan(
+        _files(outputs, request.max_shard_size), request.layout.json(request.layout, linears), tuple(renewed), recipes
+    )
+
+
+# -- linears -----------------------------------------------------------------------------------------------------------
+
+
+def _pieces(name: str, record: Record) -> list[Piece]:
+    pieces = pieces_of(name, record.shape)
+    if pieces is None:
+        raise ExportRefused(
+            f"{name} {record.shape} is quantized, and engines know no such linear: they know <module>.weight [N, K] "
+            "and <module>.experts.<name> [E, N, K]; convert it to a dense one (python -m dcp_adapters convert --to "
+            "bfloat16 --include ...)"
+        )
+    return pieces
+
+
+def _kind(name: str, recipe: Recipe | None) -> str:
+    assert recipe is not None
+    kind = kind_of(recipe)
+    if kind is None:
+        raise ExportRefused(f'{name} is quantized under {recipe}: engines read element="e4m3" only; convert it first')
+    return kind
+
+
+def _linear(
+    piece: Piece, record: Record, schemes: Mapping[str, Scheme], inputs: Mapping[str, float], request: Request
+) -> Iterable[Written]:
+    """The tensors of one linear."""
+    assert record.recipe is not None
+    shape = (piece.rows[1] - piece.rows[0], record.shape[-1])
+    specs = {spec.name: spec for spec in specs_of(record.recipe)}
+    whole = piece.expert is None
+    for stored in request.layout.entry(schemes[piece.module], piece.module).stored:
+        name = f"{piece.module}.{stored.name}"
+        if stored.part == INPUT_SCALE:
+            value = inputs[piece.module]
+            yield Written(name, torch.float32, stored.form.shape(()), INPUT_SCALE, stored.form, value=value)
+        else:
+            spec = specs[stored.part]
+            form = stored.form.shape(spec.shape(shape))
+            yield Written(name, spec.dtype, form, stored.part, stored.form, None if whole else piece)
+
+
+def _dense(name: str, record: Record) -> Iterable[Written]:
+    """A dense tensor as it is; those of all experts as engines know them."""
+    pieces = pieces_of(name, record.shape) if len(record.shape) == 3 else None
+    if pieces is None:
+        yield Written(name, record.dtype, record.shape, "")
+        return
+    for piece in pieces:
+        shape = (piece.rows[1] - piece.rows[0], record.shape[-1])
+        yield Written(f"{piece.module}.weight", record.dtype, shape, "", piece=piece)
+
+
+def _ignored(records: Mapping[str, Record], quantized: Mapping[str, Any], *, tied: bool) -> list[str]:
+    """Modules with a weight of a linear's shape that is not quantized, embeddings too: engines ask for linears only."""
+    names = [name for name in records if name not in quantized]
+    found = [piece.module for name in names for piece in pieces_of(name, records[name].shape) or ()]
+    if tied and not any(module.rpartition(".")[2] == "lm_head" for module in found):
+        found.append("lm_head")
+    return found
+
+
+def _tied(records: Mapping[str, Record]) -> dict[str, str]:
+    """The embedding -> the output projection that the config ties to it, where the source has both."""
+    head = next((name for name in records if f".{name}".endswith(".lm_head.weight")), None)
+    if head is None:
+        return {}
+    if records[head].recipe is not None:
+        raise ExportRefused(
+            f"{head} is quantized, but the config ties it to the embedding (tie_word_embeddings), so engines would not "
+            "read it; export with a config that has tie_word_embeddings=False"
+        )
+    return {name: head for name, record in records.items() if name.endswith(EMBEDDINGS) and record == records[head]}
+
+
+# -- scales ------------------------------------------------------------------------------------------------------------
+
+
+def _scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, str]:
+    """Name of an `input_scale` entry -> the weight whose inputs it scales; that of experts names the parameter."""
+    return {
+        f"{those[0].module if those[0].expert is None else name}.{INPUT_SCALE}": name for name, those in pieces.items()
+    }
+
+
+def _input_scales(
+    pieces: Mapping[str, Sequence[Piece]], entries: Mapping[str, str], scales: Mapping[str, float]
+) -> dict[str, float]:
+    """Module -> the scale of its inputs; those that are fused get the largest, as their input is one."""
+    own = {piece.module: scales[entry] for entry, name in entries.items() if entry in scales for piece in pieces[name]}
+    unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
+    if unusable:
+        raise ExportRefused(
+            f"{_listed(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it again, or "
+            "leave it out"
+        )
+    shared: dict[str, float] = {}
+    for members in fused_sets(piece.module for those in pieces.values() for piece in those):
+        known = [own[module] for module in members if module in own]
+        if known:
+            shared |= dict.fromkeys(members, max(known))
+    return shared
+
+
+def _check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
+    for members in fused_sets([*schemes, *ignored]):
+        found = {str(schemes.get(module, "not quantized")) for module in members}
+        if len(found) > 1:
+            told = ", ".join(f"{module}: {schemes.get(module, 'not quantized')}" for module in members)
+            raise ExportRefused(f"{told}: engines run these as one linear; give all of them the same format, or none")
+
+
+def _renewed(owners: Mapping[str, str], schemes: Mapping[str, Scheme], request: Request) -> dict[str, float]:
+    """Weight -> the global scale to quantize it under anew, where linears that are fused do not share theirs."""
+    renewed: dict[str, float] = {}
+    apart = []
+    for members in fused_sets(module for module in owners if schemes[module].kind == "nvfp4"):
+        names = list(dict.fromkeys(owners[module] for module in members))
+        largest = max(request.scales[name] for name in names)
+        other = {name: largest for name in names if request.scales[name] != largest}
+        if other:
+            apart.append(names)
+            renewed |= other
+    if apart and not request.requantize:
+        told = "; ".join(", ".join(f"{name} {request.scales[name]:.6g}" for name in names) for names in apart[:3])
+        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+        raise ExportRefused(
+            f"engines run these as one linear with one global scale, and theirs differ: {told}{more}. Calibrate them "
+            "together (layerwise.calibrate gives them one), or allow them to be rounded again under the larger scale: "
+            'fused_scales="requantize" (--fused-scales requantize)'
+        )
+    return renewed
+
+
+def _kv_attentions(records: Mapping[str, Record]) -> dict[str, dict[str, str]]:
+    """Attention -> {"k_scale": its entry, "v_scale": ...}; the entries are `<attention>[.k_proj].k_scale`."""
+    found: dict[str, dict[str, str]] = {}
+    for name in records:
+        parent, _, own = name.rpartition(".")
+        if own in KV_SCALES:
+            attention = parent.removesuffix(f".{own[0]}_proj")
+            found.setdefault(attention, {})[own] = name
+    for attention, entries in found.items():
+        missing = [own for own in KV_SCALES if own not in entries]
+        if missing:
+            raise ExportRefused(f"{attention} has no {missing[0]} beside its {next(iter(entries))}; engines need both")
+    return found
+
+
+def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -> Iterable[Output]:
+    for attention, entries in attentions.items():
+        for own, entry in entries.items():
+            value = request.scales[entry]
+            if not (math.isfinite(value) and value > 0):
+                raise ExportRefused(f"{entry} is {value}, which engines divide by; calibrate it again, or leave it out")
+            name = f"{attention}.{request.layout.kv_scales[own]}"
+            yield Output(entry, None, (Written(name, torch.float32, (), INPUT_SCALE, value=value),))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _files(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
+    """Outputs in files of at most `limit` bytes, or of one output."""
+    names: dict[str, str] = {}
+    for output in outputs:
+        for written in output.written:
+            if names.setdefault(written.name, output.source) != output.source:
+                raise ExportRefused(
+                    f"{output.source} and {names[written.name]} would both be written as {written.name}"
+                )
+    groups: list[list[Output]] = [[]]
+    filled = 0
+    for output in outputs:
+        if groups[-1] and filled + output.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(output)
+        filled += output.nbytes
+    if len(groups) == 1:
+        return (FilePlan("model.safetensors", tuple(groups[0])),)
+    return tuple(
+        FilePlan(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
+        for number, group in enumerate(groups, start=1)
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return ", ".join(names[:MOST_TOLD]) + more

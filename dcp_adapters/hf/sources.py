@@ -1,0 +1,291 @@
+"""Where an export takes tensors from: live tensors and shards, a checkpoint on disk, a directory of dense weights.
+
+A source tells names, formats and shapes at once, and hands out whole tensors one at a time, on the CPU. Of shards that
+is a collective: all ranks ask for the same tensor in the same order, whoever keeps it. A checkpoint or a directory is
+read by whoever needs the tensor.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.commands.stored import StoredCheckpoint
+from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse_hidden
+from fsdp_hooks.torch_private import dtensor_around, flatten_state_dict
+from qtensor.recipes import Recipe
+
+__all__ = [
+    "CheckpointSource",
+    "DirectorySource",
+    "Joined",
+    "LiveSource",
+    "Record",
+    "Source",
+    "source_of",
+    "weight_files",
+]
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor of a source. recipe: None for a dense one. dtype: of a quantized one that which it appears to have."""
+
+    recipe: Recipe | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Source:
+    """What an export needs of a source; see the module's docstring.
+
+    records: of all tensors by name, the same on all ranks and in the same order.
+    """
+
+    records: Mapping[str, Record]
+
+    def is_collective(self, name: str) -> bool:
+        """Whether all ranks must read this tensor together."""
+        return False
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """The whole tensor on the CPU, not to be written to: its parts by name, {"": tensor} for a dense one."""
+        raise NotImplementedError
+
+    def scalar(self, name: str, part: str) -> float:
+        """A part of one element, as this rank knows it; never a collective."""
+        return float(self.read(name)[part])
+
+
+class LiveSource(Source):
+    """The tensors of a state dict: plain ones, and the shards of this rank.
+
+    Args:
+        state_dict: nested or flat.
+        prefix: only names that begin with it, which is cut off; None finds out which subtree holds the weights.
+
+    Raises:
+        ValueError: nothing has the prefix; the weights are in several subtrees; an entry is no tensor.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> None:
+        flat, paths = flatten_state_dict(dict(state_dict))
+        quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
+        prefix = weights_prefix(paths, quantized) if prefix is None else prefix
+        values: dict[str, Tensor] = {}
+        for name, value in _under(prefix, flat, "the state dict").items():
+            refuse_hidden(name, value)
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} is a {type(value).__name__}; an export holds tensors only: leave it out")
+            if value.is_meta:
+                raise ValueError(f"{name} is on the meta device, it has no values; load the weights first")
+            values[name] = plain_leaf(value).detach()
+        self.records = {name: _record(value) for name, value in values.items()}
+        self._parts = {name: expand_leaf(name, value) or {"": value} for name, value in values.items()}
+
+    def is_collective(self, name: str) -> bool:
+        """Whether it is sharded."""
+        return any(
+            isinstance(part, DTensor) and not all(place.is_replicate() for place in part.placements)
+            for part in self._parts[name].values()
+        )
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """Gathers what is sharded, part by part."""
+        return {part: _whole(tensor) for part, tensor in self._parts[name].items()}
+
+    def scalar(self, name: str, part: str) -> float:
+        """This rank's value; shards that do not agree have different ones."""
+        tensor = self._parts[name][part]
+        return float(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+class CheckpointSource(Source):
+    """The tensors of a DCP checkpoint on disk, checked against its checksums where it has some.
+
+    Raises:
+        CheckpointUnusable: it can not be read.
+        ValueError: as of LiveSource.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], prefix: str | None = None) -> None:
+        self._stored = StoredCheckpoint(path, check=True)
+        tensors, paths = self._stored.tensors, self._stored.paths
+        if prefix is None:
+            places = {name: paths.get(next(iter(tensor.entries.values())), (name,)) for name, tensor in tensors.items()}
+            prefix = weights_prefix(places, {name for name, tensor in tensors.items() if tensor.recipe is not None})
+        blobs = [name for name in self._stored.blobs if name.startswith(prefix)]
+        if blobs:
+            raise ValueError(
+                f"{path}: {blobs[0]} is an entry of bytes; an export holds tensors only: say by prefix=... "
+                "(--prefix) under which name the weights are"
+            )
+        self._names = _under(prefix, {name: name for name in tensors}, str(path))
+        self.records = {
+            short: Record(tensors[name].recipe, tensors[name].dtype, tensors[name].shape)
+            for short, name in self._names.items()
+        }
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """From disk, all chunks joined."""
+        entries = self._stored.tensors[self._names[name]].entries
+        return {part: self._stored.read_entry(entry) for part, entry in entries.items()}
+
+    def scalar(self, name: str, part: str) -> float:
+        """From disk."""
+        return float(self._stored.read_entry(self._stored.tensors[self._names[name]].entries[part]))
+
+
+class DirectorySource(Source):
+    """The tensors of a Hugging Face directory that is not quantized.
+
+    Raises:
+        FileNotFoundError: it has no safetensors files.
+        ValueError: it is quantized.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        directory = Path(path)
+        config = directory / "config.json"
+        if config.is_file() and "quantization_config" in json.loads(config.read_text()):
+            raise ValueError(f"{directory} holds quantized weights; rest= takes a directory of dense ones")
+        self._files = weight_files(directory)
+        self.records = {}
+        for file in dict.fromkeys(self._files.values()):
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    stored = opened.get_slice(name)
+                    self.records[name] = Record(None, DTYPES[stored.get_dtype()], tuple(stored.get_shape()))
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """From its file."""
+        with safe_open(self._files[name], "pt") as opened:
+            return {"": opened.get_tensor(name)}
+
+
+class Joined(Source):
+    """Several sources as one; a name is taken from the first that has it."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._of: dict[str, Source] = {}
+        for source in sources:
+            for name in source.records:
+                self._of.setdefault(name, source)
+        self.records = {name: source.records[name] for name, source in self._of.items()}
+
+    def is_collective(self, name: str) -> bool:
+        """As its source says."""
+        return self._of[name].is_collective(name)
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """From its source."""
+        return self._of[name].read(name)
+
+    def scalar(self, name: str, part: str) -> float:
+        """From its source."""
+        return self._of[name].scalar(name, part)
+
+
+def source_of(value: Any, prefix: str | None) -> Source:
+    """The source of what `export_hf` was given. Raises TypeError for anything else."""
+    if isinstance(value, str | os.PathLike):
+        path = Path(value)
+        if (path / ".metadata").is_file() or not any(path.glob("*.safetensors")):
+            return CheckpointSource(path, prefix)
+        return DirectorySource(path)
+    if not isinstance(value, Mapping) and hasattr(value, "state_dict"):  # a module, the result of a calibration
+        value = value.state_dict()
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"expected a module, a state dict, a calibration's result or the path of a checkpoint, got "
+            f"{type(value).__name__}"
+        )
+    return LiveSource(value, prefix)
+
+
+def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str]) -> str:
+    """What the names of the model's weights begin with, in a state dict whose leaves stand at `paths`.
+
+    "" for a flat one, else the keys of the innermost dict that holds everything quantized. Raises ValueError where
+    that is the outermost of a nested one: then optimizer states, say, are among it.
+    """
+    above = [[str(key) for key in paths[name][:-1]] for name in quantized]
+    if not above or all(len(path) == 1 for path in paths.values()):
+        return ""
+    shared: list[str] = []
+    for keys in zip(*above, strict=False):
+        if len(set(keys)) > 1:
+            break
+        shared.append(keys[0])
+    if not shared:
+        tops = sorted({keys[0] if keys else "the outermost" for keys in above})
+        raise ValueError(
+            f"the state dict is nested, and quantized weights are under {' and '.join(tops)}; say by prefix=... "
+            "(--prefix) where the model is"
+        )
+    return "".join(f"{key}." for key in shared)
+
+
+def weight_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it. Raises FileNotFoundError where there is none."""
+    index = directory / INDEX
+    if index.is_file():
+        return {name: directory / Path(file).name for name, file in json.loads(index.read_text())["weight_map"].items()}
+    files = [directory / SINGLE] if (directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{directory}: no safetensors files")
+    found = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            found.update(dict.fromkeys(opened.keys(), file))
+    return found
+
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def _under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The entries whose names begin with the prefix, under the rest of their names."""
+    chosen = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    if not chosen:
+        tops = sorted({name.partition(".")[0] for name in named})
+        raise ValueError(f"{where}: no tensor's name begins with {prefix!r}; names begin with {', '.join(tops[:8])}")
+    return chosen
+
+
+def _record(value: Tensor) -> Record:
+    q = quantized_local(value)
+    return Record(None if q is None else q.recipe.stored, value.dtype, tuple(value.shape))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a part, on the CPU; a collective for shards. Float8 travels as bytes, which every backend knows."""
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        dtype = local.dtype
+        if dtype.itemsize == 1:
+            tensor = dtensor_around(local.view(torch.uint8), tensor.device_mesh, tensor.placements, tensor.shape)
+        tensor = tensor.full_tensor().view(dtype)
+    return tensor.detach().to("cpu").contiguous()
