@@ -1,4 +1,4 @@
-"""The command line: python -m dcp_adapters inspect | verify | diff | convert CHECKPOINT ...
+"""The command line: python -m dcp_adapters inspect | verify | diff | convert | export CHECKPOINT ...
 
 Arguments in, text or JSON out; the work is done in a module a command. Exit status: 0, all is well; 1, something was
 found (an error by verify, a difference by diff); 2, the command could not do its work (no such path, no checkpoint, an
@@ -22,6 +22,8 @@ from dcp_adapters.commands.progress import Advance, progress
 from dcp_adapters.commands.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
 from dcp_adapters.commands.stored import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.commands.tables import human_bytes, table
+from dcp_adapters.hf.export import export_hf
+from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.verification.verify import verify
 
 __all__ = ["main"]
@@ -31,7 +33,7 @@ FINE, FOUND, FAILED = 0, 1, 2
 VERIFY_FORMAT = "dcp_adapters.verify/1"
 
 MAIN_HELP = """\
-Look at, check, compare and convert PyTorch distributed checkpoints with quantized tensors in them.
+Look at, check, compare, convert and export PyTorch distributed checkpoints with quantized tensors in them.
 A CHECKPOINT is a directory with a .metadata file, as torch.distributed.checkpoint.save writes it.
 One process suffices, whatever number of ranks wrote it; no model is needed, and no GPU."""
 MAIN_EXAMPLES = """\
@@ -40,6 +42,7 @@ examples:
   %(prog)s verify runs/step-1000                     is it whole and undamaged?
   %(prog)s diff runs/step-1000 runs/step-2000        what changed, and by how much?
   %(prog)s convert runs/step-1000 out --to nvfp4     the same weights in another format
+  %(prog)s export runs/step-1000 out --config model  a directory that inference engines load
 
 exit status: 0 fine; 1 something was found (an error, a difference); 2 the command could not do its work"""
 INSPECT_HELP = """\
@@ -77,6 +80,15 @@ examples:
   %(prog)s step-1000 out --to nvfp4 --exclude '*lm_head*'   another recipe
   %(prog)s dense out --to mxfp8 --include 'model.layers.*.weight' --exclude '*norm*'
   %(prog)s step-1000 out --to mxfp8 --option blocks=square --option scale_rounding=floor"""
+EXPORT_HELP = """\
+Write the weights of a checkpoint as a Hugging Face directory that inference engines load: safetensors with the very
+bytes of the checkpoint, and the JSON that tells of them. OUT must not exist, and appears only when it is complete. One
+file is in memory at a time."""
+EXPORT_EXAMPLES = """\
+examples:
+  %(prog)s runs/step-1000 out --config path/to/model                 vLLM, SGLang, transformers
+  %(prog)s runs/step-1000 out --config path/to/model --layout modelopt   TensorRT-LLM, vLLM, SGLang
+  %(prog)s calibrated out --config path/to/model --rest path/to/model    what was not calibrated comes from the model"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,6 +165,24 @@ def _convert(arguments: argparse.Namespace) -> int:
     return FINE
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    out = export_hf(
+        arguments.source,
+        arguments.destination,
+        layout=arguments.layout,
+        config=arguments.config,
+        rest=arguments.rest,
+        prefix=arguments.prefix,
+        fused_scales=arguments.fused_scales,
+        max_shard_size=arguments.max_shard_size,
+        progress=arguments.progress,
+    )
+    files = sorted(out.glob("*.safetensors"))
+    total = human_bytes(sum(file.stat().st_size for file in files))
+    _show(f"{out}: {total} in {len(files)} file{'s' if len(files) > 1 else ''}, layout {arguments.layout}")
+    return FINE
+
+
 def _steps(advance: Advance) -> Callable[[int, int], None]:
     """`advance`, told the bytes since the last time, for work that reports all of them so far."""
     before = 0
@@ -204,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_diff(_command(commands, "diff", "compare two checkpoints", (DIFF_HELP, DIFF_EXAMPLES)))
     _add_convert(_command(commands, "convert", "write a copy in another format", (CONVERT_HELP, CONVERT_EXAMPLES)))
+    _add_export(_command(commands, "export", "write what inference engines load", (EXPORT_HELP, EXPORT_EXAMPLES)))
     return parser
 
 
@@ -254,6 +285,26 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
     _add_progress(parser)
     parser.set_defaults(run=_convert)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="CHECKPOINT", help="the directory of the checkpoint")
+    parser.add_argument("destination", metavar="OUT", help="the directory to write; must not exist")
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="compressed-tensors", help="default: %(default)s")
+    parser.add_argument(
+        "--config", metavar="PATH", help="the model's directory, or its config.json"
+    )
+    parser.add_argument("--rest", metavar="PATH", help="where to take tensors from that the checkpoint does not have")
+    parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in the checkpoint")
+    parser.add_argument(
+        "--fused-scales",
+        choices=["raise", "requantize"],
+        default="raise",
+        help="where linears that engines fuse have different NVFP4 global scales: fail, or round them again",
+    )
+    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file; default: %(default)s")
+    _add_progress(parser)
+    parser.set_defaults(run=_export)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

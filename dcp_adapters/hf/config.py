@@ -45,11 +45,13 @@ class ModelConfig:
         nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
         return bool(self.values.get("tie_word_embeddings", nested))
 
-    def write(self, directory: Path, made: Mapping[str, Any]) -> None:
-        """Copy the files and write the JSON; `made` as a layout makes it."""
+    def write(self, directory: Path, made: Mapping[str, Any], dtype: str) -> None:
+        """Copy the files and write the JSON; `made` as a layout makes it, `dtype` of the weights if nothing says it."""
         for file in self.files:
             shutil.copyfile(file, directory / file.name)
         config = {**self.values, "quantization_config": made[CONFIG]}
+        if not (config.get("dtype") or config.get("torch_dtype")):
+            config["dtype"] = dtype
         for name, content in {**self.others, **made, CONFIG: config}.items():
             (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 

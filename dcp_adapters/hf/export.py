@@ -207,7 +207,7 @@ def _begun(final: Path, described: ModelConfig, plan: ExportPlan) -> Path:
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir()
     try:
-        described.write(partial, plan.json)
+        described.write(partial, plan.json, str(plan.dtype).removeprefix("torch."))
         if len(plan.files) > 1:
             names = {
                 written.name: file.name for file in plan.files for output in file.outputs for written in output.written

@@ -8,7 +8,7 @@ not be exported is found here, so that nothing is written then; scales that engi
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,13 +84,13 @@ class ExportPlan:
     """All of an export.
 
     json: file name -> content, config.json's `quantization_config` under that name. requantized: names of the weights
-    whose bytes change. recipes: weight -> its recipe, for the reader.
+    whose bytes change. dtype: that of dequantized weights.
     """
 
     files: tuple[FilePlan, ...]
     json: Mapping[str, Any]
-    requantized: tuple[str, ...] = ()
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    requantized: tuple[str, ...]
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
@@ -160,10 +160,9 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
             outputs.append(Output(name, None, tuple(_dense(name, record)), twin=twins.get(name)))
     outputs += _kv_outputs(attentions, request)
     linears = Linears(schemes, ignored, bool(attentions), request.producer)
-    recipes = {name: record.recipe for name, record in quantized.items() if record.recipe is not None}
-    return ExportPlan(
-        _files(outputs, request.max_shard_size), request.layout.json(request.layout, linears), tuple(renewed), recipes
-    )
+    dtype = next(iter(quantized.values())).dtype
+    files = _files(outputs, request.max_shard_size)
+    return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype)
 
 
 # -- linears -----------------------------------------------------------------------------------------------------------
