@@ -49,6 +49,7 @@ PUBLIC: dict[str, list[str]] = {
         "QuantizedStager",
         "SafeFileSystemReader",
         "expand",
+        "export_hf",
         "read_manifest",
     ],
     "layerwise": [

@@ -291,9 +291,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT", help="the directory of the checkpoint")
     parser.add_argument("destination", metavar="OUT", help="the directory to write; must not exist")
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="compressed-tensors", help="default: %(default)s")
-    parser.add_argument(
-        "--config", metavar="PATH", help="the model's directory, or its config.json"
-    )
+    parser.add_argument("--config", metavar="PATH", help="the model's directory, or its config.json")
     parser.add_argument("--rest", metavar="PATH", help="where to take tensors from that the checkpoint does not have")
     parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in the checkpoint")
     parser.add_argument(

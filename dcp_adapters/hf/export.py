@@ -30,7 +30,7 @@ from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, kind_of, layout_named
 from dcp_adapters.hf.modelopt import MODELOPT
-from dcp_adapters.hf.plan import KV_SCALES, ExportPlan, ExportRefused, FilePlan, Output, Request, Written, plan_export
+from dcp_adapters.hf.plan import KV_SCALES, ExportPlan, FilePlan, Output, Request, Written, plan_export
 from dcp_adapters.hf.sources import INDEX, Joined, Source, source_of
 from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
 from qtensor.formats import format_of, tensor_wide
@@ -154,7 +154,7 @@ def _scales(source: Source) -> Iterator[tuple[str, float]]:
                 yield name, source.scalar(name, wide)
         elif own == INPUT_SCALE or own in KV_SCALES:
             if record.shape not in ((), (1,)):
-                raise ExportRefused(f"{name} has the shape {record.shape}, expected one value")
+                raise ValueError(f"{name} has the shape {record.shape}, expected one value")
             yield name, source.scalar(name, "")
 
 
@@ -172,7 +172,7 @@ def _check_complete(source: Source, described: ModelConfig, given: Any, rest: An
         if not name.startswith(experts) and not name.endswith(("inv_freq", "lm_head.weight"))
     )
     if lacking:
-        raise ExportRefused(
+        raise ValueError(
             f"the source lacks {len(lacking)} tensors of the model ({', '.join(lacking[:4])}, ...); say by rest=... "
             "(--rest) where they are taken from, for example the model's directory"
         )
@@ -196,7 +196,7 @@ def _check_same(told: list[dict[str, str]]) -> None:
     for what, way_out in zip(told[0], ways_out, strict=True):
         other = next((rank for rank, each in enumerate(told) if each[what] != told[0][what]), None)
         if other is not None:
-            raise ExportRefused(f"export_hf: ranks 0 and {other} differ in {what}; {way_out}")
+            raise ValueError(f"export_hf: ranks 0 and {other} differ in {what}; {way_out}")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def _check_twin(source: Source, output: Output, parts: Mapping[str, Tensor], twi
         return
     other = (source.read(output.twin) if twin is None else twin)[""]
     if not torch.equal(other, parts[""]):
-        raise ExportRefused(
+        raise ValueError(
             f"{output.twin} differs from {output.source}, though the config ties them (tie_word_embeddings); export "
             "with a config that has tie_word_embeddings=False"
         )
@@ -293,7 +293,7 @@ def _check_numbers(name: str, recipe: Recipe, parts: Mapping[str, Tensor]) -> No
     codes = marked.view(torch.uint8)
     broken = (codes == 255).any() if kind == "mxfp8" else ((codes & 0x7F) == 0x7F).any()  # E8M0, and E4M3
     if bool(broken) or not all(bool(part.isfinite().all()) for part in parts.values() if part.dtype == torch.float32):
-        raise ExportRefused(f"{name} holds NaN: what it was quantized from was not finite; an engine would run on it")
+        raise ValueError(f"{name} holds NaN: what it was quantized from was not finite; an engine would run on it")
 
 
 def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], failed: list[Exception]) -> None:
@@ -312,8 +312,19 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
     }
     kept = {"format": "pt", **({RECIPES: json.dumps(recipes)} if recipes else {})}
     path = directory / file.name
-    save_file(tensors, path, metadata=kept)
+    save_file(_apart(tensors), path, metadata=kept)
     _sync(path)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each in a memory of its own, as safetensors wants it: tied weights, and a global scale that experts share."""
+    seen: set[int] = set()
+    alone = {}
+    for name, tensor in tensors.items():
+        place = tensor.data_ptr()
+        alone[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return alone
 
 
 def _publish(partial: Path, final: Path, plan: ExportPlan) -> None:

@@ -19,15 +19,11 @@ from dcp_adapters.hf.sources import Record
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["ExportPlan", "ExportRefused", "FilePlan", "Output", "Written", "plan_export"]
+__all__ = ["ExportPlan", "FilePlan", "Output", "Written", "plan_export"]
 
 KV_SCALES = ("k_scale", "v_scale")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 MOST_TOLD = 8
-
-
-class ExportRefused(ValueError):  # noqa: N818 - what happened to the export
-    """It can not be done as asked; nothing has been written."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +118,12 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
         request: the layout, and the values of scales.
 
     Raises:
-        ExportRefused: nothing is quantized; a weight or a scheme that the layout does not have; linears that engines
+        ValueError: nothing is quantized; a weight or a scheme that the layout does not have; linears that engines
             fuse and whose formats or global scales differ; a scale that engines can not use. All of a kind are named.
     """
     quantized = {name: record for name, record in records.items() if record.recipe is not None}
     if not quantized:
-        raise ExportRefused(
+        raise ValueError(
             "nothing in the source is quantized: calibrate the model, convert the checkpoint (python -m dcp_adapters "
             "convert), or build it under quantized_model_init"
         )
@@ -137,7 +133,7 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
     entries = _scale_entries(pieces)
     orphans = [name for name in records if name.endswith(f".{INPUT_SCALE}") and name not in entries]
     if orphans:
-        raise ExportRefused(f"{_listed(orphans)}: the weight beside it is not quantized; leave it out")
+        raise ValueError(f"{_listed(orphans)}: the weight beside it is not quantized; leave it out")
     inputs = _input_scales(pieces, entries, request.scales)
     schemes = {
         module: Scheme.of(_kind(name, quantized[name].recipe), calibrated=module in inputs)
@@ -171,7 +167,7 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
 def _pieces(name: str, record: Record) -> list[Piece]:
     pieces = pieces_of(name, record.shape)
     if pieces is None:
-        raise ExportRefused(
+        raise ValueError(
             f"{name} {record.shape} is quantized, and engines know no such linear: they know <module>.weight [N, K] "
             "and <module>.experts.<name> [E, N, K]; convert it to a dense one (python -m dcp_adapters convert --to "
             "bfloat16 --include ...)"
@@ -183,7 +179,7 @@ def _kind(name: str, recipe: Recipe | None) -> str:
     assert recipe is not None
     kind = kind_of(recipe)
     if kind is None:
-        raise ExportRefused(f'{name} is quantized under {recipe}: engines read element="e4m3" only; convert it first')
+        raise ValueError(f'{name} is quantized under {recipe}: engines read element="e4m3" only; convert it first')
     return kind
 
 
@@ -232,7 +228,7 @@ def _tied(records: Mapping[str, Record]) -> dict[str, str]:
     if head is None:
         return {}
     if records[head].recipe is not None:
-        raise ExportRefused(
+        raise ValueError(
             f"{head} is quantized, but the config ties it to the embedding (tie_word_embeddings), so engines would not "
             "read it; export with a config that has tie_word_embeddings=False"
         )
@@ -256,7 +252,7 @@ def _input_scales(
     own = {piece.module: scales[entry] for entry, name in entries.items() if entry in scales for piece in pieces[name]}
     unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
     if unusable:
-        raise ExportRefused(
+        raise ValueError(
             f"{_listed(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it again, or "
             "leave it out"
         )
@@ -273,7 +269,7 @@ def _check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
         found = {str(schemes.get(module, "not quantized")) for module in members}
         if len(found) > 1:
             told = ", ".join(f"{module}: {schemes.get(module, 'not quantized')}" for module in members)
-            raise ExportRefused(f"{told}: engines run these as one linear; give all of them the same format, or none")
+            raise ValueError(f"{told}: engines run these as one linear; give all of them the same format, or none")
 
 
 def _renewed(owners: Mapping[str, str], schemes: Mapping[str, Scheme], request: Request) -> dict[str, float]:
@@ -290,7 +286,7 @@ def _renewed(owners: Mapping[str, str], schemes: Mapping[str, Scheme], request: 
     if apart and not request.requantize:
         told = "; ".join(", ".join(f"{name} {request.scales[name]:.6g}" for name in names) for names in apart[:3])
         more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
-        raise ExportRefused(
+        raise ValueError(
             f"engines run these as one linear with one global scale, and theirs differ: {told}{more}. Calibrate them "
             "together (layerwise.calibrate gives them one), or allow them to be rounded again under the larger scale: "
             'fused_scales="requantize" (--fused-scales requantize)'
@@ -309,7 +305,7 @@ def _kv_attentions(records: Mapping[str, Record]) -> dict[str, dict[str, str]]:
     for attention, entries in found.items():
         missing = [own for own in KV_SCALES if own not in entries]
         if missing:
-            raise ExportRefused(f"{attention} has no {missing[0]} beside its {next(iter(entries))}; engines need both")
+            raise ValueError(f"{attention} has no {missing[0]} beside its {next(iter(entries))}; engines need both")
     return found
 
 
@@ -318,7 +314,7 @@ def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -
         for own, entry in entries.items():
             value = request.scales[entry]
             if not (math.isfinite(value) and value > 0):
-                raise ExportRefused(f"{entry} is {value}, which engines divide by; calibrate it again, or leave it out")
+                raise ValueError(f"{entry} is {value}, which engines divide by; calibrate it again, or leave it out")
             name = f"{attention}.{request.layout.kv_scales[own]}"
             yield Output(entry, None, (Written(name, torch.float32, (), INPUT_SCALE, value=value),))
 
@@ -331,10 +327,9 @@ def _files(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
     names: dict[str, str] = {}
     for output in outputs:
         for written in output.written:
-            if names.setdefault(written.name, output.source) != output.source:
-                raise ExportRefused(
-                    f"{output.source} and {names[written.name]} would both be written as {written.name}"
-                )
+            if written.name in names:
+                raise ValueError(f"{written.name} would hold both {names[written.name]} and {output.source}")
+            names[written.name] = output.source
     groups: list[list[Output]] = [[]]
     filled = 0
     for output in outputs:
