@@ -86,9 +86,9 @@ bytes of the checkpoint, and the JSON that tells of them. OUT must not exist, an
 file is in memory at a time."""
 EXPORT_EXAMPLES = """\
 examples:
-  %(prog)s runs/step-1000 out --config path/to/model                 vLLM, SGLang, transformers
-  %(prog)s runs/step-1000 out --config path/to/model --layout modelopt   TensorRT-LLM, vLLM, SGLang
-  %(prog)s calibrated out --config path/to/model --rest path/to/model    what was not calibrated comes from the model"""
+  %(prog)s runs/step-1000 out --config model                 vLLM, SGLang, transformers
+  %(prog)s runs/step-1000 out --config model --layout modelopt
+  %(prog)s calibrated out --config model --rest model        the rest from the dense model"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
