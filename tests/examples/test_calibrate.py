@@ -1,4 +1,4 @@
-"""The calibration example on first layers and tokens of the real model: two ranks, two algorithms, what it leaves behind."""
+"""The calibration example on first layers and tokens of the real model: two ranks, two algorithms, what it leaves."""
 
 import json
 import subprocess
