@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tqdm import tqdm
+
 __all__ = ["Event", "Observer", "observing"]
 
 
@@ -57,15 +59,8 @@ class Observer:
 
 @contextmanager
 def observing(on_event: Callable[[Event], object] | None, count: int, *, bar: bool) -> Iterator[Observer]:
-    """An observer for `count` layers; the bar appears on terminals where tqdm is installed."""
-    shown: Any = None
-    if bar and sys.stderr.isatty():
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            pass
-        else:
-            shown = tqdm(total=count, unit="layer", file=sys.stderr)
+    """An observer for `count` layers; the bar appears on terminals."""
+    shown = tqdm(total=count, unit="layer", file=sys.stderr) if bar and sys.stderr.isatty() else None
     try:
         yield Observer(on_event, shown)
     finally:

@@ -13,6 +13,9 @@ from pathlib import Path
 # test may depend on a network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A compilation takes seconds, and kernels are compiled for large tensors by default: the tests that are about that say
+# so. The bytes are the same, which is what those tests prove.
+os.environ.setdefault("QTENSOR_KERNELS", "eager")
 
 import pytest
 import torch

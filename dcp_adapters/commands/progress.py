@@ -1,4 +1,4 @@
-"""How far a long step has come, on the terminal: a tqdm bar with the stage and the time left, where tqdm is installed.
+"""How far a long step has come, on the terminal: a tqdm bar with the stage and the time left.
 
 Nothing is shown where stderr is no terminal. The work reports bytes to a plain function and knows nothing of bars.
 """
@@ -6,6 +6,8 @@ Nothing is shown where stderr is no terminal. The work reports bytes to a plain 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from tqdm import tqdm
 
 __all__ = ["Advance", "progress", "unseen"]
 
@@ -20,11 +22,6 @@ def unseen(_: int) -> None:
 def progress(stage: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
     """A bar of `total` bytes for the time of the block; yields the function to report to."""
     if not (enabled and sys.stderr.isatty()):
-        yield unseen
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
         yield unseen
         return
     with tqdm(total=total, desc=stage, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr) as bar:

@@ -1,7 +1,6 @@
-"""The calibration example on the first layers of the real model: two ranks, two algorithms, what it leaves behind."""
+"""The calibration example on first layers and tokens of the real model: two ranks, two algorithms, what it leaves."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,8 @@ import pytest
 
 from dcp_adapters import read_manifest
 from layerwise.report.report import Report
+from tests.examples import small_model
 from tests.ranks import agreed
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.slow
@@ -21,11 +19,17 @@ def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
     if agreed(value=str(tmp_path)) != str(tmp_path):
         pytest.skip("launches its own ranks: rank 0 runs it")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "examples" / "calibrate.py"), "--out", str(tmp_path), "--algorithms", "Max", "GPTQ"]
+    command += [
+        str(small_model.ROOT / "examples" / "calibrate.py"),
+        "--out",
+        str(tmp_path),
+        "--algorithms",
+        "Max",
+        "GPTQ",
+    ]
     command += ["--batches", "3", "--seq-len", "32", "--eval-blocks", "2", "--layers", "3"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    environment = small_model.install(tmp_path / "packages", layers=4)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "calibration.json").read_text())
     assert [row["algorithm"] for row in rows] == ["Max", "GPTQ"]

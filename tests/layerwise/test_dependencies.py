@@ -1,4 +1,4 @@
-"""Bars, tables and pictures are extras: a calibration runs without them, and on one rank without numpy, too."""
+"""Tables and pictures are extras: a calibration runs without them, and on one rank without numpy, too."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ REPO = Path(__file__).resolve().parent.parent.parent
 
 SCRIPT = """
 import sys
-for name in ("numpy", "tqdm", "rich", "matplotlib", "transformers"):
+for name in ("numpy", "rich", "matplotlib", "transformers"):
     sys.modules[name] = None  # importing it fails
 import torch
 from torch import nn

@@ -166,11 +166,6 @@ def test_only_the_first_rank_shows_a_bar() -> None:
     assert second == ""
 
 
-def test_without_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert on_terminal(True) == ""
-
-
 # -- the report --------------------------------------------------------------------------------------------------------
 
 

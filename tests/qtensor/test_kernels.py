@@ -26,6 +26,7 @@ FORMS = ["float8_row", "mxfp8_square", "nvfp4_row"]  # rows, groups of rows, pac
 def as_it_was() -> Iterator[None]:
     before = use_kernels.mode, Kernel.works, Kernel.failed
     Kernel.works = False
+    use_kernels("auto")  # as it is where no environment variable says otherwise
     yield
     use_kernels.mode, Kernel.works, Kernel.failed = before
 
@@ -426,6 +427,9 @@ def test_unknown_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QTENSOR_KERNELS", "eager")
     compiled._begin_as_told()
     assert use_kernels.mode == "eager"
+    monkeypatch.delenv("QTENSOR_KERNELS")
+    compiled._begin_as_told()
+    assert use_kernels.mode == "auto"
 
 
 def test_nothing_is_compiled_again_for_another_place_to_call_from(monkeypatch: pytest.MonkeyPatch) -> None:
