@@ -14,10 +14,15 @@ Two things differ between the file and transformers. llama.cpp rotates neighbour
 transformers rotates halves (0, d/2), (1, d/2 + 1), ..., so the rows of q_proj and k_proj are stored interleaved; they
 are put back here. And the output projection is the embedding (tied), so there is no ``lm_head.weight``.
 
+As a directory that transformers loads, with its tokenizer:
+
+    python examples/smollm2.py runs/smollm2
+
 For text to train and evaluate on there is Python's own language reference (`load_text`, `token_blocks`): 465 kB of
 English, 113,000 tokens, present wherever Python is.
 """
 
+import argparse
 import functools
 import re
 from collections.abc import Iterable, Iterator
@@ -30,7 +35,7 @@ import numpy as np
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 Split = Literal["train", "heldout"]
 
@@ -163,3 +168,30 @@ def token_blocks(tokenizer: PreTrainedTokenizerBase, seq_len: int, *, split: Spl
     """The text as rows of consecutive tokens, int64 [n, seq_len]; what does not fill the last row is dropped."""
     ids = torch.tensor(tokenizer(load_text(split)).input_ids)  # [tokens]
     return ids[: len(ids) // seq_len * seq_len].view(-1, seq_len)
+
+
+@torch.no_grad()
+def save_pretrained(directory: Path, layers: int | None = None) -> None:
+    """The model in bf16, or its first `layers`, with its tokenizer, as transformers saves them."""
+    its = config()
+    its.num_hidden_layers = layers or its.num_hidden_layers
+    model = LlamaForCausalLM(its).to(torch.bfloat16)
+    params = dict(model.named_parameters())
+    for fqn, weight in iter_weights(params):
+        params[fqn].copy_(weight)
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+
+
+def main() -> None:
+    """Write the directory."""
+    parser = argparse.ArgumentParser(description="SmolLM2-135M-Instruct as a directory that transformers loads.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, help="only so many of the model's, to try things out")
+    args = parser.parse_args()
+    save_pretrained(args.directory, args.layers)
+    print(f"{args.directory}: {', '.join(sorted(path.name for path in args.directory.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -44,3 +44,24 @@ def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
         assert (tmp_path / f"{row['algorithm']}.png").stat().st_size > 0
     assert "| GPTQ |" in (tmp_path / "calibration.md").read_text()
     assert "GPTQ" in done.stdout
+    exports_and_writes(tmp_path, environment)
+
+
+def exports_and_writes(runs: Path, environment: dict[str, str]) -> None:
+    """What README does next: the dense model as a directory, the export, and a few words by transformers."""
+    examples = small_model.ROOT / "examples"
+
+    def python(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    dense, exported = str(runs / "smollm2"), str(runs / "exported")
+    python(str(examples / "smollm2.py"), dense, "--layers", "3")
+    options = ("--config", dense, "--rest", dense)
+    said = python("-m", "dcp_adapters", "export", str(runs / "GPTQ"), exported, *options)
+    assert said.startswith(f"{exported}: ")
+    written = python(str(examples / "generate.py"), exported, "--prompt", "The", "--tokens", "8")
+    assert written.startswith("The")
+    assert len(written) > len("The\n")
