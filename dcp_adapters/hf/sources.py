@@ -61,6 +61,9 @@ class Source:
         """The whole tensor on the CPU, not to be written to: its parts by name, {"": tensor} for a dense one."""
         raise NotImplementedError
 
+    def help_read(self, name: str) -> None:
+        """This rank's share of a collective `read` by others."""
+
     def scalar(self, name: str, part: str) -> float:
         """A part of one element, as this rank knows it; never a collective."""
         return float(self.read(name)[part])
@@ -101,7 +104,12 @@ class LiveSource(Source):
 
     def read(self, name: str) -> dict[str, Tensor]:
         """Gathers what is sharded, part by part."""
-        return {part: _whole(tensor) for part, tensor in self._parts[name].items()}
+        return {part: _whole(tensor).to("cpu").contiguous() for part, tensor in self._parts[name].items()}
+
+    def help_read(self, name: str) -> None:
+        """The same collectives; what comes of them is dropped where it is."""
+        for part in self._parts[name].values():
+            _whole(part)
 
     def scalar(self, name: str, part: str) -> float:
         """This rank's value; shards that do not agree have different ones."""
@@ -189,6 +197,10 @@ class Joined(Source):
     def read(self, name: str) -> dict[str, Tensor]:
         """From its source."""
         return self._of[name].read(name)
+
+    def help_read(self, name: str) -> None:
+        """From its source."""
+        self._of[name].help_read(name)
 
     def scalar(self, name: str, part: str) -> float:
         """From its source."""
@@ -281,11 +293,11 @@ def _record(value: Tensor) -> Record:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a part, on the CPU; a collective for shards. Float8 travels as bytes, which every backend knows."""
+    """All of a part, where it lives; a collective for shards. Float8 travels as bytes, which every backend knows."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         dtype = local.dtype
         if dtype.itemsize == 1:
             tensor = dtensor_around(local.view(torch.uint8), tensor.device_mesh, tensor.placements, tensor.shape)
         tensor = tensor.full_tensor().view(dtype)
-    return tensor.detach().to("cpu").contiguous()
+    return tensor.detach()
