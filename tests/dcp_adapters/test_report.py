@@ -374,6 +374,30 @@ def test_progress_adds_up_to_the_bytes(tmp_path: Path) -> None:
     assert told == [tensor.nbytes for tensor in report.tensors] == [64 * 96 * 9 // 16 + 4, 28, 0]
 
 
+def test_writing_is_measured_on_all_parts_and_the_quickest_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only `torch.save` and reading move: each save of a part takes longer than the one before."""
+    now, saves = 0.0, 0
+
+    def slow_save(part: Tensor, _: Any) -> None:
+        nonlocal now, saves
+        saves += 1
+        now += 0.001 * saves
+
+    save({"a": quantize(values(SHAPE, 0), NVFP4BlockScaling()), "b": torch.ones(7)}, tmp_path / "a")
+    checkpoint = StoredCheckpoint(tmp_path / "a")
+    with monkeypatch.context() as patched:
+        patched.setattr("dcp_adapters.commands.report.measure.time.perf_counter", lambda: now)
+        patched.setattr(torch, "save", slow_save)
+        a, b = measure_checkpoint(checkpoint).tensors
+    assert a.write_seconds == pytest.approx(0.001 * (1 + 2 + 3))
+    # Three tries of 3 parts are 45 ms, the fourth is over what is enough: 12 saves before.
+    assert b.write_seconds == pytest.approx(0.001 * 13)
+    assert saves == 12 + 4
+    assert (a.read_seconds, b.read_seconds) == (0.0, 0.0)
+
+
 def test_one_tensor_at_a_time_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_module, "ELEMENTS", 1024)
     monkeypatch.setattr(tiles_module, "WIDTH", 32)

@@ -121,7 +121,7 @@ def _heat_cell(cell: Cell, box: tuple[float, float, float, float], limits: tuple
     x, y, wide, tall = box
     several = f"; the lowest of {cell.tensors} tensors" if cell.tensors > 1 else ""
     written = "equal" if math.isinf(worst) and worst > 0 else "-" if math.isinf(worst) else f"{worst:.1f}"
-    words = f"{short(cell.worst.name, 100)}\n{written}{'' if math.isinf(worst) else ' dB'}{several}"
+    words = f"{written}{'' if math.isinf(worst) else ' dB'}{several}: {short(cell.worst.name, 100)}"
     number = _at(x + wide / 2, y + 17, written, class_="on" if strength > 0.55 else "off", anchor="middle")
     opacity = 0.0 if worst == math.inf else 0.06 + 0.94 * strength
     shape = _box((x + 0.5, y + 0.5, wide - 1, tall - 1), class_="cell", fill_opacity=_n(opacity), rx=2)

@@ -34,4 +34,4 @@ def page(report: CheckpointReport) -> str:
         tag("title", "Checkpoint report"),
         tag("style", Markup(STYLE)),
     )
-    return joined(Markup("<!doctype html>\n"), tag("html", heading, tag("body", body), lang="en"), "\n")
+    return joined(Markup("<!doctype html>\n"), tag("html", heading, tag("body", body), lang="en"), Markup("\n"))

@@ -47,7 +47,7 @@ def errors(report: CheckpointReport) -> Markup:
         "Quantization error",
         "Signal-to-noise ratio of the weights, kind by layer. Where tensors share a cell (experts), the lowest. Kinds "
         f"that are equal throughout are not shown. {'; '.join(limits)}{'.' if limits else ''}",
-        heat_map(grid),
+        tag("div", heat_map(grid), class_="scroll broad"),
         table(heads, rows, right=heads[3:], more=len(differing) - TOP),
     )
 
@@ -174,9 +174,9 @@ def cost(report: CheckpointReport) -> Markup:
     heads = ("slowest to write", "to write", "to read", "stored", "entries", "chunks")
     return _section(
         "Cost of writing",
-        "Measured while this page was made, on one thread of this machine: to write, torch.save of the same bytes to "
-        "nowhere and their checksum (no disk, no network, no copy from a GPU); to read, from the files here. The "
-        "speed of the storage that the checkpoint was written to is not known.",
+        "Measured while this page was made, on one thread of this machine. To write: torch.save of the same bytes to "
+        "nowhere and their checksum, the quickest of some tries (no disk, no network, no copy from a GPU). To read: "
+        "once, from the files here. How fast the storage of the training job is, a checkpoint does not tell.",
         table(heads, rows, right=heads[1:], more=len(order) - TOP),
         _files(report.files),
     )

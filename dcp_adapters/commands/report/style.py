@@ -17,8 +17,9 @@ h1 { font-size: 26px; line-height: 1.25; margin: 0 0 2px; overflow-wrap: anywher
 h2 { font-size: 19px; margin: 0 0 2px; }
 h3 { font-size: 14px; margin: 0 0 6px; overflow-wrap: anywhere; }
 p { margin: 0 0 12px; max-width: 84ch; }
+h1 + p { max-width: none; }
 .soft { color: var(--soft); }
-td:first-child { min-width: 280px; }
+td:first-child { min-width: 320px; }
 .alarm { color: var(--bad); font-weight: 700; }
 .small { font-size: 13px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 20px 24px;
@@ -59,6 +60,7 @@ td.r { white-space: nowrap; }
 .k0 { opacity: 1; } .k1 { opacity: .62; } .k2 { opacity: .38; } .k3 { opacity: .22; } .k4 { opacity: .12; }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(310px, 1fr)); gap: 22px; margin-top: 12px; }
 .cards.wide { grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); }
+.broad svg { min-width: 780px; }
 svg { display: block; width: 100%; height: auto; margin-top: 10px; }
 svg text { font-size: 11px; fill: var(--soft); }
 svg text.label { font-size: 12.5px; fill: var(--ink); }
