@@ -1,4 +1,4 @@
-"""The command line: python -m dcp_adapters inspect | verify | diff | convert | export CHECKPOINT ...
+"""The command line: python -m dcp_adapters inspect | report | verify | diff | convert | export CHECKPOINT ...
 
 Arguments in, text or JSON out; the work is done in a module a command. Exit status: 0, all is well; 1, something was
 found (an error by verify, a difference by diff); 2, the command could not do its work (no such path, no checkpoint, an
@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,8 @@ from dcp_adapters.commands.diff import diff
 from dcp_adapters.commands.inspect_checkpoint import inspect_checkpoint
 from dcp_adapters.commands.progress import Advance, progress
 from dcp_adapters.commands.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.commands.report.measure import measure_checkpoint
+from dcp_adapters.commands.report.page import page
 from dcp_adapters.commands.stored import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.commands.tables import human_bytes, table
 from dcp_adapters.hf.export import export_hf
@@ -39,6 +42,7 @@ One process suffices, whatever number of ranks wrote it; no model is needed, and
 MAIN_EXAMPLES = """\
 examples:
   %(prog)s inspect runs/step-1000                    what is in it?
+  %(prog)s report runs/step-1000 --against dense     a page to look at: how well are the weights kept?
   %(prog)s verify runs/step-1000                     is it whole and undamaged?
   %(prog)s diff runs/step-1000 runs/step-2000        what changed, and by how much?
   %(prog)s convert runs/step-1000 out --to nvfp4     the same weights in another format
@@ -53,6 +57,16 @@ examples:
   %(prog)s runs/step-1000
   %(prog)s runs/step-1000 --match 'model.layers.0.*'
   %(prog)s runs/step-1000 --json | jq .total.bytes_per_parameter"""
+REPORT_HELP = """\
+Write one HTML page about a checkpoint: sizes, quantization error by layer, histograms of scales, outlier channels,
+saturated elements and NaN, and what each tensor costs to write. The page loads nothing, and docs/report.md says how to
+read it. --against names the checkpoint whose values are right; tensors are matched by name, whatever number of ranks
+wrote either, and without it there is no error to show. All data are read, one tensor at a time."""
+REPORT_EXAMPLES = """\
+examples:
+  %(prog)s runs/step-1000 --against dense            writes step-1000-report.html
+  %(prog)s runs/step-1000 -o page.html
+  %(prog)s runs/step-1000 --against dense --json | jq '.tensors[] | [.snr_db, .name]'"""
 VERIFY_HELP = """\
 Read all of a checkpoint and check it: files missing or cut short, checksums, the manifest against what is stored.
 Exit status 1 if there is any error; warnings alone leave it 0."""
@@ -115,6 +129,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     found = inspect_checkpoint(StoredCheckpoint(arguments.checkpoint), arguments.match)
     _show(found.to_json() if arguments.json else found.render())
+    return FINE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    checkpoint = StoredCheckpoint(arguments.checkpoint)
+    against = None if arguments.against is None else StoredCheckpoint(arguments.against)
+    target = None
+    if arguments.output is not None or not arguments.json:
+        target = Path(arguments.output or f"{checkpoint.path.resolve().name}-report.html")
+        if target.is_dir() or not target.parent.is_dir():  # now, not when all has been measured
+            raise ValueError(f"{target}: expected a file in a directory that exists")
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    with progress("measuring", total, enabled=arguments.progress) as advance:
+        found = measure_checkpoint(checkpoint, against, advance=advance)
+    if target is not None:
+        target.write_text(page(found), encoding="utf-8")
+    _show(found.to_json() if arguments.json else f"{target}: {len(found.tensors)} tensors")
     return FINE
 
 
@@ -229,6 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_inspect(_command(commands, "inspect", "list tensors, formats and sizes", (INSPECT_HELP, INSPECT_EXAMPLES)))
+    _add_report(_command(commands, "report", "write a page with pictures", (REPORT_HELP, REPORT_EXAMPLES)))
     _add_verify(
         _command(commands, "verify", "check that nothing is missing or damaged", (VERIFY_HELP, VERIFY_EXAMPLES))
     )
@@ -255,6 +287,17 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--match", metavar="GLOB", action="append", default=[], help="only these names (repeatable)")
     _add_json(parser)
     parser.set_defaults(run=_inspect)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
+    parser.add_argument("--against", metavar="DENSE", help="the checkpoint whose values are right")
+    parser.add_argument(
+        "-o", "--output", metavar="PAGE", help="the file to write (default: CHECKPOINT-report.html here)"
+    )
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_report)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
