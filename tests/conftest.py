@@ -6,7 +6,9 @@ listed once, in tests/_rank_worker.py, and hold in this process and in the ranks
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 # Before torch is imported, and inherited by the rank workers: several ranks share few cores, and no
@@ -31,6 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
     for tolerated in TOLERATED_WARNINGS:
         category = f"{tolerated.category.__module__}.{tolerated.category.__name__}"
         config.addinivalue_line("filterwarnings", f"ignore:{tolerated.message}:{category}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # Thousands of items and what they import live as long as the process: a full collection of garbage that looks at
+    # them takes most of a second, one that does not a millisecond, and tests about memory make many.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
