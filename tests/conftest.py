@@ -18,6 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A compilation takes seconds, and kernels are compiled for large tensors by default: the tests that are about that say
 # so. The bytes are the same, which is what those tests prove.
 os.environ.setdefault("QTENSOR_KERNELS", "eager")
+# Those compile in their own process: a pool of compilers is more processes that import torch than cores to run them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
