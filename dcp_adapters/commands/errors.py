@@ -47,16 +47,26 @@ class ErrorSum:
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """One piece of both, of equal shapes; `left` is the reference."""
-        left, right = left.to(torch.float64), right.to(torch.float64)
+        if not left.numel():
+            return
+        left, right = left.reshape(-1).to(torch.float64), right.reshape(-1).to(torch.float64)
+        distance = right - left
+        squares = float(distance.dot(distance))
+        if math.isfinite(squares):  # then so is every element, of both
+            self._add(distance, squares, left)
+            return
         finite = torch.isfinite(left) & torch.isfinite(right)
         same = (left == right) | (left.isnan() & right.isnan())
         self._broken += int((~finite & ~same).sum())
-        p, q = left[finite], right[finite]
-        if p.numel():
-            distance = (q - p).abs()
-            self._largest = max(self._largest, float(distance.max()))
-            self._squares += float(distance.square().sum())
-            self._reference += float(p.square().sum())
+        left, distance = left[finite], distance[finite]
+        if left.numel():
+            self._add(distance, float(distance.dot(distance)), left)
+
+    def _add(self, distance: Tensor, squares: float, left: Tensor) -> None:
+        least, most = (float(end) for end in distance.aminmax())
+        self._largest = max(self._largest, most, -least)
+        self._squares += squares
+        self._reference += float(left.dot(left))
 
     def error(self) -> Error:
         """Of all pieces together."""

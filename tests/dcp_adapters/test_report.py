@@ -175,6 +175,10 @@ def test_scales_that_are_none_are_counted_apart() -> None:
     block, whole = measured(nvfp4).scales
     assert (block.counts, block.not_finite, block.zero, block.negative) == ({0: 64 * 6 - 4}, 2, 1, 1)
     assert (whole.counts, whole.negative) == ({}, 1)
+    float8 = quantize(values(SHAPE, 0), Float8CurrentScaling())
+    float8.scale[:5, 0] = torch.tensor([-math.inf, math.nan, -0.0, -2.0, 2.0**-140])
+    (scales,) = measured(float8).scales
+    assert (scales.not_finite, scales.zero, scales.negative, scales.counts[-140]) == (2, 1, 1, 1)
     report = measured(nvfp4)
     assert (report.bad_scales, report.zero_scales) == (4, 1)
 
@@ -239,6 +243,8 @@ def test_a_profile_keeps_the_largest_of_each_bin() -> None:
 
 def test_tensors_of_all_kinds() -> None:
     nan, inf = math.nan, math.inf
+    rows = measured(torch.tensor([[0.0, 0.0], [nan, 0.0], [-0.0, 0.0], [0.0, 1.0]]))
+    assert (rows.zero_rows, rows.not_finite) == (2, 1)
     assert measured(torch.tensor([1.0, nan, inf, -inf])).not_finite == 3
     scalar = measured(torch.tensor(2.0), torch.tensor(2.5))
     assert (scalar.error.max_abs, scalar.zero_rows, scalar.numel) == (0.5, None, 1)
@@ -254,7 +260,7 @@ def test_tensors_of_all_kinds() -> None:
     assert measured(torch.tensor([True]), torch.tensor([False])).error.max_abs == 1.0
     assert measured(torch.tensor([[1 + 2j]]), torch.tensor([[1 + 5j]])).error.max_abs == 3.0
     double = torch.tensor([1 + 1e-12, 1.0], dtype=torch.float64)
-    assert measured(double, torch.ones(2, dtype=torch.float64)).error.max_abs == pytest.approx(1e-12, rel=1e-3)
+    assert measured(double, torch.ones(2, dtype=torch.float64)).error.max_abs == pytest.approx(1e-12, rel=1e-3, abs=0)
 
 
 def test_experts_are_rows_of_rows() -> None:
