@@ -33,6 +33,7 @@ __all__ = [
     "weight_files",
 ]
 
+COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a module's parameters
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -279,8 +280,12 @@ DTYPES = {
 
 
 def _under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries whose names begin with the prefix, under the rest of their names."""
-    chosen = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    """The entries whose names begin with the prefix, under the rest of their names as the plain model has them."""
+    chosen = {
+        name.removeprefix(prefix).replace(COMPILED, ""): value
+        for name, value in named.items()
+        if name.startswith(prefix)
+    }
     if not chosen:
         tops = sorted({name.partition(".")[0] for name in named})
         raise ValueError(f"{where}: no tensor's name begins with {prefix!r}; names begin with {', '.join(tops[:8])}")

@@ -297,6 +297,17 @@ def test_experts_are_cut_out_of_their_weights(tmp_path: Path) -> None:
         assert torch.equal(found[f"l.experts.{expert}.down_proj.weight"], down[expert])
 
 
+def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    q = quantize(values((32, 64), 0), MXFP8)
+    export_hf({"weight": q}, tmp_path / "linear")  # a model that is a linear
+    assert tensors_of(tmp_path / "linear").keys() == {"weight", "weight_scale"}
+    model = nn.ModuleDict({"a": torch.compile(nn.Sequential(nn.Linear(64, 32, bias=False)))})
+    model["a"]._orig_mod[0].weight = nn.Parameter(q)
+    assert list(model.state_dict()) == ["a._orig_mod.0.weight"]
+    export_hf(model, tmp_path / "compiled")
+    assert tensors_of(tmp_path / "compiled").keys() == {"a.0.weight", "a.0.weight_scale"}
+
+
 def test_recipes_that_the_tensors_do_not_tell_are_in_the_file(tmp_path: Path) -> None:
     square = NVFP4BlockScaling(blocks="square")
     state = {"a.weight": quantize(values((32, 64), 0), square), "b.weight": quantize(values((32, 64), 1), NVFP4)}
