@@ -4,6 +4,7 @@ Raw payloads and scales as plain tensors, resharded by stock DCP.
 """
 
 from dcp_adapters.expand import expand
+from dcp_adapters.hf.importing import import_hf
 from dcp_adapters.load_planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest, read_manifest
 from dcp_adapters.safe.reader import SafeFileSystemReader
@@ -17,5 +18,6 @@ __all__ = [
     "QuantizedStager",
     "SafeFileSystemReader",
     "expand",
+    "import_hf",
     "read_manifest",
 ]
