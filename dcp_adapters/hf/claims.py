@@ -38,6 +38,9 @@ class Claims(Protocol):
     def problem(self, module: str, scheme: Scheme) -> str | None:
         """How the scheme found for a module contradicts what is said of it; None where it does not."""
 
+    def said_of(self, module: str) -> str:
+        """What is said of a module's weights, in few words; "" where nothing is."""
+
 
 def claims_of(directory: Directory) -> Claims | None:
     """What is said of the quantized linears; None where the directory says that nothing is quantized.
@@ -130,6 +133,14 @@ class _CompressedTensors:
         problems = [self._against(group, scheme) for rank, group in ranked if rank == best]
         return None if None in problems else problems[0]
 
+    def said_of(self, module: str) -> str:
+        """Of the most exact targets' first."""
+        ranked = [(rank, target) for target in self.targets if (rank := target.rank(module)) is not None]
+        if not ranked:
+            return ""
+        weights = min(ranked, key=lambda pair: pair[0])[1].group["weights"]
+        return ", ".join(f"{key} {short(weights[key])}" for key in WEIGHTS[:4] if weights.get(key) is not None)
+
     def _against(self, group: Mapping[str, Any], scheme: Scheme) -> str | None:
         expected, inputs = self.layout.schemes[scheme].config, group.get("input_activations")
         weights = group["weights"]
@@ -213,6 +224,13 @@ class _ModelOpt:
             if problems:
                 return f"{file} says {'; '.join(problems)}"
         return None
+
+    def said_of(self, module: str) -> str:
+        """Its algorithm."""
+        record = self.said[0][1]
+        layers = record.get("quantized_layers") or {}
+        own = (_nearest(layers, module) if layers else None) or record
+        return short(own.get("quant_algo"))
 
 
 def _nearest(layers: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:

@@ -165,8 +165,8 @@ def _linear(module: str, codes: Mapping[str, FileTensor], claims: Claims | None)
         if linear is not None:
             problem = claims.problem(module, scheme)
             return (linear, "") if problem is None else (None, f"{found}: {scheme}, and {problem}")
-    guess = _guess(codes)
-    return None, f"{found}" + (f": {guess}" if guess else "")
+    guess, said = _guess(codes), claims.said_of(module)
+    return None, found + (f": {guess}" if guess else "") + (f" (the JSON says {said})" if said else "")
 
 
 def _fitting(

@@ -35,7 +35,7 @@ def write(
     (path / "config.json").write_text(json.dumps(dict(config or {})))
     if quantization is not None:
         (path / "hf_quant_config.json").write_text(json.dumps(dict(quantization)))
-    held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    held = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
     if files == 1:
         save_file(held, path / "model.safetensors", metadata=dict(notes or {}) or None)
         return path

@@ -226,7 +226,7 @@ REFUSED = {
             "a.weight_shape": torch.tensor([32, 64]),
         },
         ct(INT4),
-        "a: weight_packed I32 [32, 8], weight_scale F32 [32, 2], weight_shape I64 [2]: integers packed into int32 (pack",
+        "a: weight_packed I32 [32, 8], weight_scale F32 [32, 2], weight_shape I64 [2]: integers packed into int32 (",
     ),
     "int8": (
         {"a.weight": codes(32, 64, dtype=torch.int8), "a.weight_scale": torch.ones(32, 1)},
