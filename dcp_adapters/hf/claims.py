@@ -202,7 +202,7 @@ class _ModelOpt:
         for file, record in said:
             if not isinstance(record, Mapping) or not isinstance(record.get("quant_algo"), str):
                 raise ValueError(f"{directory.path}: {file} says no quant_algo")
-            layers = record.get("quantized_layers", {})
+            layers = record.get("quantized_layers") or {}
             if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
                 raise ValueError(f"{directory.path}: {file} has quantized_layers that are no objects")
             if record.get("kv_cache_quant_algo") not in KV_CACHE:

@@ -150,9 +150,9 @@ class _Presentation:
             if dtype is None:
                 self.problems.append(f"{name}: {tensor}, which torch can not hold")
             else:
-                self.out.entries[name] = Entry.whole(dtype, tensor.shape, Source(tensor, _same))
+                self._add(name, Entry.whole(dtype, tensor.shape, Source(tensor, _same)))
         for name, (stored, tensor) in self.scales.items():
-            self.out.entries[name] = Entry.whole(torch.float32, (), _source(tensor, stored, VALUE))
+            self._add(name, Entry.whole(torch.float32, (), _source(tensor, stored, VALUE)))
             self.out.scales.add(name)
         if self.problems:
             raise ValueError(
@@ -160,6 +160,11 @@ class _Presentation:
                 + listed(self.problems, lines=True)
             )
         return self.out
+
+    def _add(self, name: str, entry: Entry) -> None:
+        """Enter an entry, whose name must be its own."""
+        if self.out.entries.setdefault(name, entry) is not entry:
+            self.problems.append(f"{name}: the directory has it twice, as a tensor and as a part or scale of a linear")
 
     def _experts(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
         """The linears of all experts as one weight; none of them, and the name is left missing."""
@@ -195,7 +200,7 @@ class _Presentation:
                 return
             offsets = (piece.expert or 0, piece.rows[0], 0)
             chunks.append(Chunk(offsets, (1, *tensor.shape), Source(tensor, _same, lead=1)))
-        self.out.entries[name] = Entry(DTYPES[dtypes[0]], shape, tuple(chunks))
+        self._add(name, Entry(DTYPES[dtypes[0]], shape, tuple(chunks)))
 
     def _quantized(self, name: str, shape: tuple[int, ...], linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
         """A quantized weight that consists of one linear or of several."""
@@ -216,7 +221,7 @@ class _Presentation:
         entry = TensorEntry(recipe, tuple(shape), dtype)
         self.out.tensors[name] = entry
         for spec in specs_of(recipe):
-            self.out.entries[f"{name}.{spec.name}"] = self._part(name, entry, spec, linears)
+            self._add(f"{name}.{spec.name}", self._part(name, entry, spec, linears))
         self._input_scale(name, linears)
 
     def _recipe(self, name: str, kind: str, weights: Sequence[str], shape: Sequence[int]) -> Recipe | None:

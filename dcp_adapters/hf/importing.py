@@ -33,6 +33,9 @@ from qtensor.tensor import QuantizedTensor
 __all__ = ["import_hf"]
 
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
+KINDS_OF_ERROR: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (FileNotFoundError, ValueError, RuntimeError)
+}
 CONVERT = 'import with on_mismatch="convert"'
 
 
@@ -60,7 +63,8 @@ def import_hf(
             None: there is no model.
         on_mismatch: "raise", a parameter whose recipe is not the directory's is an error. "convert", it is requantized,
             or dequantized where it is dense.
-        device: where parameters of the meta device get their memory; None: of their mesh, or the CPU.
+        device: where parameters of the meta device get their memory; None: on the device of their mesh, or the CPU.
+            Shards that FSDP offloads belong on "cpu".
         progress: a bar over the bytes that rank 0 reads, on a terminal.
 
     Returns:
@@ -196,18 +200,21 @@ def _names(held: set[str], live: Live, reader: HuggingFaceReader) -> tuple[list[
 @contextmanager
 def _alike() -> Iterator[None]:
     """What fails on one rank fails on all, with the error of the first."""
-    problem: Exception | None = None
     try:
         yield
-    except (ValueError, OSError, RuntimeError) as error:
-        problem = error
+    except Exception as error:
+        _tell(error)
+        raise
+    _tell(None)
+
+
+def _tell(error: Exception | None) -> None:
+    """Raises the error of the first rank that has one, where there are several ranks."""
     if not dist.is_initialized():
-        if problem is not None:
-            raise problem
         return
-    told = None if problem is None else (isinstance(problem, FileNotFoundError), str(problem))
-    everywhere: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, told)
+    kind = next((name for name, kind in KINDS_OF_ERROR.items() if isinstance(error, kind)), "")
+    everywhere: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, None if error is None else (kind, str(error)))
     first = next((each for each in everywhere if each is not None), None)
     if first is not None:
-        raise (FileNotFoundError if first[0] else ValueError)(first[1]) from problem
+        raise KINDS_OF_ERROR.get(first[0], RuntimeError)(first[1]) from error

@@ -8,6 +8,7 @@ So stock resharding, QuantizedLoadPlanner's comparison, conversion and agreement
 checkpoint. There is nothing to write such a checkpoint with: `export_hf` does that.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -96,23 +97,17 @@ class HuggingFaceReader(StorageReader):
         return self.made
 
     def alike(self, name: str, other: str) -> bool:
-        """Whether two dense tensors of the directory have equal bytes."""
-        entries = self.presented().entries
-        if (
-            name not in entries
-            or other not in entries
-            or len({(entries[n].dtype, entries[n].shape) for n in (name, other)}) > 1
-        ):
+        """Whether two dense tensors of the directory have equal bytes; compared in pieces of AT_ONCE."""
+        pair = [self.presented().entries.get(one) for one in (name, other)]
+        tensors = [entry.chunks[0].source.tensor for entry in pair if entry is not None and len(entry.chunks) == 1]
+        if len(tensors) < 2 or tensors[0].dtype != tensors[1].dtype or tensors[0].shape != tensors[1].shape:
             return False
-        tensors = [entries[one].chunks[0].source.tensor for one in (name, other)]
-        rows, width = (*tensors[0].shape, 1)[:2]
-        step = max(1, AT_ONCE // max(1, width))
+        shape = tensors[0].shape
+        rows = max(1, AT_ONCE * shape[0] // max(1, math.prod(shape))) if shape else 1
         with OpenFiles(self.path) as files:
             one, two = (files.piece(tensor) for tensor in tensors)
-            return all(
-                torch.equal(one[at : at + step].view(torch.uint8), two[at : at + step].view(torch.uint8))
-                for at in range(0, rows, step)
-            )
+            boxes: list[Any] = [slice(at, at + rows) for at in range(0, shape[0], rows)] if shape else [...]
+            return all(torch.equal(_bytes(one[box]), _bytes(two[box])) for box in boxes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load."""
@@ -135,6 +130,8 @@ class HuggingFaceReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: FBT001 - DCP's signature
         """Keep where the chunks come from."""
         self.storage: dict[MetadataIndex, Source] = metadata.storage_data
+        records: Mapping[str, Any] = metadata.state_dict_metadata
+        self.itemsize = {name: record.properties.dtype.itemsize for name, record in records.items()}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """As it is."""
@@ -146,8 +143,8 @@ class HuggingFaceReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
-        total = sum(item.lengths.numel() for item in plan.items)
         try:
+            total = sum(item.lengths.numel() * self.itemsize[item.storage_index.fqn] for item in plan.items)
             with OpenFiles(self.path) as files, progress(f"import {self.path.name}", total, enabled=self.show) as bar:
                 for item in plan.items:
                     source = self.storage[item.storage_index]
@@ -155,7 +152,7 @@ class HuggingFaceReader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     _fill(target, held, source.tensor)
                     planner.commit_tensor(item, target)
-                    bar(held.numel())
+                    bar(held.nbytes)
         except BaseException as error:  # CheckpointException is none of Exception's
             failed = getattr(planner, "read_failed", None)
             if failed is not None:
@@ -169,6 +166,10 @@ class HuggingFaceReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a directory."""
         return Path(checkpoint_id).is_dir()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _fill(target: Tensor, held: Tensor, tensor: FileTensor) -> None:

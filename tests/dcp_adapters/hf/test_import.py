@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import dcp_adapters.hf.reader
 from dcp_adapters import import_hf
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.hf.layout import KINDS, Scheme
-from dcp_adapters.hf.reader import HuggingFaceReader, OpenFiles
+from dcp_adapters.hf.reader import OpenFiles
 from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
@@ -447,6 +448,27 @@ def test_dense_files_are_quantized_as_the_full_tensor_is(ranks: int, tmp_path: P
     run_ranks_each(ranks, cases, _imports)
 
 
+def _as_alone(path: str, shapes: dict[str, Any], recipes: dict[str, Any], on_mismatch: str) -> None:
+    """Shards hold what one process gets for the whole model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        full = import_hf(path, meta_model(shapes, recipes), on_mismatch=on_mismatch)
+    assert_holds(import_hf(path, sharded(meta_model(shapes, recipes)), on_mismatch=on_mismatch), full)
+
+
+def test_shards_that_are_converted_or_delayed_hold_what_one_process_gets(tmp_path: Path) -> None:
+    path, state = mixed(tmp_path / "mixed")
+    shapes = {name: torch.empty(value.shape, device="meta") for name, value in state.items()}
+    for recipe in (MXFP8BlockScaling(), Float8CurrentScaling(granularity="tensor"), NVFP4BlockScaling()):
+        run_ranks(3, _as_alone, str(path), shapes, dict.fromkeys(MIXED, recipe), "convert")
+    run_ranks(2, _as_alone, str(path), shapes, {}, "convert")
+    schemes = dict.fromkeys(linear_names(), Scheme("fp8_tensor", "static"))
+    path, state = quantized_directory(tmp_path / "delayed", "modelopt", schemes)
+    run_ranks(
+        3, _as_alone, str(path), shapes, dict.fromkeys(schemes, Float8DelayedScaling(amax_history_len=4)), "raise"
+    )
+
+
 def _on_meshes(path: str, full: dict[str, Any]) -> None:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     assert_holds(import_hf(path, sharded(meta_model(full, MIXED_RECIPES), hybrid)), full)
@@ -531,6 +553,31 @@ def test_an_imported_model_gathers_what_was_imported(ranks: int, tmp_path: Path)
     run_ranks(ranks, _step, str(path), state)
 
 
+def _reported(path: str, full: dict[str, Any]) -> tuple[bool, int, int]:
+    """Whether a bar would be shown, of how many bytes, and how many were reported to it."""
+    seen: list[Any] = []
+
+    @contextmanager
+    def bar(stage: str, total: int, *, enabled: bool) -> Iterator[Any]:
+        reported: list[int] = []
+        yield reported.append
+        seen.extend([enabled, total, sum(reported)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_adapters.hf.reader, "progress", bar)
+        import_hf(path, sharded(meta_model(full, MIXED_RECIPES)))
+    return tuple(seen)  # type: ignore[return-value]
+
+
+def test_progress_is_in_bytes_and_on_the_first_rank(tmp_path: Path) -> None:
+    path, state = mixed(tmp_path)
+    first, second = run_ranks(2, _reported, str(path), state)
+    assert (first[0], second[0]) == (True, False)
+    assert first[1] == first[2]
+    whole = sum(tensor.nbytes for q in state.values() for tensor in (getattr(q, "parts", dict)() or {"": q}).values())
+    assert whole / 2 <= first[1] < whole * 0.6
+
+
 def _differing(paths: list[str], full: dict[str, Any], recipes: dict[str, Any]) -> None:
     net = sharded(meta_model(full, recipes))
     try:
@@ -559,18 +606,18 @@ def _fails_late(path: str, full: dict[str, Any]) -> None:
     recipes = dict.fromkeys(linear_names(), Float8CurrentScaling(granularity="tensor"))
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(HuggingFaceReader, "set_up_storage_reader", functools.partialmethod(_breaking))
+            patch.setattr(OpenFiles, "piece", _breaks)
         import_hf(path, sharded(meta_model(full, recipes)))
 
 
-def _breaking(self: Any, metadata: Any, is_coordinator: bool) -> None:
-    self.storage = {}
+def _breaks(self: Any, tensor: Any) -> Any:
+    raise OSError("the disk is gone")
 
 
 def test_a_read_that_fails_late_is_told_to_all(tmp_path: Path) -> None:
     state = dense_tensors()
     messages = run_ranks_catching(2, _fails_late, str(write(tmp_path, state)), state, timeout=60)
-    assert all("CheckpointException" in message for message in messages)
+    assert all("CheckpointException" in message and "the disk is gone" in message for message in messages)
 
 
 def _replicated(path: str, full: dict[str, Any]) -> None:

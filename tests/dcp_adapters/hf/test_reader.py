@@ -371,6 +371,12 @@ def test_what_is_quantized_otherwise_is_refused(case: str, tmp_path: Path) -> No
     assert expected in refusal(write(tmp_path, tensors, config))
 
 
+@pytest.mark.parametrize("name", ["a.weight.payload", "a.weight.scale"])
+def test_a_tensor_with_the_name_of_a_part_is_refused(name: str, tmp_path: Path) -> None:
+    write(tmp_path, {**ROW, name: values((3,), 1)}, ct(FP8_ROW))
+    assert f"{name}: the directory has it twice, as a tensor and as a part or scale of a linear" in refusal(tmp_path)
+
+
 def test_one_refusal_names_all_modules_but_not_thousands(tmp_path: Path) -> None:
     tensors = {f"layers.{number}.weight": fp8(4, 32) for number in range(50)}
     message = refusal(write(tmp_path, tensors, ct(FP8_ROW)))
