@@ -50,6 +50,7 @@ PUBLIC: dict[str, list[str]] = {
         "SafeFileSystemReader",
         "expand",
         "export_hf",
+        "import_hf",
         "read_manifest",
     ],
     "layerwise": [
