@@ -324,7 +324,20 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
     kept = {"format": "pt", **({RECIPES: json.dumps(recipes)} if recipes else {})}
     path = directory / file.name
     save_file(_apart(tensors), path, metadata=kept)
+    _settle_header(path)
     _sync(path)
+
+
+def _settle_header(path: Path) -> None:
+    """Put the keys of the metadata, which safetensors writes in random order, into one: equal exports, equal files."""
+    with path.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= size, path
+        stream.seek(8)
+        stream.write(text.ljust(size))
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
