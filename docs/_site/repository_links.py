@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 SHOWN_UNDER = "repository"
 PICTURES = {".png", ".svg", ".jpg"}
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
 # [text](target#anchor) and [name]: target#anchor
 LINK = re.compile(
@@ -78,7 +79,7 @@ def _made(config: Any, file: Path, path: str, shown: str) -> File:
     text = file.read_text(encoding="utf-8")
     if file.suffix != ".md":
         fence = "`" * (3 + max((len(ticks) for ticks in re.findall(r"`{3,}", text)), default=0))
-        text = f"# {path}\n\n{fence}{LANGUAGES.get(file.suffix, '')}\n{text}\n{fence}\n"
+        text = f"{UNSEARCHED}# {path}\n\n{fence}{LANGUAGES.get(file.suffix, '')}\n{text}\n{fence}\n"
     return File.generated(config, shown, content=text, inclusion=InclusionLevel.NOT_IN_NAV)
 
 
