@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.messages import HOLE, pattern, templates
 from tests.docs.pages import page
-from tests.docs.triggers import TRIGGERS, earned
+from tests.docs.triggers_stored import TRIGGERS, earned
 from tests.ranks import run_ranks
 
 PAGE = page("troubleshooting.md")
@@ -73,6 +73,7 @@ def test_every_message_is_raised_by_some_test(shared_tmp_path: Path) -> None:
     assert own | elsewhere == {*quoted()}
     assert not own & elsewhere
     for rank, raised in enumerate(run_ranks(2, earned, shared_tmp_path)):
+        assert raised.keys() == TRIGGERS.keys()
         for words, text in raised.items():
             assert pattern(heading_with(words)).search(text), f"rank {rank}: {words!r} earned {text!r}"
 
