@@ -2,6 +2,7 @@
 # make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"
 # make lint   ruff and mypy
 # make bench  all benchmarks in 20 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
+# make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
 # make clean  removes the environment, caches and outputs
 #
 # Each target first makes sure of the environment in .venv: built on the first run, reused until pyproject.toml,
@@ -21,7 +22,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -38,6 +39,10 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+# The variable spares a banner about later versions of MkDocs.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -57,6 +62,7 @@ $(VENV)/.installed-demo: EXTRAS = demo
 $(VENV)/.installed-demo-test: EXTRAS = demo,test
 $(VENV)/.installed-dev: EXTRAS = dev
 $(VENV)/.installed-bench: EXTRAS = demo,bench
+$(VENV)/.installed-docs: EXTRAS = docs
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt Makefile | $(VENV)/.created
 	@echo "environment: installing qtensor[$(EXTRAS)] and what it needs (minutes, the first time)"

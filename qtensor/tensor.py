@@ -64,8 +64,10 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
 
     Attributes:
         recipe: the recipe it was quantized with.
-        payload, scale[, global_scale]: the parts (see the class of the format for shapes and dtypes).
-        dtype, shape, device: what it pretends to be, and where its parts are.
+        payload: the codes of the elements (see the class of the format for shapes and dtypes of all parts).
+        scale: what they are multiplied by; NVFP4 has a global_scale, too.
+        dtype: what it pretends to be, as its shape is.
+        device: where its parts are.
     """
 
     recipe: Recipe

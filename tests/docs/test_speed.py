@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,24 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_hooks import compiled
 from fsdp_hooks.compiled import Kernel
 from qtensor import MasterWeightOptimizer, NVFP4BlockScaling, QuantizedTensor, quantized_model_init, use_kernels
+from tests.docs.pages import namespace, page
 from tests.ranks import run_ranks
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = DOCS / "speed.md"
-
-
-def blocks() -> list[tuple[int, str]]:
-    """The Python of the page: (line, text)."""
-    text = PAGE.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text[: match.start(1)].count("\n"), match[1]) for match in found]
-
-
-def run_block(number: int, names: dict[str, Any]) -> None:
-    """One block of the page, in the namespace of those before."""
-    line, text = blocks()[number]
-    # Empty lines in front, so that a traceback shows the line of the page.
-    exec(compile("\n" * line + text, str(PAGE), "exec"), names)
+PAGE = page("speed.md")
 
 
 def real_step() -> None:
@@ -55,16 +39,16 @@ def run_page() -> None:
         called.add(kernel.eager.__name__)
         return kernel.eager(*args)
 
-    names: dict[str, Any] = {"weight": torch.ones(512, 512, dtype=torch.bfloat16)}
+    names = namespace(weight=torch.ones(512, 512, dtype=torch.bfloat16))
     with pytest.MonkeyPatch.context() as patch, use_kernels("auto"):
         patch.setattr(Kernel, "_run", recorded)
-        run_block(0, names)
+        PAGE.run(names, only=[0])
         assert isinstance(names["q"], QuantizedTensor)
         assert use_kernels.mode == "eager"
         assert {name.partition("_")[0] for name in called} == {"encode"}
         called.clear()
 
-        run_block(1, names)
+        PAGE.run(names, only=[1])
         assert use_kernels.mode == "compiled"
         warmed = called.copy()
         called.clear()
@@ -76,17 +60,10 @@ def run_page() -> None:
         assert called <= warmed
         called.clear()
 
-        run_block(2, names)
+        PAGE.run(names, only=[2])
         assert {name.partition("_")[0] for name in called} == {"encode"}
-        assert len(blocks()) == 3
+        assert len(PAGE.python) == 3
 
 
 def test_the_code_of_the_page_runs() -> None:
     run_ranks(1, run_page)
-
-
-def test_the_links_of_the_page_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE.read_text(encoding="utf-8"))
-    assert links
-    for link in links:
-        assert (DOCS / link).exists(), link

@@ -1,8 +1,7 @@
-"""docs/calibration.md says what is so: its code runs, in order, on a small model, and its links lead somewhere."""
+"""docs/calibration.md says what is so: its code runs, in order, on a small model."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from layerwise import Max, Mse, calibrate
 from qtensor import NVFP4BlockScaling
+from tests.docs.pages import namespace, page
 from tests.layerwise import models, small_runs
 from tests.ranks import run_ranks
 
-DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
-PAGE = DOCS / "calibration.md"
+PAGE = page("calibration.md")
 NVFP4 = NVFP4BlockScaling()
 
 
 def build_model() -> small_runs.Model:
     """What the page calls `build_model`."""
     return small_runs.model_of(shard=False)
-
-
-def blocks() -> list[tuple[int, str]]:
-    """The Python of the page: (line, text)."""
-    text = PAGE.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text[: match.start(1)].count("\n"), match[1]) for match in found]
 
 
 def calibrated(algorithm: Any) -> dict[str, str]:
@@ -45,13 +37,11 @@ def run_page(path: Path) -> None:
     assert dist.get_world_size() == 1
     (path / "safetensors").mkdir()
     save_file(build_model().state_dict(), path / "safetensors" / "model.safetensors")
-    names: dict[str, Any] = {"__name__": __name__, "build_model": build_model, "path": path, "device": "cpu"}
-    names["batches"] = small_runs.batches()
+    names = namespace(build_model=build_model, path=path, device="cpu", batches=small_runs.batches())
     sharded: Any = None
     results: list[Any] = []  # what `result` was, each time it was another
-    for line, text in blocks():
-        # Empty lines in front, so that a traceback shows the line of the page.
-        exec(compile("\n" * line + text, str(PAGE), "exec"), names)
+    for number in range(len(PAGE.python)):
+        PAGE.run(names, only=[number])
         sharded = sharded or names["model"]
         if not any(names["result"] is result for result in results):
             results.append(names["result"])
@@ -97,10 +87,3 @@ def run_page(path: Path) -> None:
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run_ranks(1, run_page, tmp_path)
-
-
-def test_the_links_of_the_page_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE.read_text(encoding="utf-8"))
-    assert links
-    for link in links:
-        assert (DOCS / link).exists(), link

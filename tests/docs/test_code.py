@@ -1,0 +1,159 @@
+"""The code of every page runs: in order, in one namespace, in a rank of the pool.
+
+What runs here are the pages whose code needs nothing but a small model. The others have a test file of their own,
+named in ELSEWHERE. A page with code that is in neither fails, and so does a block marked `not run` that is not in
+NOT_RUN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+import qtensor
+from dcp_adapters import QuantizedSavePlanner, read_manifest
+from layerwise import GPTQ, calibrate
+from qtensor import MXFP8BlockScaling, QuantizedTensor
+from tests.docs import small_models
+from tests.docs.pages import namespace, page, pages
+from tests.docs.small_models import Adapted, Model, Pair, fill, shard, train
+from tests.layerwise import small_runs
+from tests.ranks import run_ranks
+
+ELSEWHERE = {  # page: the test that runs it, in tests/
+    "docs/calibration.md": "docs/test_calibration.py",
+    "docs/coming_from.md": "docs/test_coming_from.py",
+    "docs/quickstart.md": "docs/test_quickstart.py",
+    "docs/speed.md": "docs/test_speed.py",
+}
+NOT_RUN = {"docs/coming_from.md": 3}  # how many blocks each page marks so
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def api(path: Path) -> None:
+    names = page("api/qtensor.md").run(namespace(torch=torch))
+    assert type(names["q"]) is qtensor.MXFP8Tensor
+
+
+def checkpoint_format(path: Path) -> None:
+    weight = torch.randn(4096, 4096, dtype=torch.bfloat16)
+    with qtensor.use_kernels("eager"):  # large enough to compile
+        q = qtensor.quantize(weight, MXFP8BlockScaling())
+        state = {"model.layers.0.weight": q}
+        dcp.save(state, checkpoint_id=path / "saved", planner=QuantizedSavePlanner())
+        names = page("checkpoint_format.md").run(namespace(path=path / "saved"))
+        assert torch.equal(names["weight"], q.dequantize(torch.float32))
+
+
+def checkpoints(path: Path) -> None:
+    dense = Model()
+    model = shard(Model())
+    with qtensor.quantized_model_init(MXFP8BlockScaling()):
+        model = shard(Model())
+    optimizer = qtensor.MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    (path / "hf").mkdir()
+    save_file(dense.state_dict(), path / "hf" / "model.safetensors")
+    names = namespace(model=model, optimizer=optimizer, step=1, path=path, hf_dir=path / "hf", build_model=Model)
+    crc32 = torch.serialization.get_crc32_options()
+    try:
+        page("checkpoints.md").run(names | {"train": train, "shard": shard}, dots=CHECKPOINT_DOTS)
+    finally:
+        torch.serialization.set_crc32_options(crc32)
+    for step in ("step-1000", "step-2000", "step-3000"):
+        assert len(read_manifest(path / step).tensors) == 4
+
+
+CHECKPOINT_DOTS = ("train(model, optimizer)", "shard(model).to_empty(device='cpu')")
+
+
+def guide(path: Path) -> None:
+    names = namespace(build_model=Model, load_or_init=fill, device="cpu", path=path)
+    better = torch.full((2 * small_models.WIDTH, small_models.WIDTH), 0.5, dtype=torch.bfloat16)
+    names |= {"better": better, "shard": shard, "fill": fill, "train": train}
+    names = page("guide.md").run(names, dots=("shard(model); fill(model)", "train(model, optimizer)"))
+    assert isinstance(names["model"], FSDPModule)
+    assert (path / "step-1000" / ".metadata").exists()
+    assert (path / "step-2000" / ".metadata").exists()
+
+
+def how_to_shard(path: Path) -> None:
+    models = iter([Model(Pair), Model(Adapted)])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def build_model() -> Model:
+        made = next(models)
+        return type(made)(type(made.layers[0]))  # anew, so that it is built where the page says
+
+    names = namespace(build_model=build_model, init_weights=fill, mesh=mesh, device="cpu", shard=shard)
+    names = page("how_to_shard.md").run(names, dots=("shard(model)",))
+    base = names["model"].layers[0].base
+    assert isinstance(local(base.weight), QuantizedTensor)
+    assert not base.weight.requires_grad
+    assert not base.bias.requires_grad
+    train(names["model"], names["optimizer"])
+
+
+def index(path: Path) -> None:
+    names = page("index.md").run(namespace(build_model=Model, path=path, shard=shard, fill=fill, train=train))
+    assert isinstance(local(names["model"].layers[0].mlp.up_proj.weight), QuantizedTensor)
+
+
+def readme(path: Path) -> None:
+    """Its two blocks: a model of transformers, and a calibration."""
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=96
+    )
+    names = namespace(LlamaForCausalLM=transformers.LlamaForCausalLM, config=config, path=path / "saved", fill=fill)
+    names |= {"calibrate": calibrate, "GPTQ": GPTQ, "NVFP4BlockScaling": qtensor.NVFP4BlockScaling}
+    readme = page("README.md")
+    readme.run(names, dots=("fill(model)", "pass"), only=[0])
+    assert (path / "saved" / ".metadata").exists()
+    names |= {"model": small_runs.model_of(shard=False), "batches": small_runs.batches()}
+    with contextlib.chdir(path):
+        readme.run(names, only=[1])
+    assert read_manifest(path / "weights").tensors
+
+
+RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many ranks, and what they do
+    "README.md": (1, readme),
+    "docs/api/qtensor.md": (1, api),
+    "docs/checkpoint_format.md": (1, checkpoint_format),
+    "docs/checkpoints.md": (1, checkpoints),
+    "docs/guide.md": (2, guide),
+    "docs/how_to_shard.md": (4, how_to_shard),
+    "docs/index.md": (2, index),
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_code_of_the_page_runs(name: str, shared_tmp_path: Path) -> None:
+    ranks, run = RUN[name]
+    run_ranks(ranks, run, shared_tmp_path)
+
+
+def test_no_page_and_no_block_is_left_out() -> None:
+    with_code = {name for name, one in pages().items() if one.python or any(b.not_run for b in one.blocks)}
+    assert with_code == {*RUN, *ELSEWHERE}
+    for name, file in ELSEWHERE.items():
+        assert (Path(__file__).parent.parent / file).exists(), name
+    not_run = {name: sum(bool(block.not_run) for block in one.blocks) for name, one in pages().items()}
+    assert {name: count for name, count in not_run.items() if count} == NOT_RUN
+    for one in pages().values():
+        for block in one.blocks:
+            assert block.language or "import " not in block.text, f"{one.name}:{block.line} is Python"
+            assert block.language in {"", "python", "json"}, f"{one.name}:{block.line}"
+            assert not block.not_run or block.language == "python", f"{one.name}:{block.line}"

@@ -1,0 +1,84 @@
+"""docs/troubleshooting.md quotes what the packages say: every heading is in the source, and most are earned here.
+
+A message that is reworded fails the first test, one that its code no longer leads to the second.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.messages import HOLE, pattern, templates
+from tests.docs.pages import page
+from tests.docs.triggers_stored import TRIGGERS, earned
+from tests.ranks import run_ranks
+
+PAGE = page("troubleshooting.md")
+TORCHS = {  # messages of torch that are met on the way
+    "a leaf Variable that requires grad is being used in an in-place operation",
+    "DTensor random operators may not have complete support on cpu device mesh",
+}
+# Messages that need a fault or a model of their own; the tests that raise them, with words they look for.
+RAISED_IN = {
+    "use True or False": "tests/fsdp_hooks/test_refusals.py",
+    "torch.compile failed": "tests/qtensor/test_kernels.py",
+    "give every rank the full state dict": "tests/fsdp_hooks/test_state_dict_apis.py",
+    "column cuts must fall": "tests/dcp_adapters/test_expand.py",
+    "the storage writer did not write it": "tests/dcp_adapters/test_faults.py",
+    "its planner has been given to another save": "tests/dcp_adapters/test_async.py",
+    "snapshots are still alive": "tests/dcp_adapters/test_staging.py",
+    "this entry of the checkpoint holds pickled objects": "tests/dcp_adapters/test_verified_load.py",
+    "calibration can not see": "tests/layerwise/statistics/test_statistics.py",
+    "not positive definite": "tests/layerwise/algorithms/test_gptq.py",
+    "came out differently on different ranks": "tests/layerwise/test_runs.py",
+}
+
+
+def quoted() -> list[str]:
+    """The headings that quote a message."""
+    return [match[1] for heading in PAGE.headings if (match := re.fullmatch(r"`(.+)`", heading))]
+
+
+def heading_with(words: str) -> str:
+    found = [message for message in quoted() if words in message]
+    assert len(found) == 1, (words, found)
+    return found[0]
+
+
+def test_what_is_quoted_is_in_the_source() -> None:
+    assert len(quoted()) >= 50
+    assert len({*quoted()}) == len(quoted())
+    for message in quoted():
+        assert not message.startswith("…") or len(message) > 20
+        found = [text for text in templates() if pattern(message).search(text)]
+        assert bool(found) != (message in TORCHS), message
+
+
+def test_the_search_in_the_source_can_fail() -> None:
+    assert HOLE in "".join(templates())
+    assert not any(pattern("quantize_: include pattern … fits no nn.Linear").search(text) for text in templates())
+
+
+def test_every_message_has_an_explanation() -> None:
+    for message in quoted():
+        entry = PAGE.text.split(f"### `{message}`\n", 1)[1].split("\n#", 1)[0].strip()
+        assert len(entry.split()) > 8, message
+
+
+def test_every_message_is_raised_by_some_test(shared_tmp_path: Path) -> None:
+    own = {heading_with(words) for words in TRIGGERS}
+    elsewhere = {heading_with(words) for words in RAISED_IN}
+    assert own | elsewhere == {*quoted()}
+    assert not own & elsewhere
+    for rank, raised in enumerate(run_ranks(2, earned, shared_tmp_path)):
+        assert raised.keys() == TRIGGERS.keys()
+        for words, text in raised.items():
+            assert pattern(heading_with(words)).search(text), f"rank {rank}: {words!r} earned {text!r}"
+
+
+@pytest.mark.parametrize("words", RAISED_IN)
+def test_the_others_are_raised_where_it_is_said(words: str) -> None:
+    text = Path(__file__).resolve().parents[2].joinpath(RAISED_IN[words]).read_text(encoding="utf-8")
+    assert words in text
