@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from fsdp_hooks.scale_sync import local_of
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered, specs_of
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.loading import watch_loads
@@ -136,12 +137,17 @@ class _Registrations:
             self._replace(stood_for, param)
 
     def _linear_weight(self, module: nn.Module, param: nn.Parameter) -> nn.Parameter | None:
+        if isinstance(param, DTensor):
+            _refuse_dense_shards(module, param)
+            return None
         known = self.seen.get(id(param))
-        if isinstance(param, DTensor) or (known is not None and known() is param):
+        if known is not None and known() is param:
             return None  # tied to a parameter that another module owns
         quantized = self._stands_for(param)
         if quantized is None:
             quantized = self._quantize(param)
+            for name in vars(param).keys() - vars(quantized).keys():  # such as loaders' marks of what needs no init
+                setattr(quantized, name, getattr(param, name))
             key = id(param)
             self.replaced[key] = (weakref.ref(param, lambda _: self.replaced.pop(key, None)), quantized)
         self.linears.setdefault(id(quantized), []).append(weakref.ref(module))  # more than one where Linears share it
@@ -186,6 +192,17 @@ class _Registrations:
             )
         self.seen[id(dense)] = weakref.ref(dense)
         return dense
+
+
+def _refuse_dense_shards(module: nn.Module, param: nn.Parameter) -> None:
+    """A loader that puts shards of its own in the place of quantized ones would leave a dense model behind."""
+    held, kinds = module._parameters.get("weight"), QuantizedTensor | HighPrecisionWeight
+    if isinstance(held, DTensor) and isinstance(local_of(held), kinds) and not isinstance(local_of(param), kinds):
+        raise RuntimeError(
+            f"quantized_model_init: a dense DTensor of shape {tuple(param.shape)} replaces a quantized weight "
+            "(transformers' from_pretrained does this with a distributed_config); shard the model by fully_shard, and "
+            "read the checkpoint by dcp.load with QuantizedLoadPlanner(on_mismatch='convert')"
+        )
 
 
 def quantize_(

@@ -95,5 +95,5 @@ def main(argv: list[str] | None = None) -> list[float]:
 if __name__ == "__main__":
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
-    main()
+    print(f"losses: {main()}")
     dist.destroy_process_group()

@@ -4,8 +4,8 @@
 
 DIR is what `save_pretrained` writes: config.json and safetensors; without it a tiny one is made. Every rank reads the
 rows of its shards (with all that shares a scale with them, as quantize-then-shard wants it), so that no full model ever
-exists. Do NOT use `from_pretrained(..., distributed_config=...)` for this: it puts its own dense shards into the place
-of the quantized ones.
+exists. `from_pretrained` inside of `quantized_model_init` quantizes, too, but makes the full model on every rank; with
+a `distributed_config` it would put dense shards into the place of quantized ones, which is refused.
 """
 
 import argparse

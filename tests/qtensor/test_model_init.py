@@ -441,3 +441,15 @@ def test_a_model_can_be_cast_inside_the_context() -> None:
         model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32)).to(torch.bfloat16)
     assert model[0].weight.dtype == torch.bfloat16
     assert isinstance(model[0].weight, QuantizedTensor)
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_what_was_noted_on_a_parameter_stays_noted(storage: str) -> None:
+    """Such as a loader's mark that a parameter has its value, without which it would be drawn anew."""
+    value = nn.Parameter(torch.randn(32, 32))
+    value.has_its_value = True  # type: ignore[attr-defined]
+    with quantized_model_init(MXFP8BlockScaling(), storage=storage):
+        linear = nn.Linear(32, 32)
+        linear.weight = value
+    assert type(linear.weight) is not nn.Parameter
+    assert linear.weight.has_its_value is True

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,15 @@ pytest.importorskip("torchtitan")
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torchtitan.components.checkpoint import AsyncMode, CheckpointManager, ModelWrapper
+from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 
+from dcp_adapters import expand
 from examples.trainers import torchtitan_checkpoint, torchtitan_llama
 from qtensor import MXFP8BlockScaling, quantize_
 from tests.examples.trainers.checkpoints import hold_the_same, quantized_in
+from tests.qtensor.recipes_under_test import raw
 from tests.ranks import run_ranks, run_ranks_catching
 
 
@@ -24,6 +28,14 @@ def _run(argv: list[str]) -> list[float]:
     with warnings.catch_warnings():  # torchtitan calls it where torch warns of it, when it loads a scheduler
         warnings.filterwarnings("ignore", "To get the last learning rate computed by the scheduler", UserWarning)
         return torchtitan_checkpoint.main(argv)
+
+
+def _manager(kind: type[CheckpointManager], model: Any, out: Path) -> CheckpointManager:
+    config = CheckpointManager.Config(enable=True, export_dtype="bfloat16")
+    parts = {"model_parts": [model], "optimizers": torchtitan_checkpoint.Masters(model), "lr_schedulers": None}
+    manager = kind(config, **parts, dataloader=None, states={}, sd_adapter=None, base_folder=str(out))
+    manager.states["model"] = torchtitan_checkpoint.Weights(model)
+    return manager
 
 
 def test_the_model_trains() -> None:
@@ -47,6 +59,24 @@ def test_a_run_that_is_started_again_ends_in_the_bytes_of_the_uninterrupted_one(
     assert set(held.values()) == {"MXFP8BlockScaling"}
     assert hold_the_same(whole / "checkpoint" / "step-6", again / "checkpoint" / "step-6")
     assert not hold_the_same(whole / "checkpoint" / "step-3", whole / "checkpoint" / "step-6")
+
+
+def _saves_for_the_last_time(out: Path) -> None:
+    model = torchtitan_llama.sharded_llama()
+    manager = _manager(torchtitan_checkpoint.Checkpoints, model, out)
+    assert manager.save(1, last_step=True)
+    parts = expand(model.state_dict())
+    read = {name: torch.empty_like(part) for name, part in parts.items() if name.endswith((".payload", ".scale"))}
+    dcp.load(read, checkpoint_id=out / "checkpoint" / "step-1")
+    assert len(read) == 2 * 7 * 2
+    assert all(torch.equal(raw(part.to_local()), raw(parts[name].to_local())) for name, part in read.items())
+
+
+def test_the_last_save_holds_the_weights_alone_and_raw(shared_tmp_path: Path) -> None:
+    run_ranks(2, _saves_for_the_last_time, shared_tmp_path)
+    assert len(quantized_in(shared_tmp_path / "checkpoint" / "step-1")) == 2 * 7
+    stored = dcp.FileSystemReader(shared_tmp_path / "checkpoint" / "step-1").read_metadata().state_dict_metadata
+    assert not [name for name in stored if name.startswith(("optimizer", "lr_scheduler"))]
 
 
 # -- what does not work; a test that fails here says that upstream has moved, and the recipe may become simpler --------
@@ -75,17 +105,13 @@ def test_the_model_wrapper_compares_storages() -> None:
         assert "has no single storage to write, share or compare" in error
 
 
-def _saves_by_the_manager_as_it_is(out: Path, mode: str) -> None:
+def _saves_by_the_manager_as_it_is(out: Path) -> None:
     model = torchtitan_llama.sharded_llama()
-    config = CheckpointManager.Config(enable=True, async_mode=mode, export_dtype="bfloat16")
-    parts = {"model_parts": [model], "optimizers": torchtitan_checkpoint.Masters(model), "lr_schedulers": None}
-    manager = CheckpointManager(config, **parts, dataloader=None, states={}, sd_adapter=None, base_folder=str(out))
-    manager.states["model"] = torchtitan_checkpoint.Weights(model)
-    manager.dcp_save(manager.states["model"].state_dict(), str(out / "step-1"), AsyncMode(mode))
+    _manager(CheckpointManager, model, out).save(1, last_step=True)
 
 
 def test_the_manager_as_it_is_is_refused(shared_tmp_path: Path) -> None:
-    for error in run_ranks_catching(2, _saves_by_the_manager_as_it_is, shared_tmp_path, "disabled"):
+    for error in run_ranks_catching(2, _saves_by_the_manager_as_it_is, shared_tmp_path):
         assert "planner=QuantizedSavePlanner()" in error
 
 

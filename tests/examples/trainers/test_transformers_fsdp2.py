@@ -17,7 +17,7 @@ from examples.trainers import transformers_fsdp2
 from qtensor import NVFP4BlockScaling, QuantizedTensor, quantize, quantized_model_init
 from tests.examples.trainers.checkpoints import hold_the_same, quantized_in
 from tests.qtensor.recipes_under_test import raw, same_parts
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_catching
 
 
 def test_it_trains_from_a_dense_checkpoint_whatever_the_number_of_ranks(shared_tmp_path: Path) -> None:
@@ -54,17 +54,29 @@ def test_every_weight_has_the_bytes_of_its_full_tensor_quantized(tied: bool, tmp
     assert run_ranks(2, _has_the_bytes_of_the_full_tensors, tmp_path) == [7 + (not tied)] * 2
 
 
-def _is_dense_when_transformers_shards(directory: Path) -> bool:
-    with quantized_model_init(NVFP4BlockScaling()):
+def _lets_transformers_shard(directory: Path, storage: str) -> None:
+    with quantized_model_init(NVFP4BlockScaling(), storage=storage):
         sharding = DistributedConfig(fsdp_size=dist.get_world_size())
-        model = LlamaForCausalLM.from_pretrained(directory, distributed_config=sharding, dtype=torch.bfloat16)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    assert isinstance(weight, DTensor)
-    return not isinstance(weight.to_local(), QuantizedTensor)
+        LlamaForCausalLM.from_pretrained(directory, distributed_config=sharding, dtype=torch.bfloat16)
 
 
-def test_models_that_transformers_shards_are_dense(tmp_path: Path) -> None:
-    # what the recipe warns of; when this fails, transformers keeps the parameters it finds, and the warning can go
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_dense_shards_in_the_place_of_quantized_ones_are_refused(storage: str, tmp_path: Path) -> None:
     config = LlamaConfig(**transformers_fsdp2.TINY, num_hidden_layers=1, num_key_value_heads=2)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert all(run_ranks(2, _is_dense_when_transformers_shards, tmp_path))
+    for error in run_ranks_catching(2, _lets_transformers_shard, tmp_path, storage):
+        assert error.startswith(
+            "RuntimeError: quantized_model_init: a dense DTensor of shape (64, 64) replaces a quanti"
+        )
+        assert "read the checkpoint by dcp.load with QuantizedLoadPlanner(on_mismatch='convert')" in error
+
+
+def test_from_pretrained_inside_of_quantized_model_init_quantizes_what_is_stored(tmp_path: Path) -> None:
+    config = LlamaConfig(**transformers_fsdp2.TINY, num_hidden_layers=1, num_key_value_heads=2)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    with quantized_model_init(NVFP4BlockScaling()):
+        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "model.safetensors")
+    quantized = {name: param for name, param in model.named_parameters() if isinstance(param, QuantizedTensor)}
+    assert len(quantized) == 7 + 1
+    assert all(same_parts(q, quantize(stored[name], NVFP4BlockScaling())) for name, q in quantized.items())
