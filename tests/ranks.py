@@ -80,6 +80,8 @@ PRELOAD = [
     "layerwise",  # and with it the packages below
     "tests._rank_worker",
 ]
+# The same for what takes seconds and some tests need: where this process has it, because such tests were collected.
+PRELOAD_WHERE_IMPORTED = ["transformers.modeling_utils"]
 
 
 class RankFailure(AssertionError):  # a test outcome, named as pytest names its own
@@ -321,7 +323,7 @@ class _Pool:
         # A clean process imports torch once and forks the workers, which makes one in 20 ms. spawn
         # would import torch in each of them: 2.5 s of CPU time a worker.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(PRELOAD + [name for name in PRELOAD_WHERE_IMPORTED if name in sys.modules])
         ours, theirs = context.Pipe()
         self._started += 1
         stacks = Path(self._stacks.name, f"{self._started}.txt")

@@ -29,8 +29,11 @@ def model() -> LlamaForCausalLM:
     """The model filled from `iter_weights`."""
     model = empty_model(smollm2.config())
     parameters = dict(model.named_parameters())
-    for fqn, weight in smollm2.iter_weights(parameters):
-        parameters[fqn].detach().copy_(weight)
+    for fqn, weight in smollm2.iter_weights():
+        assert weight.dtype == torch.bfloat16
+        assert weight.is_contiguous()
+        parameters.pop(fqn).detach().copy_(weight)  # each once
+    assert not parameters
     return model
 
 
@@ -59,14 +62,10 @@ def test_weights_and_logits_equal_transformers_bit_for_bit(model, tokenizer, tra
     reference = empty_model(transformers_config)
     tensors = load_gguf_checkpoint(smollm2.find_gguf(), return_tensors=True, model_to_load=reference)["tensors"]
 
-    seen = []
-    for fqn, weight in smollm2.iter_weights():
-        assert weight.dtype == torch.bfloat16
-        assert weight.is_contiguous()
-        assert torch.equal(weight, tensors[fqn].to(torch.bfloat16)), fqn
-        seen.append(fqn)
-    assert sorted(seen) == sorted(tensors)
-    assert set(seen) == {fqn for fqn, _ in reference.named_parameters()}
+    filled = dict(model.named_parameters())
+    assert filled.keys() == tensors.keys() == dict(reference.named_parameters()).keys()
+    for fqn, weight in filled.items():
+        assert torch.equal(weight, tensors[fqn].to(torch.bfloat16).float()), fqn
 
     for fqn, parameter in reference.named_parameters():
         parameter.detach().copy_(tensors[fqn].to(torch.bfloat16))

@@ -511,7 +511,9 @@ def test_a_traced_graph_does_not_depend_on_the_size_from_which_kernels_are_compi
     traced = torch.compile(round_trip, backend=backend, fullgraph=True, dynamic=True)
     for tokens in (64, 2048, compiled.COMPILED_FROM // 64):
         x = weight(tokens, 96)
-        assert same_bytes(traced(x), round_trip(x))
+        found = traced(x)
+        with use_kernels("eager"):
+            assert same_bytes(found, round_trip(x))
     assert len(graphs) == 1
 
 
