@@ -5,6 +5,7 @@ Raw payloads and scales as plain tensors, resharded by stock DCP.
 
 from dcp_adapters.expand import expand
 from dcp_adapters.hf.export import export_hf
+from dcp_adapters.hf.importing import import_hf
 from dcp_adapters.load_planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest, read_manifest
 from dcp_adapters.safe.reader import SafeFileSystemReader
@@ -19,5 +20,6 @@ __all__ = [
     "SafeFileSystemReader",
     "expand",
     "export_hf",
+    "import_hf",
     "read_manifest",
 ]

@@ -111,8 +111,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         Call it on all ranks; it makes one all-reduce a group of shards.
         A parameter that others wrote since the last step (a checkpoint loaded later, a copy_) keeps that value: its
         master starts anew from it.
+
+        Raises:
+            RuntimeError: `param_groups` hold other parameters than those it was built with; nothing has been written.
         """
         assert self._inner is not None
+        self._refuse_exchanged()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,6 +177,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         )
         if saved:
             self._publish_state()
+
+    def _refuse_exchanged(self) -> None:
+        """Parameters that others put into the groups have no masters: a step would pass them over in silence."""
+        given = [param for group in self.param_groups for param in group["params"]]
+        if len(given) != len(self._masters) or any(a is not b for a, b in zip(self._masters, given, strict=True)):
+            raise RuntimeError(
+                "MasterWeightOptimizer.step: param_groups no longer hold the parameters it was built with "
+                "(accelerate's prepare exchanges them as it shards); shard the model first, then build the optimizer "
+                "from model.parameters(), and use add_param_group for more"
+            )
 
     def _positions(self) -> list[list[int]]:
         """The parameter ids of each group, numbered as Optimizer.state_dict numbers them."""

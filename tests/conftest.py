@@ -6,7 +6,9 @@ listed once, in tests/_rank_worker.py, and hold in this process and in the ranks
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 # Before torch is imported, and inherited by the rank workers: several ranks share few cores, and no
@@ -16,6 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A compilation takes seconds, and kernels are compiled for large tensors by default: the tests that are about that say
 # so. The bytes are the same, which is what those tests prove.
 os.environ.setdefault("QTENSOR_KERNELS", "eager")
+# Those compile in their own process: a pool of compilers is more processes that import torch than cores to run them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
@@ -31,6 +35,19 @@ def pytest_configure(config: pytest.Config) -> None:
     for tolerated in TOLERATED_WARNINGS:
         category = f"{tolerated.category.__module__}.{tolerated.category.__name__}"
         config.addinivalue_line("filterwarnings", f"ignore:{tolerated.message}:{category}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # Thousands of items and what they import live as long as the process: a full collection of garbage that looks at
+    # them takes most of a second, one that does not a millisecond, and tests about memory make many.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:

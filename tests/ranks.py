@@ -77,6 +77,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
+    "layerwise",  # and with it the packages below
     "tests._rank_worker",
 ]
 

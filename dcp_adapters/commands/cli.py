@@ -1,4 +1,4 @@
-"""The command line: python -m dcp_adapters inspect | verify | diff | convert | export CHECKPOINT ...
+"""The command line: python -m dcp_adapters inspect | report | verify | diff | convert | export CHECKPOINT ...
 
 Arguments in, text or JSON out; the work is done in a module a command. Exit status: 0, all is well; 1, something was
 found (an error by verify, a difference by diff); 2, the command could not do its work (no such path, no checkpoint, an
@@ -11,15 +11,19 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from dcp_adapters.commands.convert_checkpoint import convert_checkpoint, plan_conversion
 from dcp_adapters.commands.diff import diff
+from dcp_adapters.commands.help_texts import HELP, MAIN
 from dcp_adapters.commands.inspect_checkpoint import inspect_checkpoint
 from dcp_adapters.commands.progress import Advance, progress
 from dcp_adapters.commands.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.commands.report.measure import measure_checkpoint
+from dcp_adapters.commands.report.page import page
 from dcp_adapters.commands.stored import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.commands.tables import human_bytes, table
 from dcp_adapters.hf.export import export_hf
@@ -31,64 +35,6 @@ __all__ = ["main"]
 PROGRAM = "python -m dcp_adapters"
 FINE, FOUND, FAILED = 0, 1, 2
 VERIFY_FORMAT = "dcp_adapters.verify/1"
-
-MAIN_HELP = """\
-Look at, check, compare, convert and export PyTorch distributed checkpoints with quantized tensors in them.
-A CHECKPOINT is a directory with a .metadata file, as torch.distributed.checkpoint.save writes it.
-One process suffices, whatever number of ranks wrote it; no model is needed, and no GPU."""
-MAIN_EXAMPLES = """\
-examples:
-  %(prog)s inspect runs/step-1000                    what is in it?
-  %(prog)s verify runs/step-1000                     is it whole and undamaged?
-  %(prog)s diff runs/step-1000 runs/step-2000        what changed, and by how much?
-  %(prog)s convert runs/step-1000 out --to nvfp4     the same weights in another format
-  %(prog)s export runs/step-1000 out --config model  a directory that inference engines load
-
-exit status: 0 fine; 1 something was found (an error, a difference); 2 the command could not do its work"""
-INSPECT_HELP = """\
-List the tensors of a checkpoint with their formats and sizes, and the totals for each format.
-Reads the description only, no tensor data, so it is quick for checkpoints of any size."""
-INSPECT_EXAMPLES = """\
-examples:
-  %(prog)s runs/step-1000
-  %(prog)s runs/step-1000 --match 'model.layers.0.*'
-  %(prog)s runs/step-1000 --json | jq .total.bytes_per_parameter"""
-VERIFY_HELP = """\
-Read all of a checkpoint and check it: files missing or cut short, checksums, the manifest against what is stored.
-Exit status 1 if there is any error; warnings alone leave it 0."""
-VERIFY_EXAMPLES = """\
-examples:
-  %(prog)s runs/step-1000
-  %(prog)s runs/step-1000 && rm -r runs/step-0500"""
-DIFF_HELP = """\
-Compare two checkpoints tensor by tensor. Tensors are matched by name, whatever number of ranks wrote them; a quantized
-one is compared with a dense one, or with one of another recipe, by its dequantized values. For each tensor that
-differs: how many bytes, the largest absolute error, the relative error (Frobenius norm) and the signal-to-noise ratio
-of B, with A as the reference. One tensor of each is in memory at a time. Exit status 1 if anything differs."""
-DIFF_EXAMPLES = """\
-examples:
-  %(prog)s saved-by-8-ranks saved-by-2-ranks
-  %(prog)s dense quantized                           how much did quantizing cost?"""
-CONVERT_HELP = """\
-Write a copy of SRC with tensors in another format: from recipe to recipe, from quantized to dense, from dense to
-quantized. Without --include all quantized tensors are converted; with it the tensors that match, dense ones too (2 dims
-or more; dense tensors are quantized but never cast to another dtype). Everything else, optimizer state for example, is
-copied byte for byte. One tensor is in memory at a time. DST must not exist, and appears only when it is complete."""
-CONVERT_EXAMPLES = """\
-examples:
-  %(prog)s step-1000 out --to bfloat16                      quantized weights to dense ones
-  %(prog)s step-1000 out --to nvfp4 --exclude '*lm_head*'   another recipe
-  %(prog)s dense out --to mxfp8 --include 'model.layers.*.weight' --exclude '*norm*'
-  %(prog)s step-1000 out --to mxfp8 --option blocks=square --option scale_rounding=floor"""
-EXPORT_HELP = """\
-Write the weights of a checkpoint as a Hugging Face directory that inference engines load: safetensors with the very
-bytes of the checkpoint, and the JSON that tells of them. OUT must not exist, and appears only when it is complete. One
-file is in memory at a time."""
-EXPORT_EXAMPLES = """\
-examples:
-  %(prog)s runs/step-1000 out --config model                 vLLM, SGLang, transformers
-  %(prog)s runs/step-1000 out --config model --layout modelopt
-  %(prog)s calibrated out --config model --rest model        the rest from the dense model"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     found = inspect_checkpoint(StoredCheckpoint(arguments.checkpoint), arguments.match)
     _show(found.to_json() if arguments.json else found.render())
+    return FINE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    checkpoint = StoredCheckpoint(arguments.checkpoint)
+    against = None if arguments.against is None else StoredCheckpoint(arguments.against)
+    target = None
+    if arguments.output is not None or not arguments.json:
+        target = Path(arguments.output or f"{checkpoint.path.resolve().name}-report.html")
+        if target.is_dir() or not target.parent.is_dir():  # now, not when all has been measured
+            raise ValueError(f"{target}: expected a file in a directory that exists")
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    with progress("measuring", total, enabled=arguments.progress) as advance:
+        found = measure_checkpoint(checkpoint, against, advance=advance)
+    if target is not None:
+        target.write_text(page(found), encoding="utf-8")
+    _show(found.to_json() if arguments.json else f"{target}: {len(found.tensors)} tensors")
     return FINE
 
 
@@ -222,28 +185,28 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=PROGRAM,
-        description=MAIN_HELP,
-        epilog=MAIN_EXAMPLES,
+        description=MAIN.about,
+        epilog=MAIN.examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_inspect(_command(commands, "inspect", "list tensors, formats and sizes", (INSPECT_HELP, INSPECT_EXAMPLES)))
-    _add_verify(
-        _command(commands, "verify", "check that nothing is missing or damaged", (VERIFY_HELP, VERIFY_EXAMPLES))
-    )
-    _add_diff(_command(commands, "diff", "compare two checkpoints", (DIFF_HELP, DIFF_EXAMPLES)))
-    _add_convert(_command(commands, "convert", "write a copy in another format", (CONVERT_HELP, CONVERT_EXAMPLES)))
-    _add_export(_command(commands, "export", "write what inference engines load", (EXPORT_HELP, EXPORT_EXAMPLES)))
+    _add_inspect(_command(commands, "inspect"))
+    _add_report(_command(commands, "report"))
+    _add_verify(_command(commands, "verify"))
+    _add_diff(_command(commands, "diff"))
+    _add_convert(_command(commands, "convert"))
+    _add_export(_command(commands, "export"))
     return parser
 
 
-def _command(commands: Any, name: str, summary: str, texts: tuple[str, str]) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str) -> argparse.ArgumentParser:
+    text = HELP[name]
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=summary,
-        description=texts[0],
-        epilog=texts[1],
+        help=text.summary,
+        description=text.about,
+        epilog=text.examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -255,6 +218,17 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--match", metavar="GLOB", action="append", default=[], help="only these names (repeatable)")
     _add_json(parser)
     parser.set_defaults(run=_inspect)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
+    parser.add_argument("--against", metavar="DENSE", help="the checkpoint whose values are right")
+    parser.add_argument(
+        "-o", "--output", metavar="PAGE", help="the file to write (default: CHECKPOINT-report.html here)"
+    )
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_report)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

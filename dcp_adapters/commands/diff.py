@@ -2,15 +2,9 @@
 
 Tensors are compared by their logical names, so a quantized one meets the dense one it was made from, and it does not
 matter how many ranks wrote either side. Where both sides have a tensor of one shape, the values of the first are the
-reference:
-
-    max |B - A|        |B - A| / |A|  (Frobenius)        SNR = -20 log10 of that, in dB
-
-Elements that are not finite on one side, or infinite with other signs, would make all three useless: they are counted
-apart and left out. The manifest and the checksums are about the tensors, so they are not compared.
+reference of the error (see errors.py). The manifest and the checksums are about the tensors, so they are not compared.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcp_adapters.commands.errors import Error, ErrorSum
 from dcp_adapters.commands.inspect_checkpoint import in_order, kind_of
 from dcp_adapters.commands.progress import Advance, unseen
 from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
@@ -28,25 +23,6 @@ __all__ = ["FORMAT", "Diff", "Difference", "Error", "diff"]
 
 FORMAT = "dcp_adapters.diff/1"
 SLICE = 1 << 20  # elements that are widened to float64 at once
-
-
-@dataclass(frozen=True)
-class Error:
-    """How far the values of B are from those of A.
-
-    max_abs, relative: over the elements that are finite on both sides; relative is None where A is 0 and B is not, and
-    where squares overflow.
-    not_finite: the number of other elements that differ.
-    """
-
-    max_abs: float
-    relative: float | None
-    not_finite: int
-
-    @property
-    def snr_db(self) -> float | None:
-        """None where it would be infinite (no error) or is not defined."""
-        return -20 * math.log10(self.relative) if self.relative else None
 
 
 @dataclass(frozen=True)
@@ -174,21 +150,10 @@ def _differing_bytes(x: Tensor, y: Tensor) -> int:
 
 
 def _error(x: Tensor, y: Tensor) -> Error:
-    largest, squares, reference, broken = 0.0, 0.0, 0.0, 0
+    total = ErrorSum()
     for left, right in zip(_values(x), _values(y), strict=True):
-        finite = torch.isfinite(left) & torch.isfinite(right)
-        same = (left == right) | (left.isnan() & right.isnan())
-        broken += int((~finite & ~same).sum())
-        p, q = left[finite], right[finite]
-        if p.numel():
-            distance = (q - p).abs()
-            largest = max(largest, float(distance.max()))
-            squares += float(distance.square().sum())
-            reference += float(p.square().sum())
-    relative = math.sqrt(squares / reference) if reference else (None if squares else 0.0)
-    if relative is not None and not math.isfinite(relative):
-        relative = None  # the squares of such values overflow
-    return Error(largest, relative, broken)
+        total.add(left, right)
+    return total.error()
 
 
 def _values(x: Tensor) -> Iterator[Tensor]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+
 from dcp_adapters.commands.recipe_names import recipe_label
 from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
 from dcp_adapters.commands.tables import human_bytes, table
@@ -113,13 +115,18 @@ class Inspection:
         ]
         blocks = [
             self._head(),
-            table(("tensor", "kind", "shape", "parts", "chunks", "bytes"), tensors, right=("shape", "chunks", "bytes")),
+            table(
+                ("tensor", "kind", "shape", "parts", "chunks", "bytes"),
+                tensors,
+                right=("shape", "chunks", "bytes"),
+                style=_look,
+            ),
         ]
         if self.blobs:
             blobs = [(name, human_bytes(size)) for name, size in self.blobs]
-            blocks.append(table(("bytes entry", "bytes"), blobs, right=("bytes",)))
+            blocks.append(table(("bytes entry", "bytes"), blobs, right=("bytes",), style=_look))
         columns = ("kind", "tensors", "parameters", "bytes", "bytes/parameter")
-        blocks.append(table(columns, totals, right=columns[1:]))
+        blocks.append(table(columns, totals, right=columns[1:], style=_look))
         return "\n\n".join(blocks)
 
     def _head(self) -> str:
@@ -164,6 +171,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def kind_of(tensor: StoredTensor) -> str:
     """The recipe of a quantized tensor, the dtype of a dense one, in a word."""
     return str(tensor.dtype).removeprefix("torch.") if tensor.recipe is None else recipe_label(tensor.recipe)
+
+
+def _look(column: str, cell: str) -> str:
+    """Quantized kinds in colour and dense ones plain, sizes in another, details faint."""
+    if column == "kind":
+        return "bold" if cell == "total" else "" if isinstance(getattr(torch, cell, None), torch.dtype) else "cyan"
+    return {"bytes": "green", "parts": "dim", "chunks": "dim", "shape": "dim"}.get(column, "")
 
 
 def _wanted(name: str, patterns: Sequence[str]) -> bool:

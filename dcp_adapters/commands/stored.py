@@ -121,6 +121,15 @@ class StoredCheckpoint:
         """Names of its data files, as far as the storage tells."""
         return {str(info.relative_path) for info in self._locations().values() if hasattr(info, "relative_path")}
 
+    def file_bytes(self) -> dict[str, int]:
+        """Stored bytes of the entries in each data file, as far as the storage tells."""
+        sizes: dict[str, int] = {}
+        for info in self._locations().values():
+            if hasattr(info, "relative_path"):
+                name = str(info.relative_path)
+                sizes[name] = sizes.get(name, 0) + int(getattr(info, "length", 0))
+        return sizes
+
     def blob_size(self, name: str) -> int:
         """Stored bytes of an entry of bytes."""
         return int(getattr(self._locations().get(MetadataIndex(name)), "length", 0))

@@ -1,32 +1,62 @@
-"""Tables for people: through `rich` where it is installed, plain aligned text otherwise."""
+"""Tables for people: through `rich` where it is installed, plain aligned text otherwise.
+
+Colours are for terminals alone, and not where NO_COLOR is set or TERM is `dumb`. What stands in a table comes from
+checkpoints: characters that steer a terminal or turn the direction of text are shown as a replacement character.
+"""
 
 import io
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Callable, Sequence
 
-__all__ = ["human_bytes", "table"]
+__all__ = ["human_bytes", "printable", "table"]
 
 WIDE = 1000  # columns where nobody looks: a file or a pipe should hold every name whole
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
-    """Rows under a head, as text; the columns in `right` are right-aligned."""
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    style: Callable[[str, str], str] | None = None,
+) -> str:
+    """Rows under a head, as text.
+
+    Args:
+        columns: the head.
+        rows: a cell for each column.
+        right: columns that are right-aligned.
+        style: (column, cell) -> how it looks on a terminal with colours, in the words of `rich`; without it there are
+            none.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
         return _plain(columns, rows, right)
-    grid = Table(box=None, pad_edge=False)
+    coloured = style is not None and _has_colours()
+    grid = Table(box=None, pad_edge=False, header_style="bold" if coloured else "")
     for column in columns:
         grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))  # Text: a name with [brackets] is no markup
-    console = Console(file=io.StringIO(), width=shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE)
+        looks = [style(*cell) if style is not None else "" for cell in zip(columns, row, strict=True)]
+        # Text: a name with [brackets] is no markup
+        grid.add_row(*(Text(cell, style=look) for cell, look in zip(row, looks, strict=True)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+    console = Console(file=io.StringIO(), width=width, force_terminal=coloured)
     with console.capture() as captured:
         console.print(grid)
     return _trimmed(captured.get())
+
+
+def printable(words: str) -> str:
+    """Without control characters, marks that turn the direction of text, and halves of surrogate pairs."""
+    return "".join("\ufffd" if unicodedata.category(one) in ("Cc", "Cf", "Cs") else one for one in words)
 
 
 def human_bytes(count: float) -> str:
@@ -36,6 +66,10 @@ def human_bytes(count: float) -> str:
             return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
         count /= 1024
     return f"{count:.3g} TiB" if count < 1000 else f"{count:.0f} TiB"
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> str:

@@ -5,4 +5,10 @@ names.py       what engines call things: which linears they fuse, how experts ar
 sources.py     where an export takes tensors from: live shards, a state dict, a checkpoint
 plan.py        which tensors go into which file, decided from names, shapes and formats alone
 export.py      export_hf: agree, gather, write, publish
+
+directory.py   what is in a directory: JSON and headers, held beside each other
+schemes.py     which of its linears are quantized, and how; claims.py: what its JSON says of that
+entries.py     the directory as a DCP checkpoint: entries, chunks, slices; delayed.py: the history of a delayed scale
+reader.py      HuggingFaceReader, through which stock DCP loads it
+importing.py   import_hf: compare, materialise (materialise.py), load
 """

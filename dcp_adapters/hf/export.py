@@ -16,6 +16,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -108,14 +109,14 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     _check_same(told)
     source, plan, _ = prepared[0]
     final = Path(out_dir)
-    partial = Path(on_first(None, lambda: str(_begun(final, described, plan))))
+    begun = Path(on_first(None, lambda: str(_begun(final, described, plan))))
     try:
         with bar("exporting", plan.nbytes, enabled=progress and rank_of(None) == 0) as advance:
-            _write_files(source, plan, partial, advance)
-        on_first(None, lambda: _publish(partial, final, plan))
+            _write_files(source, plan, begun, advance)
+        on_first(None, lambda: _publish(begun, final, plan))
     except BaseException:
         if rank_of(None) == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(begun, ignore_errors=True)
         raise
     return final
 
@@ -204,54 +205,64 @@ def _check_same(told: list[dict[str, str]]) -> None:
 
 def _begun(final: Path, described: ModelConfig, plan: ExportPlan) -> Path:
     """The hidden directory, with all files but the weights."""
-    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir()
+    begun = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
+    begun.mkdir()
     try:
-        described.write(partial, plan.json, str(plan.dtype).removeprefix("torch."))
+        described.write(begun, plan.json, str(plan.dtype).removeprefix("torch."))
         if len(plan.files) > 1:
             names = {
                 written.name: file.name for file in plan.files for output in file.outputs for written in output.written
             }
             index = {"metadata": {"total_size": plan.nbytes}, "weight_map": names}
-            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (begun / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(begun, ignore_errors=True)
         raise
-    return partial
+    return begun
 
 
 def _write_files(source: Source, plan: ExportPlan, directory: Path, advance: Advance) -> None:
     """As many files at a time as there are ranks, each rank one."""
     ranks, rank = ranks_of(None), rank_of(None)
     for first in range(0, len(plan.files), ranks):
-        wave = plan.files[first : first + ranks]
         tensors: dict[str, Tensor] = {}
         failed: list[Exception] = []
-        for owner, file in enumerate(wave):
+        mine: FilePlan | None = None
+        for owner, file in enumerate(plan.files[first : first + ranks]):
+            if owner == rank:
+                mine = file
             for output in file.outputs:
-                together = source.is_collective(output.source)
-                parts = source.read(output.source) if together else None
-                twin = (
-                    source.read(output.twin) if output.twin is not None and source.is_collective(output.twin) else None
-                )
-                if owner == rank and not failed:
+                parts = [_read(source, name, failed, keep=owner == rank) for name in (output.source, output.twin)]
+                if parts[0] is not None and not failed:
                     try:
-                        parts = source.read(output.source) if parts is None else parts
-                        _check_twin(source, output, parts, twin)
-                        tensors |= _made(output, parts)
-                    except Exception as error:  # noqa: BLE001 - raised on all ranks below
+                        _check_twin(output, parts[0], parts[1])
+                        tensors |= _made(output, parts[0])
+                    except ValueError as error:
                         failed.append(error)
                 advance(output.nbytes)
-        mine = wave[rank] if rank < len(wave) else None
-        on_all(None, lambda mine=mine, tensors=tensors, failed=failed: _save(directory, mine, tensors, failed))  # type: ignore[misc]
+        on_all(None, partial(_save, directory, mine, tensors, failed))
 
 
-def _check_twin(source: Source, output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor] | None) -> None:
+def _read(source: Source, name: str | None, failed: list[Exception], *, keep: bool) -> dict[str, Tensor] | None:
+    """A tensor of the source where it is kept, None elsewhere; a collective one is read by all, whatever failed."""
+    if name is None:
+        return None
+    if source.is_collective(name) and keep:
+        return source.read(name)
+    if source.is_collective(name):
+        source.help_read(name)
+    if not keep or failed:
+        return None
+    try:
+        return source.read(name)
+    except (OSError, ValueError) as error:  # raised on all ranks when the file would be written
+        failed.append(error)
+        return None
+
+
+def _check_twin(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor] | None) -> None:
     """Refuse to leave out a tied tensor that is another one."""
-    if output.twin is None:
-        return
-    other = (source.read(output.twin) if twin is None else twin)[""]
-    if not torch.equal(other, parts[""]):
+    if twin is not None and not torch.equal(twin[""], parts[""]):
         raise ValueError(
             f"{output.twin} differs from {output.source}, though the config ties them (tie_word_embeddings); export "
             "with a config that has tie_word_embeddings=False"
@@ -327,17 +338,17 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return alone
 
 
-def _publish(partial: Path, final: Path, plan: ExportPlan) -> None:
+def _publish(begun: Path, final: Path, plan: ExportPlan) -> None:
     """Give the directory its name, if everything is in it."""
     for file in plan.files:
-        path = partial / file.name
+        path = begun / file.name
         held = path.stat().st_size if path.is_file() else 0
         if held < sum(output.nbytes for output in file.outputs):
             raise FileNotFoundError(f"{path}: another rank wrote it and rank 0 can not see it: out_dir must be shared")
-    for path in partial.iterdir():
+    for path in begun.iterdir():
         _sync(path)
-    _sync(partial)
-    partial.rename(final)
+    _sync(begun)
+    begun.rename(final)
     _sync(final.absolute().parent)
 
 

@@ -192,7 +192,7 @@ def _linear(
     specs = {spec.name: spec for spec in specs_of(record.recipe)}
     whole = piece.expert is None
     for stored in request.layout.entry(schemes[piece.module], piece.module).stored:
-        name = f"{piece.module}.{stored.name}"
+        name = f"{piece.module}.{stored.name}".lstrip(".")  # a model may be a single linear
         if stored.part == INPUT_SCALE:
             value = inputs[piece.module]
             yield Written(name, torch.float32, stored.form.shape(()), INPUT_SCALE, stored.form, value=value)

@@ -33,6 +33,7 @@ __all__ = [
     "weight_files",
 ]
 
+COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a module's parameters
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -60,6 +61,9 @@ class Source:
     def read(self, name: str) -> dict[str, Tensor]:
         """The whole tensor on the CPU, not to be written to: its parts by name, {"": tensor} for a dense one."""
         raise NotImplementedError
+
+    def help_read(self, name: str) -> None:
+        """This rank's share of a collective `read` by others."""
 
     def scalar(self, name: str, part: str) -> float:
         """A part of one element, as this rank knows it; never a collective."""
@@ -101,7 +105,12 @@ class LiveSource(Source):
 
     def read(self, name: str) -> dict[str, Tensor]:
         """Gathers what is sharded, part by part."""
-        return {part: _whole(tensor) for part, tensor in self._parts[name].items()}
+        return {part: _whole(tensor).to("cpu").contiguous() for part, tensor in self._parts[name].items()}
+
+    def help_read(self, name: str) -> None:
+        """The same collectives; what comes of them is dropped where it is."""
+        for part in self._parts[name].values():
+            _whole(part)
 
     def scalar(self, name: str, part: str) -> float:
         """This rank's value; shards that do not agree have different ones."""
@@ -190,6 +199,10 @@ class Joined(Source):
         """From its source."""
         return self._of[name].read(name)
 
+    def help_read(self, name: str) -> None:
+        """From its source."""
+        self._of[name].help_read(name)
+
     def scalar(self, name: str, part: str) -> float:
         """From its source."""
         return self._of[name].scalar(name, part)
@@ -267,8 +280,12 @@ DTYPES = {
 
 
 def _under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries whose names begin with the prefix, under the rest of their names."""
-    chosen = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    """The entries whose names begin with the prefix, under the rest of their names as the plain model has them."""
+    chosen = {
+        name.removeprefix(prefix).replace(COMPILED, ""): value
+        for name, value in named.items()
+        if name.startswith(prefix)
+    }
     if not chosen:
         tops = sorted({name.partition(".")[0] for name in named})
         raise ValueError(f"{where}: no tensor's name begins with {prefix!r}; names begin with {', '.join(tops[:8])}")
@@ -281,11 +298,11 @@ def _record(value: Tensor) -> Record:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a part, on the CPU; a collective for shards. Float8 travels as bytes, which every backend knows."""
+    """All of a part, where it lives; a collective for shards. Float8 travels as bytes, which every backend knows."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         dtype = local.dtype
         if dtype.itemsize == 1:
             tensor = dtensor_around(local.view(torch.uint8), tensor.device_mesh, tensor.placements, tensor.shape)
         tensor = tensor.full_tensor().view(dtype)
-    return tensor.detach().to("cpu").contiguous()
+    return tensor.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from dcp_adapters.commands.cli import main
 from dcp_adapters.commands.inspect_checkpoint import in_order
 from dcp_adapters.commands.recipe_names import SHORT_NAMES, recipe_label, target_named
 from dcp_adapters.commands.stored import StoredCheckpoint
+from dcp_adapters.commands.tables import table
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import alone, models, save, values
 from tests.ranks import run_ranks
@@ -67,7 +69,7 @@ def succeeds(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 
 # -- bad usage ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert"])
+@pytest.mark.parametrize("command", ["inspect", "report", "verify", "diff", "convert"])
 def test_what_is_no_checkpoint_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = {"diff": [str(tmp_path)], "convert": [str(tmp_path / "b"), "--to", "mxfp8"]}.get(command, [])
     assert fails(capsys, command, str(tmp_path / "a"), *extra) == f"{tmp_path}/a: no such directory"
@@ -76,7 +78,7 @@ def test_what_is_no_checkpoint_is_refused(command: str, tmp_path: Path, capsys: 
     )
 
 
-@pytest.mark.parametrize("command", ["inspect", "diff", "convert"])
+@pytest.mark.parametrize("command", ["inspect", "report", "diff", "convert"])
 def test_an_unreadable_description_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".metadata").write_bytes(b"no pickle")
     extra = {"diff": [str(tmp_path)], "convert": [str(tmp_path / "b"), "--to", "mxfp8"]}.get(command, [])
@@ -230,6 +232,99 @@ def test_inspect_says_how_many_ranks_wrote(shared_tmp_path: Path, capsys: pytest
     assert {tensor["name"]: tensor["chunks"] for tensor in found["tensors"]}["mxfp8.layers.0.weight"] == 2
 
 
+ESCAPE = "\x1b["
+
+
+def inspected_on_a_terminal(checkpoint: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
+    terminal = Terminal()
+    with monkeypatch.context() as patched:
+        patched.delenv("NO_COLOR", raising=False)
+        for name, value in {"TERM": "xterm-256color", "COLUMNS": "200", **environment}.items():
+            patched.setenv(name, value)
+        patched.setattr(sys, "stdout", terminal)
+        assert main(["inspect", checkpoint]) == 0
+    return terminal.getvalue()
+
+
+def test_inspect_has_colours_on_a_terminal_alone(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    plain = succeeds(capsys, "inspect", checkpoint)
+    assert ESCAPE not in plain
+    coloured = inspected_on_a_terminal(checkpoint, monkeypatch)
+    assert "\x1b[36mmxfp8" in coloured
+    assert "\x1b[36mbfloat16" not in coloured
+    assert "\x1b[1mtensor" in coloured
+    shown = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert [line.split() for line in shown.splitlines()] == [line.split() for line in plain.splitlines()]
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        without = inspected_on_a_terminal(checkpoint, monkeypatch, **environment)
+        assert without == plain
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a pipe stays plain: who reads it may be a program
+    assert succeeds(capsys, "inspect", checkpoint) == plain
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert ESCAPE not in inspected_on_a_terminal(checkpoint, monkeypatch)
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_name_does_not_steer_the_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    text = table(("name",), [["a\x1b[2Jb\nc\u202ed\x9b0m"], ["z\u00fcrich \u6771"]])
+    assert [line.rstrip() for line in text.splitlines()] == [
+        "name",
+        "a\ufffd[2Jb\ufffdc\ufffdd\ufffd0m",
+        "z\u00fcrich \u6771",
+    ]
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def test_report_writes_a_page(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"model": {"a.weight": values((64, 64), 0), "b.weight": values((32, 64), 1)}}, tmp_path / "right")
+    target = tmp_path / "page.html"
+    out = succeeds(capsys, "report", checkpoint, "--against", str(tmp_path / "right"), "-o", str(target))
+    assert out == f"{target}: 3 tensors\n"
+    text = target.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "lowest SNR" in text
+    monkeypatch.chdir(tmp_path)
+    assert succeeds(capsys, "report", checkpoint) == "q-report.html: 3 tensors\n"
+    assert "Not measured" in (tmp_path / "q-report.html").read_text(encoding="utf-8")
+
+
+def test_report_as_json_writes_a_page_only_where_asked(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    found = json.loads(succeeds(capsys, "report", checkpoint, "--against", checkpoint, "--json"))
+    assert (found["format"], found["checkpoint"], found["against"]) == (
+        "dcp_adapters.report/1", checkpoint, checkpoint,
+    )  # fmt: skip
+    assert [tensor["max_abs"] for tensor in found["tensors"]] == [0.0, 0.0, 0.0]
+    assert set(tmp_path.iterdir()) == before
+    json.loads(succeeds(capsys, "report", checkpoint, "--json", "-o", "page.html"))
+    assert set(tmp_path.iterdir()) == {*before, tmp_path / "page.html"}
+
+
+def test_report_refuses_before_it_measures(
+    checkpoint: str, dense: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoredCheckpoint, "read", None)  # nothing is read
+    for target in (tmp_path / "no" / "page.html", tmp_path):
+        message = fails(capsys, "report", checkpoint, "-o", str(target))
+        assert message == f"{target}: expected a file in a directory that exists"
+    message = fails(capsys, "report", checkpoint, "--against", dense, "-o", str(tmp_path / "page.html"))
+    assert message.startswith(f"{checkpoint} and {dense} have no tensor of one name, so nothing can be compared: ")
+    assert fails(capsys, "report", checkpoint, "--against", "nowhere") == "nowhere: no such directory"
+    assert not (tmp_path / "page.html").exists()
+
+
 # -- verify ------------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +397,7 @@ def test_a_progress_bar_is_for_terminals(checkpoint: str, monkeypatch: pytest.Mo
 
     assert "converting: 100%" in bar("convert", checkpoint, f"{checkpoint}-b", "--to", "float16")
     assert "comparing: 100%" in bar("diff", checkpoint, checkpoint)
+    assert "measuring: 100%" in bar("report", checkpoint, "-o", f"{checkpoint}.html")
     assert "verifying: " in bar("verify", checkpoint)
     assert bar("diff", checkpoint, checkpoint, "--no-progress") == ""
 
@@ -309,7 +405,9 @@ def test_a_progress_bar_is_for_terminals(checkpoint: str, monkeypatch: pytest.Mo
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [(), ("inspect",), ("verify",), ("diff",), ("convert",), ("export",)])
+@pytest.mark.parametrize(
+    "command", [(), ("inspect",), ("report",), ("verify",), ("diff",), ("convert",), ("export",)]
+)
 def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])

@@ -234,9 +234,12 @@ def unpack(packed: dict[str, Any]) -> dict[str, Tensor]:
     return {name: data.view(dtype).reshape(shape) for name, (data, dtype, shape) in packed.items()}
 
 
-def assert_gathers_exactly(net: nn.Module, what: str, group: Any = None) -> None:
-    """Gathered row parts are the shards' parts in rank order; the tensor-wide part is one value a shard."""
-    shards, full = shards_of(net, group), gathered(net)
+def assert_gathers_exactly(net: nn.Module, what: str, group: Any = None, *, full: dict[str, Any] | None = None) -> None:
+    """Gathered row parts are the shards' parts in rank order; the tensor-wide part is one value a shard.
+
+    `full` is what `gathered` has just returned, where the caller needs it, too.
+    """
+    shards, full = shards_of(net, group), gathered(net) if full is None else full
     for fqn, pieces in shards.items():
         for name, part in full[fqn].items():
             if pieces[0][name].ndim == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,10 @@ def collect(event: Event) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _young() -> Iterator[None]:
+def _young() -> None:
     """The garbage collector sees, and `held` counts, only what a test itself makes."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _peak(layers: int, data: list[Tensor], directory: Path, **options: Any) -> int:
@@ -173,7 +170,6 @@ def _sharded_peak(algorithm: str) -> dict[tuple[str, int], int]:
         progress=False,
     )
     del result
-    gc.unfreeze()
     return seen
 
 

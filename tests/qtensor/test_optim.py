@@ -19,7 +19,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from tests.qtensor.recipes_under_test import all_recipes, same_bytes, same_parts, weight
+from tests.qtensor.recipes_under_test import all_recipes, raw, same_bytes, same_parts, weight
 
 MXFP8 = MXFP8BlockScaling()
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -589,3 +589,22 @@ def test_a_write_into_the_parts_outlives_a_preserved_value() -> None:
     _idle_step(net, optimizer)
     assert same_parts(net[0].weight.detach(), new)
     assert high_precision_init_val(net[0].weight) is None
+
+
+@pytest.mark.parametrize("exchange", ["others", "one of them twice", "fewer"])
+def test_a_step_refuses_parameters_that_it_was_not_built_with(exchange: str) -> None:
+    model = Model(MXFP8)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1.0)
+    before, group = parts_of(model), optimizer.param_groups[0]
+    mine = group["params"]
+    others = {"others": list(Model(MXFP8).parameters()), "one of them twice": [*mine[:-1], mine[0]], "fewer": mine[:-1]}
+    group["params"] = others[exchange]
+    grads(model, 0)
+    with pytest.raises(RuntimeError, match=r"no longer hold the parameters it was built with.*shard the model first"):
+        optimizer.step()
+    assert all(torch.equal(raw(mine), raw(held)) for mine, held in zip(parts_of(model), before, strict=True))
+    group["params"] = mine
+    optimizer.step()
+    assert not any(
+        torch.equal(raw(mine), raw(held)) for mine, held in zip(parts_of(model)[::2], before[::2], strict=True)
+    )

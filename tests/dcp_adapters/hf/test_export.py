@@ -33,7 +33,7 @@ from qtensor import (
 )
 from qtensor.tensor import QuantizedTensor
 from tests.dcp_adapters.cases import alone, save, values
-from tests.ranks import run_ranks
+from tests.ranks import agreed, run_ranks
 
 NVFP4 = NVFP4BlockScaling()
 MXFP8 = MXFP8BlockScaling()
@@ -92,6 +92,11 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(one, other)
 
 
+def common(tmp_path: Path) -> Path:
+    """A directory that all ranks have, under torchrun too."""
+    return Path(agreed(value=str(tmp_path)))
+
+
 def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:
     for layer in model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh)
@@ -136,13 +141,14 @@ def exported(path: str, name: str, mesh_shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("name", "mesh"), [("nvfp4", (2,)), ("mixed", (3,)), ("float8", (2, 2)), ("mxfp8", (4,))])
 def test_shards_are_exported_as_one_process_exports(name: str, mesh: tuple[int, ...], tmp_path: Path) -> None:
     ranks = torch.Size(mesh).numel()
-    run_ranks(ranks, exported, str(tmp_path / "ranks"), name, mesh)
+    there = common(tmp_path)
+    run_ranks(ranks, exported, str(there / "ranks"), name, mesh)
     with alone():
         export_hf(model_of(name), tmp_path / "one", config=CONFIG, max_shard_size=5000)
     expected = contents(tmp_path / "one")
     assert len([file for file in expected if file.endswith(".safetensors")]) > 3
-    assert contents(tmp_path / "ranks") == expected
-    assert contents(tmp_path / "ranks-nested") == expected
+    assert contents(there / "ranks") == expected
+    assert contents(there / "ranks-nested") == expected
 
 
 def columns_and_strides(path: str) -> None:
@@ -174,13 +180,14 @@ PLACED = [
 
 
 def test_columns_and_replicas_are_exported_whole(tmp_path: Path) -> None:
-    run_ranks(4, columns_and_strides, str(tmp_path / "ranks"))
+    there = common(tmp_path)
+    run_ranks(4, columns_and_strides, str(there / "ranks"))
     state = {
         f"{number}.weight": quantize(values((32, 128), number), recipe) for number, (recipe, _) in enumerate(PLACED)
     }
     with alone():
         export_hf(state, tmp_path / "one", max_shard_size=6000)
-    assert contents(tmp_path / "ranks") == contents(tmp_path / "one")
+    assert contents(there / "ranks") == contents(tmp_path / "one")
 
 
 def from_checkpoint(source: str, path: str) -> None:
@@ -200,12 +207,12 @@ def test_a_checkpoint_is_exported_without_a_model_by_any_number_of_ranks(
     status = main(["export", str(tmp_path / "ckpt"), str(tmp_path / "cli"), *options])
     assert status == 0, capsys.readouterr().err
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'cli'}: ")
-    run_ranks(2, from_checkpoint, str(tmp_path / "ckpt"), str(tmp_path / "ranks"))
+    there = common(tmp_path)
+    run_ranks(2, from_checkpoint, str(there / "ckpt"), str(there / "ranks"))
     expected = contents(tmp_path / "live")
-    for other in ("cli", "ranks"):
-        found = contents(tmp_path / other)
-        assert tensors_equal(tmp_path / other, tmp_path / "live")
-        assert found["config.json"] == expected["config.json"]
+    for other in (tmp_path / "cli", there / "ranks"):
+        assert tensors_equal(other, tmp_path / "live")
+        assert contents(other)["config.json"] == expected["config.json"]
 
 
 def tensors_equal(a: Path, b: Path) -> bool:
@@ -290,6 +297,17 @@ def test_experts_are_cut_out_of_their_weights(tmp_path: Path) -> None:
         assert torch.equal(found[f"l.experts.{expert}.down_proj.weight"], down[expert])
 
 
+def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    q = quantize(values((32, 64), 0), MXFP8)
+    export_hf({"weight": q}, tmp_path / "linear")  # a model that is a linear
+    assert tensors_of(tmp_path / "linear").keys() == {"weight", "weight_scale"}
+    model = nn.ModuleDict({"a": torch.compile(nn.Sequential(nn.Linear(64, 32, bias=False)))})
+    model["a"]._orig_mod[0].weight = nn.Parameter(q)
+    assert list(model.state_dict()) == ["a._orig_mod.0.weight"]
+    export_hf(model, tmp_path / "compiled")
+    assert tensors_of(tmp_path / "compiled").keys() == {"a.0.weight", "a.0.weight_scale"}
+
+
 def test_recipes_that_the_tensors_do_not_tell_are_in_the_file(tmp_path: Path) -> None:
     square = NVFP4BlockScaling(blocks="square")
     state = {"a.weight": quantize(values((32, 64), 0), square), "b.weight": quantize(values((32, 64), 1), NVFP4)}
@@ -360,9 +378,10 @@ def broken_disk(path: str) -> str:
 
 
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path: Path) -> None:
-    told = run_ranks(2, broken_disk, str(tmp_path / "out"))
+    there = common(tmp_path)
+    told = run_ranks(2, broken_disk, str(there / "out"))
     assert told == ["rank 1: [Errno 28] No space left on device"] * 2
-    assert list(tmp_path.iterdir()) == []
+    assert list(there.iterdir()) == []
 
 
 def apart(path: str) -> list[str]:
@@ -388,7 +407,8 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def test_ranks_that_do_not_agree_are_told_on_all_of_them(tmp_path: Path) -> None:
-    scales, names = run_ranks(2, apart, str(tmp_path / "out"))[1]
+    there = common(tmp_path)
+    scales, names = run_ranks(2, apart, str(there / "out"))[1]
     assert scales == (
         "export_hf: ranks 0 and 1 differ in the values of tensor-wide scales; call fsdp_hooks.sync_scales on the model "
         "first"
@@ -397,7 +417,7 @@ def test_ranks_that_do_not_agree_are_told_on_all_of_them(tmp_path: Path) -> None
         "export_hf: ranks 0 and 1 differ in the names, shapes and formats of their tensors; export whole models, or "
         "save a checkpoint and export that"
     )
-    assert list(tmp_path.iterdir()) == []
+    assert list(there.iterdir()) == []
 
 
 def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,76 @@
+"""How far one tensor's values are from another's, added up piece by piece.
+
+    max |B - A|        |B - A| / |A|  (Frobenius)        SNR = -20 log10 of that, in dB
+
+Elements that are not finite on one side, or infinite with other signs, would make all three useless: they are counted
+apart and left out.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Error", "ErrorSum"]
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far the values of B are from those of A.
+
+    max_abs, relative: over the elements that are finite on both sides; relative is None where A is 0 and B is not, and
+    where squares overflow.
+    not_finite: the number of other elements that differ.
+    """
+
+    max_abs: float
+    relative: float | None
+    not_finite: int
+
+    @property
+    def snr_db(self) -> float | None:
+        """None where it would be infinite (no error) or is not defined."""
+        return -20 * math.log10(self.relative) if self.relative else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether all values are equal."""
+        return self.max_abs == 0 and self.not_finite == 0
+
+
+class ErrorSum:
+    """The error of tensors that are given in pieces."""
+
+    def __init__(self) -> None:
+        self._largest, self._squares, self._reference, self._broken = 0.0, 0.0, 0.0, 0
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """One piece of both, of equal shapes; `left` is the reference."""
+        if not left.numel():
+            return
+        left, right = left.reshape(-1).to(torch.float64), right.reshape(-1).to(torch.float64)
+        distance = right - left
+        squares = float(distance.dot(distance))
+        if math.isfinite(squares):  # then so is every element, of both
+            self._add(distance, squares, left)
+            return
+        finite = torch.isfinite(left) & torch.isfinite(right)
+        same = (left == right) | (left.isnan() & right.isnan())
+        self._broken += int((~finite & ~same).sum())
+        left, distance = left[finite], distance[finite]
+        if left.numel():
+            self._add(distance, float(distance.dot(distance)), left)
+
+    def _add(self, distance: Tensor, squares: float, left: Tensor) -> None:
+        least, most = (float(end) for end in distance.aminmax())
+        self._largest = max(self._largest, most, -least)
+        self._squares += squares
+        self._reference += float(left.dot(left))
+
+    def error(self) -> Error:
+        """Of all pieces together."""
+        relative = math.sqrt(self._squares / self._reference) if self._reference else (None if self._squares else 0.0)
+        if relative is not None and not math.isfinite(relative):
+            relative = None  # the squares of such values overflow
+        return Error(self._largest, relative, self._broken)

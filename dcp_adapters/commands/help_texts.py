@@ -1,0 +1,107 @@
+"""What `--help` says: of each command a summary, what it does, and examples of it."""
+
+from dataclasses import dataclass
+
+__all__ = ["HELP", "MAIN", "HelpText"]
+
+
+@dataclass(frozen=True)
+class HelpText:
+    """Of one command. %(prog)s in the examples is the program and the command."""
+
+    summary: str
+    about: str
+    examples: str
+
+
+MAIN = HelpText(
+    summary="",
+    about="""\
+Look at, check, compare, convert and export PyTorch distributed checkpoints with quantized tensors in them.
+A CHECKPOINT is a directory with a .metadata file, as torch.distributed.checkpoint.save writes it.
+One process suffices, whatever number of ranks wrote it; no model is needed, and no GPU.""",
+    examples="""\
+examples:
+  %(prog)s inspect runs/step-1000                    what is in it?
+  %(prog)s report runs/step-1000 --against dense     a page to look at: how well are the weights kept?
+  %(prog)s verify runs/step-1000                     is it whole and undamaged?
+  %(prog)s diff runs/step-1000 runs/step-2000        what changed, and by how much?
+  %(prog)s convert runs/step-1000 out --to nvfp4     the same weights in another format
+  %(prog)s export runs/step-1000 out --config model  a directory that inference engines load
+
+exit status: 0 fine; 1 something was found (an error, a difference); 2 the command could not do its work""",
+)
+HELP = {
+    "inspect": HelpText(
+        summary="list tensors, formats and sizes",
+        about="""\
+List the tensors of a checkpoint with their formats and sizes, and the totals for each format.
+Reads the description only, no tensor data, so it is quick for checkpoints of any size.""",
+        examples="""\
+examples:
+  %(prog)s runs/step-1000
+  %(prog)s runs/step-1000 --match 'model.layers.0.*'
+  %(prog)s runs/step-1000 --json | jq .total.bytes_per_parameter""",
+    ),
+    "report": HelpText(
+        summary="write a page with pictures",
+        about="""\
+Write one HTML page about a checkpoint: sizes, quantization error by layer, histograms of scales, outlier channels,
+saturated elements and NaN, and what each tensor costs to write. The page loads nothing, and docs/report.md says how to
+read it. --against names the checkpoint whose values are right; tensors are matched by name, whatever number of ranks
+wrote either, and without it there is no error to show. All data are read, one tensor at a time.""",
+        examples="""\
+examples:
+  %(prog)s runs/step-1000 --against dense            writes step-1000-report.html
+  %(prog)s runs/step-1000 -o page.html
+  %(prog)s runs/step-1000 --against dense --json | jq '.tensors[] | [.snr_db, .name]'""",
+    ),
+    "verify": HelpText(
+        summary="check that nothing is missing or damaged",
+        about="""\
+Read all of a checkpoint and check it: files missing or cut short, checksums, the manifest against what is stored.
+Exit status 1 if there is any error; warnings alone leave it 0.""",
+        examples="""\
+examples:
+  %(prog)s runs/step-1000
+  %(prog)s runs/step-1000 && rm -r runs/step-0500""",
+    ),
+    "diff": HelpText(
+        summary="compare two checkpoints",
+        about="""\
+Compare two checkpoints tensor by tensor. Tensors are matched by name, whatever number of ranks wrote them; a quantized
+one is compared with a dense one, or with one of another recipe, by its dequantized values. For each tensor that
+differs: how many bytes, the largest absolute error, the relative error (Frobenius norm) and the signal-to-noise ratio
+of B, with A as the reference. One tensor of each is in memory at a time. Exit status 1 if anything differs.""",
+        examples="""\
+examples:
+  %(prog)s saved-by-8-ranks saved-by-2-ranks
+  %(prog)s dense quantized                           how much did quantizing cost?""",
+    ),
+    "convert": HelpText(
+        summary="write a copy in another format",
+        about="""\
+Write a copy of SRC with tensors in another format: from recipe to recipe, from quantized to dense, from dense to
+quantized. Without --include all quantized tensors are converted; with it the tensors that match, dense ones too (2 dims
+or more; dense tensors are quantized but never cast to another dtype). Everything else, optimizer state for example, is
+copied byte for byte. One tensor is in memory at a time. DST must not exist, and appears only when it is complete.""",
+        examples="""\
+examples:
+  %(prog)s step-1000 out --to bfloat16                      quantized weights to dense ones
+  %(prog)s step-1000 out --to nvfp4 --exclude '*lm_head*'   another recipe
+  %(prog)s dense out --to mxfp8 --include 'model.layers.*.weight' --exclude '*norm*'
+  %(prog)s step-1000 out --to mxfp8 --option blocks=square --option scale_rounding=floor""",
+    ),
+    "export": HelpText(
+        summary="write what inference engines load",
+        about="""\
+Write the weights of a checkpoint as a Hugging Face directory that inference engines load: safetensors with the very
+bytes of the checkpoint, and the JSON that tells of them. OUT must not exist, and appears only when it is complete. One
+file is in memory at a time.""",
+        examples="""\
+examples:
+  %(prog)s runs/step-1000 out --config model                 vLLM, SGLang, transformers
+  %(prog)s runs/step-1000 out --config model --layout modelopt
+  %(prog)s calibrated out --config model --rest model        the rest from the dense model""",
+    ),
+}

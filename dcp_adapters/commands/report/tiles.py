@@ -1,0 +1,94 @@
+"""A tensor as pieces of a bounded number of elements: its values, and of a quantized one the parts behind them.
+
+Every tensor is looked at as a matrix [rows, K], leading dims folded into the rows. The pieces of two tensors of one
+shape are the same, whatever their recipes, and no piece cuts a block (square ones have up to 32 rows).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtensor.formats import specs_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["Tile", "decodable", "matrix_shape", "tiles"]
+
+ELEMENTS = 1 << 20  # about so many are decoded at once
+WIDTH = 1 << 15  # columns; a multiple of all blocks
+HEIGHT = 32  # rows come in so many; a multiple of all square blocks
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One piece.
+
+    rows, columns: where it is in the matrix. values: floating [rows, columns], of complex tensors [rows, columns, 2].
+    parts: of a quantized tensor, those of this piece; tensor-wide ones whole.
+    """
+
+    rows: slice
+    columns: slice
+    values: Tensor
+    parts: dict[str, Tensor]
+
+
+def tiles(tensor: Tensor) -> Iterator[Tile]:
+    """The pieces, row by row; none of an empty tensor."""
+    rows, width = matrix_shape(tensor.shape)
+    if not rows * width:
+        return
+    across = min(width, WIDTH)
+    down = max(ELEMENTS // across // HEIGHT, 1) * HEIGHT
+    matrix = None if isinstance(tensor, QuantizedTensor) else tensor.reshape(rows, width)
+    for top in range(0, rows, down):
+        for left in range(0, width, across):
+            place = slice(top, min(top + down, rows)), slice(left, min(left + across, width))
+            if isinstance(tensor, QuantizedTensor):
+                parts = _cut(tensor, *place)
+                yield Tile(*place, decoded(parts, tensor.recipe), parts)
+            elif matrix is not None:
+                yield Tile(*place, _floating(matrix[place]), {})
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """[.., K] -> (rows, K); a number is one row of one."""
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def decodable(dtype: torch.dtype) -> bool:
+    """Whether torch converts values of this dtype to numbers."""
+    try:
+        _floating(torch.empty(0, dtype=dtype))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def decoded(parts: dict[str, Tensor], recipe: Recipe) -> Tensor:
+    """The values of parts, fp32."""
+    return QuantizedTensor.from_parts(parts, recipe, torch.float32).dequantize()
+
+
+def _floating(values: Tensor) -> Tensor:
+    """fp32 where that holds every value, else fp64."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    narrow = values.is_floating_point() and values.dtype.itemsize <= 4
+    return values.to(torch.float32 if narrow else torch.float64)
+
+
+def _cut(tensor: QuantizedTensor, rows: slice, columns: slice) -> dict[str, Tensor]:
+    height = matrix_shape(tensor.shape)[0]
+    found = {}
+    for spec in specs_of(tensor.recipe):
+        part = tensor.parts()[spec.name]
+        if spec.per_row:
+            part = part.reshape(height, -1)[rows]
+            if spec.block:
+                part = part[:, columns.start // spec.block : columns.stop // spec.block]
+        found[spec.name] = part
+    return found

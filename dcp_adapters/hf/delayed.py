@@ -1,0 +1,34 @@
+"""The history of a delayed scale that came from a file, which holds the scale alone.
+
+A step makes its scale of the amaxes before it. So the history begins with the amax that this scale is made of, and the
+first step after an import goes on under the imported scale. Several amaxes may give it: of those a bf16 number, as
+weights mostly are, is taken first.
+"""
+
+import torch
+from torch import Tensor
+
+from qtensor.float8_delayed import FORMAT, Float8DelayedScaling
+
+__all__ = ["history_of"]
+
+NEAR = (0, 1, -1, 2, -2)  # units in the last place
+
+
+def history_of(scale: Tensor, recipe: Float8DelayedScaling) -> Tensor:
+    """fp32 [amax_history_len]: zeros behind an amax whose scale is `scale`, or one next to it where it has no amax.
+
+    Args:
+        scale: fp32 [].
+        recipe: the target's.
+    """
+    one = torch.ones((), dtype=torch.float32)
+    per_amax = FORMAT.grid(recipe, {"amax": one})[1]  # the scale of amax 1
+    nearest = (scale.double() / per_amax.double()).float()
+    candidates = [
+        nearest.bfloat16().float(),
+        *((nearest.view(torch.int32) + step).view(torch.float32) for step in NEAR),
+    ]
+    exact = (amax for amax in candidates if torch.equal(FORMAT.grid(recipe, {"amax": amax})[1], scale))
+    amax = next(exact, nearest)
+    return torch.nn.functional.pad(amax.reshape(1), (0, recipe.amax_history_len - 1))

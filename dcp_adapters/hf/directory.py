@@ -1,0 +1,161 @@
+"""A Hugging Face directory as its JSON and the headers of its files tell it; no tensor is read.
+
+    config.json, hf_quant_config.json         as they are
+    model.safetensors.index.json              tensor -> file, or
+    model.safetensors                         all tensors in one file
+    headers                                   each tensor's dtype and shape; safetensors checks that its bytes are there
+
+Whoever made the directory is not trusted: files are named inside of it, the index and the headers say the same, and a
+file that is cut off is found here, before anything is loaded.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from dcp_adapters.safe.metadata_checks import short, stray_path
+
+__all__ = ["INDEX", "SINGLE", "Directory", "FileTensor", "listed", "read_directory"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MOST_SHOWN = 20
+MOST_JSON = 2**28  # bytes; an index of a million tensors has 100 MiB
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of a file; `dtype` is safetensors' word for it, "F8_E4M3"."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """What it is, for messages."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What the directory says.
+
+    config: of config.json, {} without one. quantization: hf_quant_config.json's, None without one. notes: what headers
+    say beside their tensors, a list for each key.
+    """
+
+    path: Path
+    tensors: Mapping[str, FileTensor]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    quantization: Mapping[str, Any] | None = None
+    notes: Mapping[str, list[str]] = field(default_factory=dict)
+
+
+def read_directory(path: str | os.PathLike[str]) -> Directory:
+    """Read all of the directory but its tensors.
+
+    Raises:
+        FileNotFoundError: there are no safetensors, or files that the index names are missing.
+        ValueError: files that are damaged, contradict each other or lead out of the directory.
+    """
+    root = Path(path)
+    files, assigned = _files(root)
+    missing = [name for name in files if not (root / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{root}: {INDEX} names files that are not there: {listed(missing)}")
+    tensors: dict[str, FileTensor] = {}
+    notes: dict[str, list[str]] = {}
+    problems: list[str] = []
+    for file in files:
+        for tensor in _header(root, file, notes):
+            other = tensors.get(tensor.name)
+            if assigned is not None and assigned.get(tensor.name) != file:
+                where = assigned.get(tensor.name)
+                said = f"{INDEX} says {where}" if where else f"{INDEX} does not list it"
+                problems.append(f"{tensor.name}: it is in {file}, and {said}")
+            elif other is None:
+                tensors[tensor.name] = tensor
+    lost = [name for name in assigned or () if name not in tensors]
+    problems += [f"{name}: {INDEX} says {(assigned or {})[name]}, which lacks it" for name in lost]
+    if problems:
+        raise ValueError(f"{root}: the index and the files disagree:{listed(problems, lines=True)}")
+    quantization = _json(root / "hf_quant_config.json")
+    return Directory(root, tensors, _json(root / "config.json") or {}, quantization, notes)
+
+
+def listed(items: Iterable[str], *, lines: bool = False) -> str:
+    """The first of many, and how many more there are; one a line, or in one."""
+    told = list(items)
+    more = [f"and {len(told) - MOST_SHOWN} more"] if len(told) > MOST_SHOWN else []
+    shown = [*told[:MOST_SHOWN], *more]
+    return "".join(f"\n  {item}" for item in shown) if lines else ", ".join(shown)
+
+
+def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The files of the directory, and which tensor the index says is in which."""
+    single, index = (root / SINGLE).exists(), (root / INDEX).exists()
+    if single and index:
+        raise ValueError(
+            f"{root}: {SINGLE} and {INDEX} are both there, and which of them is meant is not known; remove the other"
+        )
+    if single:
+        return [SINGLE], None
+    record = _json(root / INDEX)
+    if record is None:
+        raise FileNotFoundError(f"{root}: neither {SINGLE} nor {INDEX} is there; give a directory of safetensors")
+    assigned = record.get("weight_map")
+    if not isinstance(assigned, dict) or any(not isinstance(file, str) for file in assigned.values()):
+        raise ValueError(f"{root / INDEX}: its weight_map is no object of file names")
+    files = sorted(set(assigned.values()))
+    stray = [short(file) for file in files if stray_path(file)]
+    if stray:
+        raise ValueError(f"{root / INDEX}: it names files outside of the directory: {listed(stray)}")
+    return files, assigned
+
+
+def _header(root: Path, file: str, notes: dict[str, list[str]]) -> list[FileTensor]:
+    """The tensors of one file; what else its header says is added to `notes`."""
+    if not (root / file).is_file():
+        raise ValueError(f"{root / file}: no ordinary file")
+    try:
+        with safe_open(root / file, "pt") as opened:
+            for key, value in (opened.metadata() or {}).items():
+                notes.setdefault(key, []).append(value)
+            found = []
+            for name in opened.keys():  # noqa: SIM118 - no dict
+                piece = opened.get_slice(name)
+                found.append(FileTensor(name, file, piece.get_dtype(), tuple(piece.get_shape())))
+            return found
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{root / file}: it is damaged or cut off: {error}. Nothing has been loaded") from error
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no such file."""
+    if not file.exists():
+        return None
+    if not file.is_file() or file.stat().st_size > MOST_JSON:
+        raise ValueError(f"{file}: no ordinary file of at most {MOST_JSON} bytes")
+    try:
+        record = json.loads(file.read_bytes(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: it is no JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{file}: it holds a {type(record).__name__}, expected an object")
+    return record
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys occur once each."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{short(twice)} is there twice")
+    return found

@@ -1,0 +1,332 @@
+"""What a Hugging Face directory looks like as a DCP checkpoint: entries, the chunks they consist of, and a manifest.
+
+    <module>.weight*  of a quantized linear   ->  <module>.weight.payload, .scale[, .global_scale] and a recipe
+    <module>.<e>.gate_proj.weight*, ...       ->  one entry <module>.gate_up_proj.*, each expert's tensor a chunk of it,
+                                                  where the target has such a weight of all experts
+    scales of inputs and of the KV cache      ->  fp32 [] under their calibrated names
+    everything else                           ->  as it is
+
+Which slice of which tensor a chunk's rows are, and what becomes of them, is a `Source`. Tensor-wide scales are looked
+at here, before anything is loaded: those of experts must agree, and a reciprocal needs a number that has one.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcp_adapters.hf.delayed import history_of
+from dcp_adapters.hf.directory import Directory, FileTensor, listed
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, Stored, kind_of
+from dcp_adapters.hf.names import Piece, pieces_of
+from dcp_adapters.hf.schemes import DTYPES, Contents, QuantizedLinear
+from dcp_adapters.manifest import DTYPES as APPEARANCES
+from dcp_adapters.manifest import Manifest, TensorEntry
+from dcp_adapters.safe.metadata_checks import short
+from dcp_adapters.write_items import part_box
+from qtensor.float8_delayed import Float8DelayedScaling
+from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
+from qtensor.recipes import Recipe
+
+__all__ = ["RECIPES", "Chunk", "Entry", "Presented", "Source", "Wanted", "presented"]
+
+RECIPES = "qtensor.recipes"  # key in a file's metadata: JSON {weight: its recipe}, where that is not KINDS[kind]
+VALUE = PartSpec("", torch.float32, per_row=False)
+WIDE_APART = (
+    "their weights have tensor-wide scales that differ, and a weight of all experts has one; quantize the experts with "
+    "one scale, or with a recipe whose scales belong to rows or blocks, or import into a model with a linear an expert"
+)
+Look = Callable[[FileTensor], Tensor]  # reads a small tensor
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the target has under a name. shape: its global one. recipe: of a quantized one. dtype: its own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a chunk's values come from.
+
+    read: what the file holds -> the part, in its dtype. per_row: slices of the chunk are slices of the tensor, which
+    lacks `lead` of its first dims and perhaps the last; otherwise the whole tensor gives the whole chunk.
+    """
+
+    tensor: FileTensor
+    read: Callable[[Tensor], Tensor]
+    per_row: bool = True
+    lead: int = 0
+
+    def take(self, piece: Any, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of the chunk, read from safetensors' `piece` of the tensor."""
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        if self.per_row:
+            held = box[self.lead :][: len(self.tensor.shape)]
+            return self.read(piece[held or ...]).reshape(tuple(sizes))
+        return self.read(piece[...])[box or ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One box of an entry, and where it comes from."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    source: Source
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def whole(dtype: torch.dtype, shape: Sequence[int], source: Source) -> "Entry":
+        """An entry of one chunk."""
+        return Entry(dtype, tuple(shape), (Chunk((0,) * len(shape), tuple(shape), source),))
+
+
+@dataclass
+class Presented:
+    """The directory as a checkpoint: its entries, how the quantized tensors among them are, the names of scales."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    scales: set[str] = field(default_factory=set)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The quantized tensors."""
+        return Manifest(self.tensors)
+
+
+def presented(directory: Directory, contents: Contents, wanted: Mapping[str, Wanted], look: Look) -> Presented:
+    """Decide the entries.
+
+    Args:
+        directory: as read.
+        contents: its tensors, sorted.
+        wanted: what the target has. Weights of all experts are put together only where it has them.
+        look: reads one of the small tensors.
+
+    Raises:
+        ValueError: one error for all weights that can not be presented, each with what was found.
+    """
+    return _Presentation(directory, contents, wanted, look).made()
+
+
+class _Presentation:
+    """The state of `presented`: what is left of the contents, and what has been found wrong."""
+
+    def __init__(self, directory: Directory, contents: Contents, wanted: Mapping[str, Wanted], look: Look) -> None:
+        self.directory, self.wanted, self.look = directory, wanted, look
+        self.linears, self.dense, self.scales = dict(contents.linears), dict(contents.dense), dict(contents.scales)
+        self.recipes = _recorded(directory)
+        self.appearance = _appearance(directory)
+        self.problems: list[str] = []
+        self.out = Presented()
+
+    def made(self) -> Presented:
+        for name, want in self.wanted.items():
+            pieces = pieces_of(name, want.shape)
+            if pieces and pieces[0].expert is not None and name not in self.dense:
+                self._experts(name, want.shape, pieces)
+        for module, linear in self.linears.items():
+            name = f"{module}.weight".lstrip(".")
+            self._quantized(name, linear.shape, [(Piece(module, None, (0, linear.shape[0])), linear)])
+        for name, tensor in self.dense.items():
+            dtype = DTYPES.get(tensor.dtype)
+            if dtype is None:
+                self.problems.append(f"{name}: {tensor}, which torch can not hold")
+            else:
+                self._add(name, Entry.whole(dtype, tensor.shape, Source(tensor, _same)))
+        for name, (stored, tensor) in self.scales.items():
+            self._add(name, Entry.whole(torch.float32, (), _source(tensor, stored, VALUE)))
+            self.out.scales.add(name)
+        if self.problems:
+            raise ValueError(
+                f"{self.directory.path}: can not be imported; nothing has been loaded:"
+                + listed(self.problems, lines=True)
+            )
+        return self.out
+
+    def _add(self, name: str, entry: Entry) -> None:
+        """Enter an entry, whose name must be its own."""
+        if self.out.entries.setdefault(name, entry) is not entry:
+            self.problems.append(f"{name}: the directory has it twice, as a tensor and as a part or scale of a linear")
+
+    def _experts(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+        """The linears of all experts as one weight; none of them, and the name is left missing."""
+        linears = [self.linears.get(piece.module) for piece in pieces]
+        dense = [self.dense.get(f"{piece.module}.weight") for piece in pieces]
+        there = [bool(linear or tensor) for linear, tensor in zip(linears, dense, strict=True)]
+        if not any(there):
+            return
+        for piece in pieces:
+            self.linears.pop(piece.module, None)
+            self.dense.pop(f"{piece.module}.weight", None)
+        if not all(there):
+            lacking = [piece.module for piece, found in zip(pieces, there, strict=True) if not found]
+            self.problems.append(f"{name}: it consists of linears that are not there: {listed(lacking)}")
+        elif all(linears):
+            self._quantized(name, shape, list(zip(pieces, filter(None, linears), strict=True)))
+        elif all(dense):
+            self._joined(name, shape, list(zip(pieces, filter(None, dense), strict=True)))
+        else:
+            self.problems.append(f"{name}: it consists of linears some of which are quantized, some not")
+
+    def _joined(self, name: str, shape: tuple[int, ...], tensors: Sequence[tuple[Piece, FileTensor]]) -> None:
+        """A dense weight of all experts."""
+        dtypes = sorted({tensor.dtype for _, tensor in tensors})
+        if len(dtypes) > 1:
+            self.problems.append(f"{name}: it consists of tensors of {', '.join(dtypes)}, expected one dtype")
+            return
+        chunks = []
+        for piece, tensor in tensors:
+            rows = piece.rows[1] - piece.rows[0]
+            if tensor.shape != (rows, shape[-1]):
+                self.problems.append(f"{tensor.name}: {tensor}, expected {[rows, shape[-1]]} of {name} {list(shape)}")
+                return
+            offsets = (piece.expert or 0, piece.rows[0], 0)
+            chunks.append(Chunk(offsets, (1, *tensor.shape), Source(tensor, _same, lead=1)))
+        self._add(name, Entry(DTYPES[dtypes[0]], shape, tuple(chunks)))
+
+    def _quantized(self, name: str, shape: tuple[int, ...], linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
+        """A quantized weight that consists of one linear or of several."""
+        kinds = sorted({linear.scheme.kind for _, linear in linears})
+        if len(kinds) > 1:
+            self.problems.append(f"{name}: it consists of linears quantized as {', '.join(kinds)}, expected one way")
+            return
+        for piece, linear in linears:
+            expected = (piece.rows[1] - piece.rows[0], shape[-1])
+            if linear.shape != expected:
+                self.problems.append(f"{linear.module}: a weight of {linear.shape}, expected {expected} of {name}")
+                return
+        recipe = self._recipe(name, kinds[0], [f"{linear.module}.weight" for _, linear in linears], shape)
+        if recipe is None:
+            return
+        want = self.wanted.get(name)
+        dtype = want.dtype if want is not None and want.dtype in APPEARANCE_DTYPES else self.appearance
+        entry = TensorEntry(recipe, tuple(shape), dtype)
+        self.out.tensors[name] = entry
+        for spec in specs_of(recipe):
+            self._add(f"{name}.{spec.name}", self._part(name, entry, spec, linears))
+        self._input_scale(name, linears)
+
+    def _recipe(self, name: str, kind: str, weights: Sequence[str], shape: Sequence[int]) -> Recipe | None:
+        """The recipe that was recorded, the target's where that keeps a history, or the kind's."""
+        recorded = {self.recipes[one] for one in {name, *weights} if one in self.recipes}
+        if any(kind_of(recipe) != kind for recipe in recorded) or len(recorded) > 1:
+            said = ", ".join(map(repr, recorded))
+            self.problems.append(f"{name}: its tensors are {kind}, and the file's metadata says {said}")
+            return None
+        recipe = recorded.pop() if recorded else KINDS[kind]
+        want = self.wanted.get(name)
+        if want is not None and isinstance(want.recipe, Float8DelayedScaling) and kind_of(want.recipe) == kind:
+            recipe = want.recipe.stored
+        try:
+            check_shape(shape, recipe, name)
+        except ValueError as error:
+            self.problems.append(str(error))
+            return None
+        return recipe
+
+    def _part(
+        self, name: str, entry: TensorEntry, spec: PartSpec, linears: Sequence[tuple[Piece, QuantizedLinear]]
+    ) -> Entry:
+        """The entry of one part."""
+        if spec.length is not None:
+            assert isinstance(entry.recipe, Float8DelayedScaling)
+            stored, tensor = linears[0][1].parts["scale"]
+            scale, history = _source(tensor, stored, VALUE), functools.partial(history_of, recipe=entry.recipe)
+            source = Source(tensor, lambda held: history(scale.read(held)), per_row=False)
+            return Entry.whole(spec.dtype, spec.shape(entry.shape), source)
+        if not spec.per_row:
+            self._check_wide(name, spec, linears)
+            stored, tensor = linears[0][1].parts[spec.name]
+            return Entry.whole(spec.dtype, (), _source(tensor, stored, spec))
+        chunks = []
+        for piece, linear in linears:
+            lead = () if piece.expert is None else (piece.expert,)
+            box = part_box(spec, (*lead, piece.rows[0], 0), (*(1 for _ in lead), *linear.shape))
+            stored, tensor = linear.parts[spec.name]
+            chunks.append(Chunk(*box, _source(tensor, stored, spec, lead=len(lead))))
+        return Entry(spec.dtype, spec.shape(entry.shape), tuple(chunks))
+
+    def _check_wide(self, name: str, spec: PartSpec, linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
+        """A tensor-wide scale has a reciprocal where it is stored as one, and is the same in all linears."""
+        held = [linear.parts[spec.name] for _, linear in linears]
+        if len(linears) == 1 and held[0][0].form is not ONE_OVER:
+            return
+        values = {tensor.name: _source(tensor, stored, spec).read(self.look(tensor)) for stored, tensor in held}
+        unusable = [one for (stored, _), one in zip(held, values, strict=True) if stored.form is ONE_OVER]
+        unusable = [one for one in unusable if not 0 <= values[one].item() < torch.inf]
+        if unusable:
+            self.problems.append(f"{unusable[0]}: its reciprocal, {values[unusable[0]].item()}, is no scale")
+        elif len({value.view(torch.int32).item() for value in values.values()}) > 1:
+            few = [f"{one} {value.item():.9g}" for one, value in list(values.items())[:2]]
+            self.problems.append(f"{name}: {WIDE_APART} ({', '.join(few)}, ...)")
+
+    def _input_scale(self, name: str, linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
+        """Experts whose inputs have one scale have it under the name of their weight; others keep theirs."""
+        if linears[0][0].expert is None:
+            return
+        held = [linear.parts.get(INPUT_SCALE) for _, linear in linears]
+        found = [(stored, tensor) for stored, tensor in filter(None, held)]
+        values = {_source(tensor, stored, VALUE).read(self.look(tensor)).item() for stored, tensor in found}
+        if len(found) == len(linears) and len(values) == 1:
+            for _, linear in linears:
+                self.scales.pop(f"{linear.module}.{INPUT_SCALE}")
+            self.scales[f"{name}.{INPUT_SCALE}"] = found[0]
+
+
+def _same(held: Tensor) -> Tensor:
+    return held
+
+
+def _source(tensor: FileTensor, stored: Stored, spec: PartSpec, *, lead: int = 0) -> Source:
+    """How a part is read from the tensor that holds it."""
+
+    def read(held: Tensor) -> Tensor:
+        part = stored.form.read(held.float() if spec.dtype == torch.float32 else held)
+        return part if spec.per_row else part.reshape(())
+
+    return Source(tensor, read, per_row=spec.per_row, lead=lead)
+
+
+def _recorded(directory: Directory) -> dict[str, Recipe]:
+    """The recipes in the metadata of the files."""
+    recipes: dict[str, Recipe] = {}
+    for text in directory.notes.get(RECIPES, ()):
+        try:
+            record = json.loads(text)
+            found = {name: Recipe.from_json(value) for name, value in record.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{directory.path}: {RECIPES} in the metadata of its files is no recipe for each weight: {error}"
+            ) from error
+        for name, recipe in found.items():
+            if recipes.setdefault(name, recipe) != recipe:
+                raise ValueError(f"{directory.path}: {name} has two recipes: {recipes[name]} and {recipe}")
+    return recipes
+
+
+def _appearance(directory: Directory) -> torch.dtype:
+    """The dtype that quantized weights have where no target says it: config.json's, or bf16."""
+    said = directory.config.get("dtype") or directory.config.get("torch_dtype") or "bfloat16"
+    if not isinstance(said, str) or said not in APPEARANCES:
+        raise ValueError(
+            f"{directory.path}: config.json says dtype {short(said)}, expected one of {', '.join(APPEARANCES)}"
+        )
+    return APPEARANCES[said]

@@ -1,0 +1,220 @@
+"""import_hf: a Hugging Face directory into a model, quantized bytes as they are, each rank its slices.
+
+    compare       every rank   the headers of the files and the names, shapes and recipes of the model; all that does
+                               not fit in one error, the same on all ranks; nothing has been touched before
+    materialise   every rank   what the model has on the meta device gets memory; what has some keeps it
+    load          every rank   dcp.load with HuggingFaceReader and QuantizedLoadPlanner: equal recipes keep their bytes,
+                               dense tensors are quantized while they are read
+
+Without a model the whole directory comes back as a state dict.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from dcp_adapters.differences import Target, differences, to_convert
+from dcp_adapters.expand import plain_leaf, quantized_local
+from dcp_adapters.hf.directory import listed
+from dcp_adapters.hf.entries import Wanted
+from dcp_adapters.hf.materialise import Live, materialise
+from dcp_adapters.hf.reader import HuggingFaceReader
+from dcp_adapters.load_planner import QuantizedLoadPlanner
+from dcp_adapters.manifest import Manifest
+from qtensor.formats import specs_of
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["import_hf"]
+
+IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
+KINDS_OF_ERROR: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (FileNotFoundError, ValueError, RuntimeError)
+}
+CONVERT = 'import with on_mismatch="convert"'
+
+
+def import_hf(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    on_mismatch: str = "raise",
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> dict[str, Tensor]:
+    """Load a Hugging Face directory: dense, or quantized by compressed-tensors (llm-compressor), ModelOpt or export_hf.
+
+    With several ranks all of the default process group call it, each with its shards of the same model, before or after
+    `fully_shard` and `parallelize_module`; each reads the slices that its shards need. Payloads and scales of quantized
+    weights keep their bytes. A dense tensor becomes, in a quantized parameter, this rank's piece of quantizing the full
+    tensor, bit for bit.
+
+    Args:
+        path: a directory with model.safetensors, or model.safetensors.index.json and its files; config.json and
+            hf_quant_config.json where it is quantized.
+        model: its parameters and buffers are written in place; those on the meta device get memory first, unless
+            anything does not fit. The names in its state dict are those in the directory, except that a weight
+            [E, N, K] `experts.gate_up_proj` or `experts.down_proj` consists of `experts.<e>.gate_proj.weight`, ...
+            None: there is no model.
+        on_mismatch: "raise", a parameter whose recipe is not the directory's is an error. "convert", it is requantized,
+            or dequantized where it is dense.
+        device: where parameters of the meta device get their memory; None: on the device of their mesh, or the CPU.
+            Shards that FSDP offloads belong on "cpu".
+        progress: a bar over the bytes that rank 0 reads, on a terminal.
+
+    Returns:
+        The model's state dict; without a model the directory's, in whole tensors on `device` (CPU). Quantized weights
+        of ours have a recipe that says how to decode them; those of others that of their scheme. Added are the scales
+        of inputs, `<module>.input_scale`, and of the KV cache, `<attention>.k_scale` and `.v_scale`: fp32 [], under
+        which a payload is multiplied. `export_hf` takes it all.
+
+        A parameter with Float8DelayedScaling takes FP8 with a scale a tensor: its history begins with the amax that
+        gives the scale, so the next step goes on under it (or one next to it, where no amax gives it).
+
+    Raises:
+        FileNotFoundError: there are no safetensors, or some are missing.
+        ValueError: on all ranks and before anything is written, one error with every name that only one side has,
+            every other shape, recipe or scheme; a scheme that the library does not have; files that are damaged; a
+            buffer on the meta device that no file has.
+        torch.distributed.checkpoint.api.CheckpointException: reading fails later; some tensors are loaded then.
+    """
+    if on_mismatch not in {"raise", "convert"}:
+        raise ValueError(f'import_hf: on_mismatch={on_mismatch!r} is not one of "raise", "convert"')
+    if model is None:
+        return _whole(path, device or "cpu", show=progress)
+    live = Live.of(model)
+    show = progress and (not dist.is_initialized() or dist.get_rank() == 0)
+    reader = HuggingFaceReader(path, wanted=_wanted(live.state), show=show)
+    with _alike():
+        names = _compare(reader, live, on_mismatch)
+    with _alike():
+        materialise(model, live, device)
+    state = model.state_dict()
+    extras = {name: torch.empty(()) for name in sorted(reader.presented().scales)}
+    _load({name: state[name] for name in names} | extras, reader)
+    return {**state, **extras}
+
+
+def _whole(path: str | os.PathLike[str], device: torch.device | str, *, show: bool) -> dict[str, Tensor]:
+    """The directory's state dict, in this process alone."""
+    reader = HuggingFaceReader(path, show=show)
+    made = reader.presented()
+    parts = {f"{name}.{part}" for name, entry in made.tensors.items() for part in entry.parts()}
+    state: dict[str, Tensor] = {
+        name: torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        for name, entry in made.entries.items()
+        if name not in parts
+    }
+    for name, entry in made.tensors.items():
+        own = {
+            spec.name: torch.empty(spec.shape(entry.shape), dtype=spec.dtype, device=device)
+            for spec in specs_of(entry.recipe)
+        }
+        state[name] = QuantizedTensor.from_parts(own, entry.recipe, entry.dtype)
+    _load(state, reader, alone=True)
+    return state
+
+
+def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, *, alone: bool = False) -> None:
+    alone = alone or not dist.is_initialized()
+    planner = QuantizedLoadPlanner(on_mismatch="convert", allow_partial_load=True)  # what is allowed is known by now
+    with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=alone)
+
+
+def _wanted(state: Mapping[str, Tensor]) -> dict[str, Wanted]:
+    """What the reader may know of the model."""
+    wanted = {}
+    for name, value in state.items():
+        q = quantized_local(value)
+        wanted[name] = Wanted(tuple(value.shape), value.dtype, None if q is None else q.recipe.stored)
+    return wanted
+
+
+def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[str]:
+    """The names to load, one for each tensor of the model.
+
+    Raises:
+        ValueError: the directory does not fit the model.
+    """
+    made = reader.presented()
+    held = {*made.tensors, *(name for name in made.entries if _owner(name, made.manifest) is None)} - made.scales
+    names, problems = _names(held, live, reader)
+    problems += live.problems()
+    metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
+    target = Target.of(flat, {name: (name,) for name in flat})
+    problems += differences(target, metadata, made.manifest, partial=True, convert=True)
+    if on_mismatch == "raise":
+        for name, source in to_convert(target, metadata, made.manifest).items():
+            own = target.quantized.get(name)
+            if source is not None:
+                what = "is dense" if own is None else f"is {own.recipe}"
+                problems.append(
+                    f"{name}: the directory holds {source.recipe}, the parameter {what}; build the model with the "
+                    f"directory's recipe, or {CONVERT}"
+                )
+    if problems:
+        raise ValueError(
+            f"{reader.path} does not fit the model; nothing has been loaded:" + listed(sorted(problems), lines=True)
+        )
+    return names
+
+
+def _owner(name: str, manifest: Manifest) -> str | None:
+    """The quantized tensor whose part an entry is."""
+    owner, _, part = name.rpartition(".")
+    entry = manifest.tensors.get(owner)
+    return owner if entry is not None and part in entry.parts() else None
+
+
+def _names(held: set[str], live: Live, reader: HuggingFaceReader) -> tuple[list[str], list[str]]:
+    """Under which of its names each tensor of the model is in the directory; and what only one side has."""
+    names, problems = [], []
+    for own in live.names:
+        found = [name for name in own if name in held]
+        if found:
+            names.append(found[0])
+        else:
+            tied = f" (nor {', '.join(own[1:])}, which it is tied to)" if len(own) > 1 else ""
+            problems.append(f"{own[0]}: only the model has it{tied}")
+        first = not dist.is_initialized() or dist.get_rank() == 0  # one rank looks; all hear of it
+        if any(first and not reader.alike(found[0], other) for other in found[1:]):
+            problems.append(
+                f"{found[1]}: the model ties it to {found[0]}, and the directory has other values for it; untie them"
+            )
+    known = {name for own in live.names for name in own}
+    problems += [
+        f"{name}: only the directory has it; the model has no such tensor"
+        for name in held - known
+        if not name.endswith(IGNORED)
+    ]
+    return names, problems
+
+
+@contextmanager
+def _alike() -> Iterator[None]:
+    """What fails on one rank fails on all, with the error of the first."""
+    try:
+        yield
+    except Exception as error:
+        _tell(error)
+        raise
+    _tell(None)
+
+
+def _tell(error: Exception | None) -> None:
+    """Raises the error of the first rank that has one, where there are several ranks."""
+    if not dist.is_initialized():
+        return
+    kind = next((name for name, kind in KINDS_OF_ERROR.items() if isinstance(error, kind)), "")
+    everywhere: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, None if error is None else (kind, str(error)))
+    first = next((each for each in everywhere if each is not None), None)
+    if first is not None:
+        raise KINDS_OF_ERROR.get(first[0], RuntimeError)(first[1]) from error

@@ -1,0 +1,73 @@
+"""Memory for what a model has on the meta device, in place: nothing else is touched, and ties stay.
+
+`nn.Module.to_empty` gives everything new memory, what is filled already too, and two modules that share a parameter one
+each. Here each tensor of the meta device is swapped with one that has memory, once, and keeps its identity.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Live", "materialise"]
+
+
+@dataclass(frozen=True)
+class Live:
+    """The tensors of a model.
+
+    state: state-dict name -> the parameter or buffer itself. names: for each tensor its names, several where it is
+    tied. lost: buffers on the meta device that no state dict has.
+    """
+
+    state: Mapping[str, Tensor]
+    names: list[list[str]]
+    lost: list[str]
+
+    @staticmethod
+    def of(model: nn.Module) -> "Live":
+        """Those of a model; what is no tensor (extra state of modules) is left out."""
+        state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        names: dict[int, list[str]] = {}
+        for name, value in state.items():
+            names.setdefault(id(value), []).append(name)
+        lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in names]
+        return Live(state, list(names.values()), lost)
+
+    def problems(self) -> list[str]:
+        """What on the meta device no file can fill."""
+        return [
+            f"{name}: a buffer on the meta device that is in no state dict, so no file has its values; build it "
+            'outside of torch.device("meta"), or make it anew before the import (model.rotary_emb = '
+            "type(model.rotary_emb)(config=model.config), say)"
+            for name in self.lost
+        ]
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, live: Live, device: torch.device | str | None) -> None:
+    """Give every tensor on the meta device memory, without values.
+
+    Args:
+        model: whose tensors they are.
+        live: its tensors.
+        device: where; None: on the device of the mesh of a sharded one, the CPU for others.
+    """
+    on_meta = [live.state[own[0]] for own in live.names if live.state[own[0]].is_meta]
+    made = [_with_memory(tensor, device) for tensor in on_meta]  # all of them before the first is swapped
+    for tensor, new in zip(on_meta, made, strict=True):
+        torch.utils.swap_tensors(tensor, new)
+    if on_meta and any(isinstance(module, FSDPModule) for module in model.modules()):
+        model.load_state_dict({}, strict=False)  # FSDP looks at its shards anew after a load
+
+
+def _with_memory(tensor: Tensor, device: torch.device | str | None) -> Tensor:
+    if device is None:
+        device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+    new = torch.empty_like(tensor.detach(), device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new

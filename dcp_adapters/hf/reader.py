@@ -1,0 +1,178 @@
+"""HuggingFaceReader: a Hugging Face directory, quantized or dense, as a DCP checkpoint.
+
+    read_metadata   every rank   the headers of all files, nothing else but a few scales; whatever can not be loaded is
+                                 refused here, before anything is written
+    read_data       every rank   of each tensor the slices that the plan asks for, in the order of the plan
+
+So stock resharding, QuantizedLoadPlanner's comparison, conversion and agreement of scales work on it as on any other
+checkpoint. There is nothing to write such a checkpoint with: `export_hf` does that.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from dcp_adapters.commands.progress import progress
+from dcp_adapters.hf.directory import FileTensor, read_directory
+from dcp_adapters.hf.entries import Presented, Source, Wanted, presented
+from dcp_adapters.hf.schemes import contents_of
+from dcp_adapters.manifest import MANIFEST_JSON
+
+__all__ = ["HuggingFaceReader", "OpenFiles"]
+
+AT_ONCE = 2**24  # elements of a matrix that are compared at once
+
+
+class OpenFiles:
+    """The files of a directory, each opened when it is first needed; a context manager that closes them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.stack, self.opened = root, ExitStack(), dict[str, Any]()
+
+    def piece(self, tensor: FileTensor) -> Any:
+        """Safetensors' slice of a tensor, of which nothing is read before it is indexed."""
+        file = self.opened.get(tensor.file)
+        if file is None:
+            file = self.opened[tensor.file] = self.stack.enter_context(safe_open(self.root / tensor.file, "pt"))
+        return file.get_slice(tensor.name)
+
+    def __enter__(self) -> "OpenFiles":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.opened.clear()
+        self.stack.close()
+
+
+class HuggingFaceReader(StorageReader):
+    """Reads a directory of safetensors through `dcp.load` and `read_manifest`.
+
+    Args:
+        path: the directory.
+        wanted: what the target has, by state-dict name; a weight of all experts is put together from the experts'
+            linears only where it is named here.
+        show: a progress bar over the bytes that are read, on a terminal.
+
+    Raises:
+        FileNotFoundError: there are no safetensors, or some are missing.
+        ValueError: files that are damaged or contradict each other; quantized in a way that the library does not read.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, wanted: Mapping[str, Wanted] | None = None, show: bool = False
+    ) -> None:
+        super().__init__()
+        self.path, self.wanted, self.show = Path(path), dict(wanted or {}), show
+        self.made: Presented | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory, for messages."""
+        return str(self.path)
+
+    def presented(self) -> Presented:
+        """What the directory holds, as entries of a checkpoint; read once."""
+        if self.made is None:
+            directory = read_directory(self.path)
+            counts = {name for name, want in self.wanted.items() if not want.dtype.is_floating_point}
+            with OpenFiles(self.path) as files:
+                contents = contents_of(directory, counts)
+                self.made = presented(directory, contents, self.wanted, lambda tensor: files.piece(tensor)[...])
+        return self.made
+
+    def alike(self, name: str, other: str) -> bool:
+        """Whether two dense tensors of the directory have equal bytes; compared in pieces of AT_ONCE."""
+        pair = [self.presented().entries.get(one) for one in (name, other)]
+        tensors = [entry.chunks[0].source.tensor for entry in pair if entry is not None and len(entry.chunks) == 1]
+        if len(tensors) < 2 or tensors[0].dtype != tensors[1].dtype or tensors[0].shape != tensors[1].shape:
+            return False
+        shape = tensors[0].shape
+        rows = max(1, AT_ONCE * shape[0] // max(1, math.prod(shape))) if shape else 1
+        with OpenFiles(self.path) as files:
+            one, two = (files.piece(tensor) for tensor in tensors)
+            boxes: list[Any] = [slice(at, at + rows) for at in range(0, shape[0], rows)] if shape else [...]
+            return all(torch.equal(_bytes(one[box]), _bytes(two[box])) for box in boxes)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP before a load."""
+        if checkpoint_id is not None and Path(checkpoint_id) != self.path:
+            self.path, self.made = Path(checkpoint_id), None
+
+    def read_metadata(self) -> Metadata:
+        """The entries, and the manifest in the planner data."""
+        made = self.presented()
+        records: dict[str, Any] = {}
+        storage: dict[MetadataIndex, Source] = {}
+        for name, entry in made.entries.items():
+            chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in entry.chunks]
+            records[name] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+            storage |= {MetadataIndex(name, torch.Size(one.offsets)): one.source for one in entry.chunks}
+        planner_data = {name: (name,) for name in records} | {MANIFEST_JSON: made.manifest.to_json()}
+        meta = StorageMeta(checkpoint_id=str(self.path))
+        return Metadata(records, planner_data=planner_data, storage_data=storage, storage_meta=meta)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: FBT001 - DCP's signature
+        """Keep where the chunks come from."""
+        self.storage: dict[MetadataIndex, Source] = metadata.storage_data
+        records: Mapping[str, Any] = metadata.state_dict_metadata
+        self.itemsize = {name: record.properties.dtype.itemsize for name, record in records.items()}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
+        try:
+            total = sum(item.lengths.numel() * self.itemsize[item.storage_index.fqn] for item in plan.items)
+            with OpenFiles(self.path) as files, progress(f"import {self.path.name}", total, enabled=self.show) as bar:
+                for item in plan.items:
+                    source = self.storage[item.storage_index]
+                    held = source.take(files.piece(source.tensor), item.storage_offsets, item.lengths)
+                    target = planner.resolve_tensor(item).detach()
+                    _fill(target, held, source.tensor)
+                    planner.commit_tensor(item, target)
+                    bar(held.nbytes)
+        except BaseException as error:  # CheckpointException is none of Exception's
+            failed = getattr(planner, "read_failed", None)
+            if failed is not None:
+                failed(error)
+            raise
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a directory."""
+        return Path(checkpoint_id).is_dir()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _fill(target: Tensor, held: Tensor, tensor: FileTensor) -> None:
+    if target.shape != held.shape:
+        raise AssertionError(f"{tensor.name}: {tuple(held.shape)} into {tuple(target.shape)}")
+    target.copy_(held)

@@ -1,0 +1,227 @@
+"""Which linears of a directory are quantized, and how: read off their tensors, held beside what its JSON says.
+
+    every tensor      <module>.<name>
+    quantized linear  its tensors have the names, dtypes and shapes of a scheme of the layout, all of them and no other
+    scales            of inputs and of the KV cache, under the names they have when they are calibrated here
+    dense             what remains, and holds values
+
+Whatever else looks quantized, by a name or by a dtype, is refused: a tensor of codes is never taken for values.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dcp_adapters.hf.claims import Claims, claims_of
+from dcp_adapters.hf.directory import Directory, FileTensor, listed
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, Layout, Scheme, SchemeEntry, Stored
+from qtensor.formats import PartSpec, block_multiple, specs_of
+
+__all__ = ["DTYPES", "Contents", "QuantizedLinear", "contents_of"]
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+VALUES = {"F64", "F32", "F16", "BF16"}
+COUNTS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
+# Files hold the same fp32 scale in fewer bits, too: engines and we read it as fp32, which is exact.
+FP32 = {"F32", "F16", "BF16"}
+STORED_AS = {torch.float32: FP32, torch.float8_e4m3fn: {"F8_E4M3"}, torch.uint8: {"U8"}}
+# Names by which other schemes are known.
+FOREIGN = {
+    "zero points": ("weight_zero_point", "input_zero_point", "qzeros"),
+    "groups in the order of activations (actorder)": ("weight_g_idx", "g_idx"),
+    "inputs that are scaled before they are quantized (AWQ, SmoothQuant)": ("pre_quant_scale",),
+    "a low-rank correction (SVDQuant)": ("svdquant_lora_a", "svdquant_lora_b"),
+    "FP8 in blocks of 128 x 128": ("weight_scale_inv",),
+    "integers packed into int32 (pack-quantized)": ("weight_shape",),
+    "integers packed into int32 (GPTQ, AWQ)": ("qweight",),
+    "quantized outputs": ("output_scale", "output_zero_point"),
+    "sparse weights": ("bitmask", "compressed"),
+}
+FOREIGN_NAMES = {name for names in FOREIGN.values() for name in names}
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """A linear of the file. shape: logical [N, K]. parts: of the weight, and INPUT_SCALE, each with its tensor."""
+
+    module: str
+    scheme: Scheme
+    shape: tuple[int, int]
+    parts: Mapping[str, tuple[Stored, FileTensor]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a directory holds.
+
+    linears: the quantized ones, by module. scales: calibrated name of a scale of inputs or of the KV cache -> how it
+    is stored. dense: the other tensors, by name.
+    """
+
+    linears: Mapping[str, QuantizedLinear] = field(default_factory=dict)
+    scales: Mapping[str, tuple[Stored, FileTensor]] = field(default_factory=dict)
+    dense: Mapping[str, FileTensor] = field(default_factory=dict)
+
+
+def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
+    """Sort all tensors.
+
+    Args:
+        directory: as read.
+        counts: names of tensors that are known to hold integers; other matrices of few bits are taken for codes.
+
+    Raises:
+        ValueError: one error for all linears whose scheme the library does not have, or which contradict the JSON.
+    """
+    claims = claims_of(directory)
+    linears: dict[str, QuantizedLinear] = {}
+    scales: dict[str, tuple[Stored, FileTensor]] = {}
+    dense: dict[str, FileTensor] = {}
+    refused: dict[str, str] = {}
+    taken: set[str] = set()
+    for module, own in _modules(directory.tensors).items():
+        for name, tensor in _kv_scales(module, own, claims):
+            scales[name] = (Stored(name.rpartition(".")[2], tensor.name), tensor)
+            if claims is not None and claims.kv_cache:
+                refused[tensor.name] = claims.kv_cache
+            taken.add(tensor.name)
+        rest = {name: tensor for name, tensor in own.items() if tensor.name not in taken}
+        codes = _codes(module, rest, claims, counts)
+        if not codes:
+            dense |= {tensor.name: tensor for tensor in rest.values()}
+            continue
+        dense |= {tensor.name: tensor for name, tensor in rest.items() if name not in codes}
+        found, problem = _linear(module, codes, claims)
+        if found is None:
+            refused[module or "the model itself"] = problem
+        else:
+            linears[module] = found
+            if INPUT_SCALE in found.parts:
+                scales[f"{module}.{INPUT_SCALE}".lstrip(".")] = found.parts[INPUT_SCALE]
+    if refused:
+        raise _refusal(directory, claims, refused)
+    return Contents(linears, scales, dense)
+
+
+def _modules(tensors: Mapping[str, FileTensor]) -> dict[str, dict[str, FileTensor]]:
+    """Module -> its tensors by their own names."""
+    modules: dict[str, dict[str, FileTensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, own = name.rpartition(".")
+        modules.setdefault(module, {})[own] = tensor
+    return modules
+
+
+def _kv_scales(module: str, own: Mapping[str, FileTensor], claims: Claims | None) -> Iterator[tuple[str, FileTensor]]:
+    """(calibrated name, tensor) of the scales of the KV cache that stand in a module."""
+    for calibrated, stored in (claims.layout.kv_scales if claims is not None else {}).items():
+        inside, _, name = stored.rpartition(".")
+        tensor = own.get(name)
+        attention, _, last = module.rpartition(".") if inside else (module, "", "")
+        if tensor is not None and last == inside and _is_one(tensor):
+            yield f"{attention}.{calibrated}".lstrip("."), tensor
+
+
+def _is_one(tensor: FileTensor) -> bool:
+    return tensor.dtype in FP32 and tensor.shape in {(), (1,)}
+
+
+def _codes(
+    module: str, own: Mapping[str, FileTensor], claims: Claims | None, counts: Collection[str]
+) -> dict[str, FileTensor]:
+    """The tensors of a module that belong to a quantized weight, the weight too; none where it is dense."""
+    layouts = LAYOUTS.values() if claims is None else [claims.layout]
+    names = {stored.name for layout in layouts for entry in layout.schemes.values() for stored in entry.stored}
+    names |= FOREIGN_NAMES
+    codes = {
+        name: tensor
+        for name, tensor in own.items()
+        if (name in names and name != "weight") or _holds_codes(tensor, counts)
+    }
+    if codes and "weight" in own:
+        codes["weight"] = own["weight"]
+    return codes
+
+
+def _holds_codes(tensor: FileTensor, counts: Collection[str]) -> bool:
+    """Whether a dtype says that the values are not there without scales."""
+    if tensor.dtype in VALUES or tensor.name in counts:
+        return False
+    return tensor.dtype not in COUNTS or (len(tensor.shape) > 1 and tensor.dtype not in {"I64", "BOOL"})
+
+
+def _linear(module: str, codes: Mapping[str, FileTensor], claims: Claims | None) -> tuple[QuantizedLinear | None, str]:
+    """The linear that these tensors are; or None, and why they are none."""
+    found = ", ".join(f"{name} {tensor}" for name, tensor in sorted(codes.items()))
+    if claims is None:
+        return None, f"{found}: it is quantized, and config.json has no quantization_config that says how"
+    for scheme, entry in claims.layout.schemes.items():
+        linear = _fitting(module, codes, scheme, entry)
+        if linear is not None:
+            problem = claims.problem(module, scheme)
+            return (linear, "") if problem is None else (None, f"{found}: {scheme}, and {problem}")
+    guess, said = _guess(codes), claims.said_of(module)
+    return None, found + (f": {guess}" if guess else "") + (f" (the JSON says {said})" if said else "")
+
+
+def _fitting(
+    module: str, codes: Mapping[str, FileTensor], scheme: Scheme, entry: SchemeEntry
+) -> QuantizedLinear | None:
+    """The linear, where all its tensors are those of the scheme."""
+    stored = {one.part: one for one in entry.stored}
+    if codes.keys() != {one.name for one in entry.stored}:
+        return None
+    recipe = KINDS[scheme.kind]
+    specs = {spec.name: spec for spec in specs_of(recipe)}
+    payload = codes[stored["payload"].name].shape
+    if len(payload) != 2:
+        return None
+    shape = (payload[0], payload[1] * specs["payload"].block)
+    if shape[1] % block_multiple(recipe):
+        return None
+    specs[INPUT_SCALE] = PartSpec(INPUT_SCALE, torch.float32, per_row=False)
+    if not all(_is_part(codes[one.name], one, specs[one.part], shape) for one in entry.stored):
+        return None
+    return QuantizedLinear(module, scheme, shape, {one.part: (one, codes[one.name]) for one in entry.stored})
+
+
+def _is_part(tensor: FileTensor, stored: Stored, spec: PartSpec, shape: Sequence[int]) -> bool:
+    if tensor.dtype not in STORED_AS[spec.dtype]:
+        return False
+    if not spec.per_row:
+        return _is_one(tensor)
+    return tensor.shape == stored.form.shape(spec.shape(shape))
+
+
+def _guess(codes: Mapping[str, FileTensor]) -> str:
+    """What these tensors may be instead, in words."""
+    weight = codes.get("weight") or codes.get("weight_packed")
+    scale = codes.get("weight_scale")
+    dtype = weight.dtype if weight is not None else ""
+    scaled_by = scale.dtype if scale is not None else ""
+    blocks = scale is not None and len(scale.shape) > 1
+    guesses = {
+        **{words: any(name in codes for name in names) for words, names in FOREIGN.items()},
+        "scales without a weight": weight is None,
+        "scales beside a weight that is not quantized (saved before it was compressed)": dtype in VALUES,
+        "int8, or narrower integers in int8": dtype == "I8",
+        "integers packed into int32 (pack-quantized)": dtype == "I32",
+        "MXFP4": dtype == "U8" and scaled_by == "U8",
+        "4-bit integers": dtype == "U8" and scaled_by in FP32,
+        "FP8 in blocks of 128 x 128, or of another size": dtype == "F8_E4M3" and scaled_by in FP32 and blocks,
+    }
+    return next((words for words, holds in guesses.items() if holds), "")
+
+
+def _refusal(directory: Directory, claims: Claims | None, refused: Mapping[str, str]) -> ValueError:
+    layouts: list[Layout] = list(LAYOUTS.values()) if claims is None else [claims.layout]
+    have = "; ".join(f"{layout.name}: {', '.join(map(str, layout.schemes))}" for layout in layouts)
+    return ValueError(
+        f"{directory.path}: quantized in ways that the library does not read ({have}); nothing has been loaded:"
+        + listed((f"{module}: {problem}" for module, problem in refused.items()), lines=True)
+    )

@@ -1,0 +1,157 @@
+"""Directories that compressed-tensors and ModelOpt made themselves: their bytes and values, on any number of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dcp_adapters import import_hf
+from dcp_adapters.hf.layout import KINDS
+from qtensor.tensor import QuantizedTensor
+from tests.dcp_adapters.cases import assert_holds, bits
+from tests.dcp_adapters.hf.directories import meta_model, sharded
+from tests.ranks import run_ranks_each
+
+REPO = Path(__file__).resolve().parents[3]
+READ = {
+    "compressed-tensors": {
+        "FP8": "fp8_tensor",
+        "FP8_DYNAMIC": "fp8_row",
+        "MXFP8": "mxfp8",
+        "MXFP8A16": "mxfp8",
+        "NVFP4": "nvfp4",
+        "NVFP4A16": "nvfp4",
+    },
+    "modelopt": {
+        "FP8_DEFAULT_CFG+KV": "fp8_tensor",
+        "FP8_PER_CHANNEL_PER_TOKEN_CFG": "fp8_row",
+        "MXFP8_DEFAULT_CFG": "mxfp8",
+        "NVFP4_DEFAULT_CFG": "nvfp4",
+        "NVFP4_MLP_ONLY_CFG+KV": "nvfp4",
+        "W4A16_NVFP4_CFG": "nvfp4",
+    },
+}
+REFUSED = {
+    "compressed-tensors": {
+        "FP8_BLOCK": "FP8 in blocks of 128 x 128",
+        "MXFP4": ": MXFP4",
+        "W4A16": "integers packed into int32 (pack-quantized)",
+        "W4A16_ASYM": "zero points",
+        "W4AFP8": "int8, or narrower integers in int8",
+        "W8A8": "int8",
+    },
+    "modelopt": {
+        "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "FP8 in blocks of 128 x 128",
+        "INT8_DEFAULT_CFG": "int8",
+        "W4A8_NVFP4_FP8_CFG": "(the JSON says 'W4A8_NVFP4_FP8')",
+    },
+}
+WHOLE = {"compressed-tensors": {"MXFP8", "FP8", "FP8_DYNAMIC", "MXFP8A16"}, "modelopt": set(READ["modelopt"])}
+MODULES = {"compressed-tensors": "compressed_tensors", "modelopt": "modelopt"}
+PARTS = {  # part -> its names in a file
+    "payload": ("weight", "weight_packed"),
+    "scale": ("weight_scale",),
+    "global_scale": ("weight_scale_2", "weight_global_scale"),
+}
+each_read = pytest.mark.parametrize(
+    ("peer", "scheme"), [(peer, name) for peer, names in READ.items() for name in names]
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Peer -> the directory of its directories; they are made when they are first asked for."""
+    found: dict[str, Path] = {}
+
+    def make(peer: str) -> Path:
+        if importlib.util.find_spec(MODULES[peer]) is None or importlib.util.find_spec("transformers") is None:
+            pytest.skip(f"{peer} or transformers is not installed")
+        if peer not in found:
+            found[peer] = out = tmp_path_factory.mktemp(peer)
+            command = [sys.executable, "-m", "tests.dcp_adapters.hf.peers", peer, str(out), *READ[peer], *REFUSED[peer]]
+            env = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+            done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=280, check=False)
+            assert done.returncode == 0, done.stderr[-4000:]
+        return found[peer]
+
+    return make
+
+
+@pytest.mark.slow
+@each_read
+def test_bytes_and_values_are_the_peers_own(peer: str, scheme: str, made: Any) -> None:
+    path = made(peer) / scheme
+    found: dict[str, Any] = import_hf(path)
+    stored, expected = load_file(path / "model.safetensors"), load_file(path.with_name(f"{scheme}.safetensors"))
+    quantized = {name: value for name, value in found.items() if isinstance(value, QuantizedTensor)}
+    assert quantized.keys() == expected.keys()
+    assert len(expected) == (6 if "MLP_ONLY" in scheme else 14)
+    for name, q in quantized.items():
+        module = name.removesuffix(".weight")
+        assert q.recipe == KINDS[READ[peer][scheme]]
+        assert q.dtype == torch.bfloat16
+        for part, tensor in q.parts().items():
+            held = next(stored[key] for own in PARTS[part] if (key := f"{module}.{own}") in stored)
+            if part == "global_scale" and peer == "compressed-tensors":
+                held = 1 / held
+            if part == "scale" and held.dtype == torch.bfloat16:
+                held = held.float()  # engines compute with fp32
+            assert bits(tensor) == bits(held), (name, part)
+        if scheme in WHOLE[peer]:
+            assert torch.equal(q.dequantize(torch.float32), expected[name]), name
+        else:  # compressed-tensors divides by the global scale, we multiply by its reciprocal
+            torch.testing.assert_close(q.dequantize(torch.float32), expected[name], rtol=2.0**-22, atol=0)
+    check_scales(found, stored)
+    plain = found.keys() - quantized.keys()
+    assert all(bits(found[name]) == bits(stored[name]) for name in plain if name in stored and "scale" not in name)
+
+
+def check_scales(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
+    """Every scale of inputs and of the KV cache in the file is there, under the calibrated name."""
+    inputs = {name: value for name, value in stored.items() if name.endswith(".input_scale")}
+    inputs |= {
+        name.replace("global_", ""): 1 / value for name, value in stored.items() if name.endswith("input_global_scale")
+    }
+    cache = {
+        name.replace(f"{name[-7]}_proj.", ""): v for name, v in stored.items() if name.endswith(("k_scale", "v_scale"))
+    }
+    expected = inputs | cache
+    assert {name for name in found if name.endswith("_scale")} == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == ()
+        assert found[name].item() == value.float().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("peer", "scheme"), [(peer, name) for peer, names in REFUSED.items() for name in names])
+def test_what_else_they_make_is_refused(peer: str, scheme: str, made: Any) -> None:
+    path = made(peer) / scheme
+    with pytest.raises(ValueError, match="quantized in ways that the library does not read") as caught:
+        import_hf(path)
+    assert REFUSED[peer][scheme] in str(caught.value)
+    assert "  model.layers.0.mlp.down_proj: " in str(caught.value)
+
+
+def _shards(case: tuple[str, str]) -> None:
+    path, kind = case
+    full: dict[str, Any] = import_hf(path)
+    recipes = {
+        name.removesuffix(".weight"): KINDS[kind] for name, value in full.items() if isinstance(value, QuantizedTensor)
+    }
+    assert_holds(import_hf(path, sharded(meta_model(full, recipes))), full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", READ)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shards_of_them(ranks: int, peer: str, made: Any) -> None:
+    run_ranks_each(ranks, [(str(made(peer) / scheme), kind) for scheme, kind in READ[peer].items()], _shards)
