@@ -102,6 +102,7 @@ COMPRESSED_TENSORS = Layout(
     name="compressed-tensors",
     schemes=SCHEMES,
     kv_scales={"k_scale": "k_scale", "v_scale": "v_scale"},
+    kv_form=ONE,
     json=_json,
 )
 register_layout(COMPRESSED_TENSORS)

@@ -184,6 +184,7 @@ class Layout:
         schemes: the schemes it has. A tensor of a linear is fp32 where it is a tensor-wide scale.
         lacks: what to do instead, for schemes that it has not.
         kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
+        kv_form: how such a scale looks in the file.
         json: file name -> content, made from what there is to tell; "config.json" holds what is to become of the
             model's `quantization_config`.
     """
@@ -192,6 +193,7 @@ class Layout:
     schemes: Mapping[Scheme, SchemeEntry]
     kv_scales: Mapping[str, str]
     json: Callable[["Layout", Linears], dict[str, Any]]
+    kv_form: Form = SAME
     lacks: Mapping[Scheme, str] = field(default_factory=dict)
 
     def entry(self, scheme: Scheme, module: str) -> SchemeEntry:

@@ -316,7 +316,8 @@ def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{entry} is {value}, which engines divide by; calibrate it again, or leave it out")
             name = f"{attention}.{request.layout.kv_scales[own]}"
-            yield Output(entry, None, (Written(name, torch.float32, (), INPUT_SCALE, value=value),))
+            form = request.layout.kv_form
+            yield Output(entry, None, (Written(name, torch.float32, form.shape(()), INPUT_SCALE, form, value=value),))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
