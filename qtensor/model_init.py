@@ -196,7 +196,8 @@ class _Registrations:
 
 def _refuse_dense_shards(module: nn.Module, param: nn.Parameter) -> None:
     """A loader that puts shards of its own in the place of quantized ones would leave a dense model behind."""
-    held, kinds = module._parameters.get("weight"), QuantizedTensor | HighPrecisionWeight
+    held: Any = module._parameters.get("weight")
+    kinds = QuantizedTensor | HighPrecisionWeight
     if isinstance(held, DTensor) and isinstance(local_of(held), kinds) and not isinstance(local_of(param), kinds):
         raise RuntimeError(
             f"quantized_model_init: a dense DTensor of shape {tuple(param.shape)} replaces a quantized weight "
