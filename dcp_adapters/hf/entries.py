@@ -297,12 +297,18 @@ def _same(held: Tensor) -> Tensor:
 
 def _source(tensor: FileTensor, stored: Stored, spec: PartSpec, *, lead: int = 0) -> Source:
     """How a part is read from the tensor that holds it."""
+    return Source(tensor, _read(stored, spec), per_row=spec.per_row, lead=lead)
+
+
+@functools.cache
+def _read(stored: Stored, spec: PartSpec) -> Callable[[Tensor], Tensor]:
+    """The function that makes a part of what the file holds."""
 
     def read(held: Tensor) -> Tensor:
         part = stored.form.read(held.float() if spec.dtype == torch.float32 else held)
         return part if spec.per_row else part.reshape(())
 
-    return Source(tensor, read, per_row=spec.per_row, lead=lead)
+    return read
 
 
 def _recorded(directory: Directory) -> dict[str, Recipe]:

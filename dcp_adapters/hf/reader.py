@@ -80,6 +80,7 @@ class HuggingFaceReader(StorageReader):
         super().__init__()
         self.path, self.wanted, self.show = Path(path), dict(wanted or {}), show
         self.made: Presented | None = None
+        self.metadata: Metadata | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -112,10 +113,12 @@ class HuggingFaceReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load."""
         if checkpoint_id is not None and Path(checkpoint_id) != self.path:
-            self.path, self.made = Path(checkpoint_id), None
+            self.path, self.made, self.metadata = Path(checkpoint_id), None, None
 
     def read_metadata(self) -> Metadata:
         """The entries, and the manifest in the planner data."""
+        if self.metadata is not None:
+            return self.metadata
         made = self.presented()
         records: dict[str, Any] = {}
         storage: dict[MetadataIndex, Source] = {}
@@ -125,7 +128,8 @@ class HuggingFaceReader(StorageReader):
             storage |= {MetadataIndex(name, torch.Size(one.offsets)): one.source for one in entry.chunks}
         planner_data = {name: (name,) for name in records} | {MANIFEST_JSON: made.manifest.to_json()}
         meta = StorageMeta(checkpoint_id=str(self.path))
-        return Metadata(records, planner_data=planner_data, storage_data=storage, storage_meta=meta)
+        self.metadata = Metadata(records, planner_data=planner_data, storage_data=storage, storage_meta=meta)
+        return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: FBT001 - DCP's signature
         """Keep where the chunks come from."""

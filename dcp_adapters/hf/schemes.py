@@ -86,7 +86,7 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
     taken: set[str] = set()
     for module, own in _modules(directory.tensors).items():
         for name, tensor in _kv_scales(module, own, claims):
-            scales[name] = (Stored(name.rpartition(".")[2], tensor.name), tensor)
+            scales[name] = (Stored(name.rpartition(".")[2], tensor.name.rpartition(".")[2]), tensor)
             if claims is not None and claims.kv_cache:
                 refused[tensor.name] = claims.kv_cache
             taken.add(tensor.name)

@@ -7,6 +7,7 @@ import os
 import re
 import struct
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -628,3 +629,46 @@ def test_the_same_header_twice_is_the_same_tensor(tmp_path: Path) -> None:
     one = b'"a.weight":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
     raw(tmp_path, b"{" + one + b"," + one + b"}", b"abcd")
     assert bits(import_hf(tmp_path)["a.weight"]) == b"abcd"
+
+
+ODD: list[Any] = [None, True, -1, 2**70, 0.5, "", "x", "re:(", [], [[]], ["x", 3], {}, {"a": {}}, {"": None}, "F8_E4M3"]
+
+
+def bent(value: Any, random: Random) -> Any:
+    """A JSON value with something odd in one place."""
+    if isinstance(value, dict) and value and random.random() < 0.9:
+        key = random.choice(sorted(value))
+        if random.random() < 0.1:
+            return {**{name: its for name, its in value.items() if name != key}, "odd": value[key]}
+        return value | {key: bent(value[key], random)}
+    if isinstance(value, list) and value and random.random() < 0.9:
+        index = random.randrange(len(value))
+        return [*value[:index], bent(value[index], random), *value[index + 1 :]]
+    return random.choice(ODD)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_odd_json_and_headers_raise_a_clear_error_or_are_read(layout: str, tmp_path: Path) -> None:
+    scheme = Scheme("nvfp4", "static")
+    recipe = NVFP4BlockScaling(blocks="square")
+    quantized_directory(tmp_path, layout, {LAYER: scheme}, recipes={LAYER: recipe}, files=2)
+    random = Random(0)
+    names = [file.name for file in sorted(tmp_path.iterdir())]
+    whole = {name: (tmp_path / name).read_bytes() for name in names}
+    messages: list[str] = []
+    for _ in range(120):
+        name = random.choice(names)
+        if name.endswith(".json"):
+            new = json.dumps(bent(json.loads(whole[name]), random)).encode()
+        else:
+            (length,) = struct.unpack("<Q", whole[name][:8])
+            header = json.dumps(bent(json.loads(whole[name][8 : 8 + length]), random)).encode()
+            new = struct.pack("<Q", len(header)) + header + whole[name][8 + length :]
+        (tmp_path / name).write_bytes(new)
+        try:
+            import_hf(tmp_path)
+        except (ValueError, FileNotFoundError) as error:
+            messages.append(str(error))
+        (tmp_path / name).write_bytes(whole[name])
+    assert 30 < len(messages) < 120
+    assert all(str(tmp_path) in message and len(message) < 10_000 for message in messages)
