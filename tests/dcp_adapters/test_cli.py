@@ -405,9 +405,7 @@ def test_a_progress_bar_is_for_terminals(checkpoint: str, monkeypatch: pytest.Mo
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "command", [(), ("inspect",), ("report",), ("verify",), ("diff",), ("convert",), ("export",)]
-)
+@pytest.mark.parametrize("command", [(), ("inspect",), ("report",), ("verify",), ("diff",), ("convert",), ("export",)])
 def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])

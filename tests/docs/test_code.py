@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import qtensor
-from dcp_adapters import QuantizedSavePlanner, read_manifest
+from dcp_adapters import QuantizedSavePlanner, import_hf, read_manifest
 from layerwise import GPTQ, calibrate
 from qtensor import MXFP8BlockScaling, QuantizedTensor
 from tests.docs import small_models
@@ -32,6 +32,7 @@ from tests.ranks import run_ranks
 ELSEWHERE = {  # page: the test that runs it, in tests/
     "docs/calibration.md": "docs/test_calibration.py",
     "docs/coming_from.md": "docs/test_coming_from.py",
+    "docs/install.md": "packaging/test_docs_install.py",
     "docs/quickstart.md": "docs/test_quickstart.py",
     "docs/speed.md": "docs/test_speed.py",
 }
@@ -77,6 +78,15 @@ def checkpoints(path: Path) -> None:
 
 
 CHECKPOINT_DOTS = ("train(model, optimizer)", "shard(model).to_empty(device='cpu')")
+
+
+def export(path: Path) -> None:
+    with contextlib.chdir(path):
+        names = page("export.md").run(namespace())
+    dense = names["dense"].state_dict()
+    exported = import_hf(path / "calibrated")
+    assert exported.keys() == {*dense, "0.input_scale", "1.input_scale"}
+    assert isinstance(local(names["model"][0].weight), QuantizedTensor)
 
 
 def guide(path: Path) -> None:
@@ -133,6 +143,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/api/qtensor.md": (1, api),
     "docs/checkpoint_format.md": (1, checkpoint_format),
     "docs/checkpoints.md": (1, checkpoints),
+    "docs/export.md": (1, export),
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),
     "docs/index.md": (2, index),
