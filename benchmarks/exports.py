@@ -100,7 +100,7 @@ def _bytes(part: Tensor) -> memoryview:
 def markdown(results: dict[str, Any]) -> str:
     """A row a contender."""
     lines = [
-        f"{results['weights']} MXFP8 weights, {results['mb']} MB, one process: times of plain files, median and spread.",
+        f"{results['weights']} MXFP8 weights, {results['mb']} MB, one process: times of plain files, and spread.",
         "",
         "| | over | times |",
         "|---|---|---:|",
