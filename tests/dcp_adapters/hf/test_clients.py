@@ -178,6 +178,20 @@ class TestTransformers:
                 else:
                     assert torch.equal(state["input_scale"], torch.tensor([scale]).to(torch.bfloat16))
 
+    @pytest.mark.parametrize("case", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4"])
+    def test_reads_zeros_and_the_smallest_numbers(self, tmp_path: Path, case: str) -> None:
+        model = llama()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.zero_()
+            model.model.layers[1].mlp.down_proj.weight.mul_(1e-38)
+        exported = export(tmp_path / "out", CASES[case][0], model=model)
+        zero, small = (exported.quantized[f"model.layers.{layer}.mlp.down_proj"] for layer in (0, 1))
+        assert not zero.dequantize().any()
+        assert 0 < float(small.dequantize(torch.float32).abs().max()) < 1e-37
+        assert all(tensor.isfinite().all() for tensor in exported.tensors.values() if tensor.dtype == torch.float32)
+        assert all(tensor.all() for name, tensor in exported.tensors.items() if name.endswith("global_scale"))
+        check_weights(exported, loaded(exported.path, dequantize=True), dequantize=True)
+
     def test_fused_weights_that_are_rounded_again_are_read_as_written(self, tmp_path: Path) -> None:
         model = llama()
         with torch.no_grad():
