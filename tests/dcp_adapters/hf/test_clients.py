@@ -14,11 +14,18 @@ pytest.importorskip("transformers")
 
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+)
 
 from dcp_adapters import export_hf
 from examples import smollm2
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
+from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize, quantize_
 from tests.dcp_adapters.hf.exports import (
     FUSED,
     PROMPT,
@@ -177,6 +184,46 @@ class TestTransformers:
                     assert float(1 / state["input_global_scale"]) == pytest.approx(scale, rel=2**-23)
                 else:
                     assert torch.equal(state["input_scale"], torch.tensor([scale]).to(torch.bfloat16))
+
+    @pytest.mark.parametrize("case", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4"])
+    def test_reads_zeros_and_the_smallest_numbers(self, tmp_path: Path, case: str) -> None:
+        model = llama()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.zero_()
+            model.model.layers[1].mlp.down_proj.weight.mul_(1e-38)
+        exported = export(tmp_path / "out", CASES[case][0], model=model)
+        zero, small = (exported.quantized[f"model.layers.{layer}.mlp.down_proj"] for layer in (0, 1))
+        assert not zero.dequantize().any()
+        assert 0 < float(small.dequantize(torch.float32).abs().max()) < 1e-37
+        assert all(tensor.isfinite().all() for tensor in exported.tensors.values() if tensor.dtype == torch.float32)
+        assert all(tensor.all() for name, tensor in exported.tensors.items() if name.endswith("global_scale"))
+        check_weights(exported, loaded(exported.path, dequantize=True), dequantize=True)
+
+    def test_reads_experts(self, tmp_path: Path) -> None:
+        config = Qwen3MoeConfig(
+            vocab_size=128,
+            hidden_size=64,
+            moe_intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            dtype="bfloat16",
+        )
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        experts = {name: quantize(value, ROWS) for name, value in model.state_dict().items() if ".experts." in name}
+        assert {name.rpartition(".")[2] for name in experts} == {"gate_up_proj", "down_proj"}
+        exported = export(tmp_path / "out", ROWS, model=model, extra=experts)
+        assert set(exported.of("model.layers.0.mlp.experts.3.up_proj")) == {"weight", "weight_scale"}
+        client = loaded(exported.path, dequantize=True)
+        read = client.state_dict()
+        for name, weight in experts.items():
+            assert_equal(name, read[name], weight.dequantize(torch.bfloat16))
+        for module, weight in exported.quantized.items():
+            assert_equal(module, client.get_submodule(module).weight, weight.dequantize(torch.bfloat16))
 
     def test_fused_weights_that_are_rounded_again_are_read_as_written(self, tmp_path: Path) -> None:
         model = llama()
