@@ -167,7 +167,7 @@ def test_modelopt_tells_one_algorithm_or_lists_them() -> None:
     both = plan({"a.weight": weight(NVFP4), "a.input_scale": Record(None, F32, ()), "h.weight": weight()}, MODELOPT)
     legacy = both.json["hf_quant_config.json"]
     assert legacy == {
-        "producer": PRODUCER,
+        "producer": {"name": "modelopt", "version": "0.47.0", "written_by": "qtensor 0"},
         "quantization": {
             "quant_algo": "NVFP4",
             "kv_cache_quant_algo": None,
