@@ -14,8 +14,8 @@ _WEIGHT = Stored("payload", "weight")
 _SCALE = Stored("scale", "weight_scale")
 _STATIC = Stored(INPUT_SCALE, "input_scale")
 _GLOBAL = Stored("global_scale", "weight_scale_2")
-# Engines look for this name in hf_quant_config.json before they read on (TensorRT-LLM, and vLLM in some cases), so it
-# names whose layout it is; who wrote it stands beside it. The version is the one whose own converter makes the same.
+# Engines look for this name before they read on (TensorRT-LLM, and vLLM in some cases), so it names whose layout it is;
+# who wrote it stands beside it. The version is the one whose own converter makes the same.
 OF_LAYOUT = {"name": "modelopt", "version": "0.47.0"}
 FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
@@ -87,13 +87,10 @@ def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
         }
     if linears.kv_cache:
         config["kv_cache_scheme"] = FP8
-    producer = dict(linears.producer)
+    producer = {**OF_LAYOUT, "written_by": f"{linears.producer['name']} {linears.producer['version']}"}
     return {
         "config.json": {**config, "producer": producer},
-        "hf_quant_config.json": {
-            "producer": {**OF_LAYOUT, "written_by": f"{producer['name']} {producer['version']}"},
-            "quantization": legacy,
-        },
+        "hf_quant_config.json": {"producer": producer, "quantization": legacy},
     }
 
 

@@ -118,7 +118,8 @@ class TestModelOpt:
         exported, size = modelopt[algorithm], MODELOPT[algorithm][2]
         told = json.loads((exported.path / "hf_quant_config.json").read_text())
         assert set(told) == {"producer", "quantization"}
-        assert set(told["producer"]) == {"name", "version"}
+        assert told["producer"]["name"] == "modelopt"  # TensorRT-LLM reads no other
+        assert set(told["producer"]) == {"name", "version", "written_by"}
         assert told["quantization"] == {
             "quant_algo": algorithm,
             "kv_cache_quant_algo": None,

@@ -31,6 +31,7 @@ TENSOR = Float8CurrentScaling(granularity="tensor")
 MXFP8 = MXFP8BlockScaling()
 NVFP4 = NVFP4BlockScaling()
 PRODUCER = {"name": "qtensor", "version": "0"}
+MODELOPT_S = {"name": "modelopt", "version": "0.47.0", "written_by": "qtensor 0"}  # engines look for that name
 
 
 def weight(recipe: Any = None, *shape: int) -> Record:
@@ -167,7 +168,7 @@ def test_modelopt_tells_one_algorithm_or_lists_them() -> None:
     both = plan({"a.weight": weight(NVFP4), "a.input_scale": Record(None, F32, ()), "h.weight": weight()}, MODELOPT)
     legacy = both.json["hf_quant_config.json"]
     assert legacy == {
-        "producer": {"name": "modelopt", "version": "0.47.0", "written_by": "qtensor 0"},
+        "producer": MODELOPT_S,
         "quantization": {
             "quant_algo": "NVFP4",
             "kv_cache_quant_algo": None,
@@ -181,7 +182,7 @@ def test_modelopt_tells_one_algorithm_or_lists_them() -> None:
         "quant_algo": "NVFP4",
         "ignore": ["h"],
         "config_groups": {"group_0": {"weights": half, "input_activations": half, "targets": ["Linear"]}},
-        "producer": PRODUCER,
+        "producer": MODELOPT_S,
     }
     mixed = plan(
         {"a.weight": weight(NVFP4), "b.weight": weight(TENSOR), "b.input_scale": Record(None, F32, ())}, MODELOPT
