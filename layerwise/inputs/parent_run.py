@@ -3,7 +3,8 @@
     layers before `first`    were run: they return what they returned, where that is still kept, or placeholders
     layer `first`            is recorded from what the parent made of the real output of the layer before it
     layers after it          are recorded as far as the parent passes on, untouched, what stand-ins return
-    layer `stop`             ends the run
+    layer `stop`             ends the run; behind the last one it goes on until another module is called, which shows
+                             whether the parent begins with its layers anew
 
 A parent that only hands each layer's output to the next is recorded in one run. One that changes hidden states between
 two layers ends the run there; the next run begins behind, when the real output is there. A parent that never
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from layerwise.inputs.batches import Batch
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.calls import Call, Fixed, Link, Output, Shape, Statics, is_value, same_state, state_of_container
-from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, forward_of
+from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, forward_of
 from layerwise.inputs.stores import Kept, is_plain, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
 
@@ -84,6 +86,8 @@ class ParentRun:
         self.zeros: dict[Any, Tensor] = {}
         self.escape: Escape | None = None
         self.result: Any = None
+        self.behind = False  # the last layer was called, and the run is to end there
+        self.disorder: NotImplementedError | None = None
 
     def execute(self, model: nn.Module, statics: Statics) -> None:
         """Run the parent, in whose layers' places are stand-ins that call `called`."""
@@ -103,10 +107,23 @@ class ParentRun:
                 self.escape = escape
             except EarlyStop:
                 pass
+            except Exception:
+                if not self.behind:  # there it computes with placeholders that nobody will look at
+                    raise
             return None
 
-        with torch.no_grad(), forward_of(model, forward):
-            self.result = model(*args, **kwargs)
+        watch = register_module_forward_pre_hook(self._before_module)  # before FSDP's, which would gather
+        try:
+            with torch.no_grad(), forward_of(model, forward):
+                self.result = model(*args, **kwargs)
+        finally:
+            watch.remove()
+        if self.disorder is not None:
+            raise self.disorder
+
+    def _before_module(self, module: nn.Module, _: Any) -> None:
+        if self.behind and not isinstance(module, StandIn):
+            raise EarlyStop
 
     def commit(self) -> None:
         """Add what was recorded to what is known of the batch.
@@ -129,10 +146,11 @@ class ParentRun:
         """What a stand-in does when it is called."""
         if index != self.next:
             met = "again" if index < self.next else f"before {self.fqns[self.next]}"
-            raise NotImplementedError(
+            self.disorder = NotImplementedError(
                 f"layer {self.fqns[index]} is called {met} in one forward of the model (batch {self.number}); layers "
                 "must be called once each, in the order of layers="
             )
+            raise self.disorder
         leaves, structure = flatten((args, kwargs), lambda value: value is not kwargs and self._is_live(value))
         names = [
             name.replace("[0]", "args", 1) if name.startswith("[0]") else name.replace("[1]", "kwargs", 1)
@@ -145,9 +163,13 @@ class ParentRun:
             sources = [self._source(index, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
             self.calls.append(Call(structure, sources, names))
         self.next = index + 1
-        if index == self.stop:
+        if index == self.stop and index + 1 < len(self.fqns):
             raise EarlyStop
-        return self._returned(index)
+        returned = self._returned(index)
+        if index == self.stop:
+            self.behind = True
+            del self.assumed[index]  # nothing is recorded from it
+        return returned
 
     # -- what a stand-in returns -------------------------------------------------------------------------------
 

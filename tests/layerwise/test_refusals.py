@@ -398,3 +398,27 @@ def test_an_exclude_pattern_that_matches_nothing_warns() -> None:
     with pytest.warns(UserWarning, match="exclude pattern 'head' matches no module with a weight to quantize"):
         result = run(model_of(), exclude=["head"])
     assert "lm_head.weight" in result.state_dict()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Loops(nn.Module):
+    """Runs its list of layers more than once, with nothing in between; the second pass would go unseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.lm_head = nn.Linear(64, 33)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return self.lm_head(x)
+
+
+def test_layers_that_are_run_again_are_refused_where_nothing_behind_them_is_calibrated() -> None:
+    model = Loops()
+    with pytest.raises(NotImplementedError, match=re.escape("layer layers.0 is called again in one forward of the")):
+        calibrate(model, [torch.randn(4, 64)], recipe=MXFP8BlockScaling(), exclude=["lm_head"], progress=False)

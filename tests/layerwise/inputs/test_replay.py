@@ -95,6 +95,7 @@ KEPT = (
             "only that of the last one, layers.3. Give these layers as one module of layers=, or leave them out",
         ),
         (Calls((0, 1, 1, 2)), "layer layers.1 is called again in one forward of the model (batch 0)" + ONCE),
+        (Calls((0, 1, 2, 3, 0, 1, 2, 3)), "layer layers.0 is called again in one forward of the model (batch 0)"),
         (Calls((0, 2, 1, 3)), "layer layers.2 is called before layers.1 in one forward of the model (batch 0)" + ONCE),
         (Calls((0, 1, 2)), "layer layers.3 was not called in the model's forward of batch 0" + ONCE),
     ],
