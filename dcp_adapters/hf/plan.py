@@ -238,18 +238,21 @@ def _tied(records: Mapping[str, Record]) -> dict[str, str]:
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def _scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, str]:
-    """Name of an `input_scale` entry -> the weight whose inputs it scales; that of experts names the parameter."""
-    return {
-        f"{those[0].module if those[0].expert is None else name}.{INPUT_SCALE}": name for name, those in pieces.items()
+def _scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]:
+    """Name of an `input_scale` entry -> the modules whose inputs it scales; experts have one for all, or one each."""
+    together = {
+        f"{name}.{INPUT_SCALE}": [piece.module for piece in those]
+        for name, those in pieces.items()
+        if those[0].expert is not None
     }
+    return together | {f"{piece.module}.{INPUT_SCALE}": [piece.module] for those in pieces.values() for piece in those}
 
 
 def _input_scales(
-    pieces: Mapping[str, Sequence[Piece]], entries: Mapping[str, str], scales: Mapping[str, float]
+    pieces: Mapping[str, Sequence[Piece]], entries: Mapping[str, Sequence[str]], scales: Mapping[str, float]
 ) -> dict[str, float]:
     """Module -> the scale of its inputs; those that are fused get the largest, as their input is one."""
-    own = {piece.module: scales[entry] for entry, name in entries.items() if entry in scales for piece in pieces[name]}
+    own = {module: scales[entry] for entry, modules in entries.items() if entry in scales for module in modules}
     unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
     if unusable:
         raise ValueError(

@@ -226,6 +226,16 @@ def test_experts_are_linears_of_their_own() -> None:
     assert found["l.experts.0.gate_proj.input_global_scale"] == (F32, (1,))
     assert found["l.experts.1.down_proj.weight"] == (torch.bfloat16, (32, 32))
     assert plan(records).json["config.json"]["ignore"] == ["l.experts.0.down_proj", "l.experts.1.down_proj"]
+    for expert in range(2):  # one each, as other tools write them
+        records |= {f"l.experts.{expert}.{half}_proj.input_scale": Record(None, F32, ()) for half in ("gate", "up")}
+    own = {f"l.experts.1.{half}_proj.input_scale": 0.5 for half in ("gate", "up")}
+    made = plan(records, scales=own)
+    values = {t.name: t.value for f in made.files for o in f.outputs for t in o.written if t.part == "input_scale"}
+    assert values == {
+        f"l.experts.{expert}.{half}_proj.input_global_scale": scale
+        for expert, scale in enumerate((1.0, 0.5))
+        for half in ("gate", "up")
+    }
     assert pieces_of("l.blocks.w", (2, 64, 32)) is None  # not known to be experts
     assert "l.blocks.w (2, 64, 32) is quantized, and engines know no such linear" in refused(
         {"l.blocks.w": weight(NVFP4, 2, 64, 32)}
