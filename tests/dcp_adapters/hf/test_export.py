@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -346,6 +348,16 @@ def test_fused_linears_are_rounded_again_where_that_is_asked_for(tmp_path: Path)
         # half a step of the largest element (1 of 6), and a block scale with 3 bits of mantissa: 1/16 of the block
         step = q.dequantize(torch.float32).abs().amax() * (1 / 6 + 1 / 16)
         assert (again.dequantize() - expected.dequantize(torch.float32)).abs().amax() <= step
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mixed"])
+def test_torch_s_own_reader_reads_all_of_it(name: str, tmp_path: Path) -> None:
+    export_hf(model_of(name), tmp_path / "out", config=CONFIG, max_shard_size=5000)
+    expected = tensors_of(tmp_path / "out")
+    found = {entry: torch.zeros_like(tensor) for entry, tensor in expected.items()}
+    with alone():
+        dcp.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "out")))
+    assert all(same_bytes(found[entry], tensor) for entry, tensor in expected.items())
 
 
 # -- nothing half, nothing wrong -----------------------------------------------------------------------------------
