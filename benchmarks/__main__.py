@@ -51,13 +51,14 @@ QUESTIONS = {  # cheap ones first
     "numerics": Question(60),
     "linear": Question(20),
     "staging": Question(25),
+    "exports": Question(25),
     "overhead": Question(55),
     "optimizer": Question(45),
     "plan_scaling": Question(50, full=True),
     "checkpoints": Question(160, full=True),
     "gather": Question(145),
     "growth": Question(310),
-    "calibration": Question(325, full=True),
+    "calibration": Question(300, full=True),
 }
 
 

@@ -52,7 +52,7 @@ class Effort:
     eval_blocks: int
 
 
-QUICK = Effort(3, {"nvfp4_max": (6, 8), "fp8_gptq": (1, 8)}, 6)  # four minutes
+QUICK = Effort(3, {"nvfp4_max": (5, 8), "fp8_gptq": (1, 8)}, 6)  # four minutes
 FULL = Effort(5, {"nvfp4_max": (30, 8), "fp8_gptq": (3, 8)}, 24)  # 9 to 16
 
 
