@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -306,9 +307,11 @@ def smollm2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "dequantize"), [(NVFP4, False), (MXFP8BlockScaling(), True)])
+@pytest.mark.parametrize(
+    ("recipe", "dequantize"), [(NVFP4, False), (MXFP8BlockScaling(), True), (ROWS, True), (TENSOR, True)]
+)
 def test_the_real_model_makes_the_text_of_its_weights(
-    tmp_path: Path, smollm2_directory: Path, recipe: NVFP4BlockScaling | MXFP8BlockScaling, dequantize: bool
+    tmp_path: Path, smollm2_directory: Path, recipe: Any, dequantize: bool
 ) -> None:
     """SmolLM2 in shards: its weights, its tokenizer, its text."""
     model = LlamaForCausalLM.from_pretrained(smollm2_directory, dtype=torch.bfloat16).eval()

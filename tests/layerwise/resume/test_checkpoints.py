@@ -478,7 +478,7 @@ def test_a_directory_that_ranks_do_not_share_or_that_is_none_is_refused(shared_t
     assert not files(shared_tmp_path / "0")
     file = shared_tmp_path / "file"
     file.write_text("")
-    told = f"OSError: checkpoint_dir={str(file)!r} can not be used: [Errno 17] File exists: {str(file)!r}"
+    told = f"FileExistsError: checkpoint_dir={str(file)!r} can not be used: [Errno 17] File exists: {str(file)!r}"
     assert run_ranks_catching(2, open_other, file) == [told] * 2
 
 
