@@ -31,7 +31,8 @@ from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, kind_of, layout_named
 from dcp_adapters.hf.modelopt import MODELOPT
-from dcp_adapters.hf.plan import KV_SCALES, ExportPlan, FilePlan, Output, Request, Written, plan_export
+from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Request, Written, plan_export
+from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import INDEX, Joined, Source, source_of
 from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
 from qtensor.formats import format_of, tensor_wide

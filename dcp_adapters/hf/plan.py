@@ -14,16 +14,23 @@ from typing import Any
 import torch
 
 from dcp_adapters.hf.layout import INPUT_SCALE, SAME, Form, Layout, Linears, Scheme, kind_of
-from dcp_adapters.hf.names import Piece, fused_sets, pieces_of
+from dcp_adapters.hf.names import Piece, pieces_of
+from dcp_adapters.hf.shared_scales import (
+    KV_SCALES,
+    check_fused,
+    input_scales,
+    kv_attentions,
+    listed_names,
+    renewed_scales,
+    scale_entries,
+)
 from dcp_adapters.hf.sources import Record
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
 __all__ = ["ExportPlan", "FilePlan", "Output", "Written", "plan_export"]
 
-KV_SCALES = ("k_scale", "v_scale")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-MOST_TOLD = 8
 
 
 @dataclass(frozen=True)
@@ -130,11 +137,11 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
     twins = _tied(records) if request.tied else {}
     pieces = {name: _pieces(name, record) for name, record in quantized.items()}
     owners = {piece.module: name for name, those in pieces.items() for piece in those}
-    entries = _scale_entries(pieces)
-    orphans = [name for name in records if name.endswith(f".{INPUT_SCALE}") and name not in entries]
+    entries = scale_entries(pieces)
+    orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
     if orphans:
-        raise ValueError(f"{_listed(orphans)}: the weight beside it is not quantized; leave it out")
-    inputs = _input_scales(pieces, entries, request.scales)
+        raise ValueError(f"{listed_names(orphans)}: the weight beside it is not quantized; leave it out")
+    inputs = input_scales(pieces, entries, request.scales)
     schemes = {
         module: Scheme.of(_kind(name, quantized[name].recipe), calibrated=module in inputs)
         for module, name in owners.items()
@@ -142,9 +149,9 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
     for module, scheme in schemes.items():
         request.layout.entry(scheme, module)
     ignored = _ignored(records, quantized, tied=request.tied)
-    _check_fused(schemes, ignored)
-    renewed = _renewed(owners, schemes, request)
-    attentions = _kv_attentions(records)
+    check_fused(schemes, ignored)
+    renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
+    attentions = kv_attentions(records)
     outputs = []
     for name, record in records.items():
         if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
@@ -235,80 +242,6 @@ def _tied(records: Mapping[str, Record]) -> dict[str, str]:
     return {name: head for name, record in records.items() if name.endswith(EMBEDDINGS) and record == records[head]}
 
 
-# -- scales ------------------------------------------------------------------------------------------------------------
-
-
-def _scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, str]:
-    """Name of an `input_scale` entry -> the weight whose inputs it scales; that of experts names the parameter."""
-    return {
-        f"{those[0].module if those[0].expert is None else name}.{INPUT_SCALE}": name for name, those in pieces.items()
-    }
-
-
-def _input_scales(
-    pieces: Mapping[str, Sequence[Piece]], entries: Mapping[str, str], scales: Mapping[str, float]
-) -> dict[str, float]:
-    """Module -> the scale of its inputs; those that are fused get the largest, as their input is one."""
-    own = {piece.module: scales[entry] for entry, name in entries.items() if entry in scales for piece in pieces[name]}
-    unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
-    if unusable:
-        raise ValueError(
-            f"{_listed(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it again, or "
-            "leave it out"
-        )
-    shared: dict[str, float] = {}
-    for members in fused_sets(piece.module for those in pieces.values() for piece in those):
-        known = [own[module] for module in members if module in own]
-        if known:
-            shared |= dict.fromkeys(members, max(known))
-    return shared
-
-
-def _check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
-    for members in fused_sets([*schemes, *ignored]):
-        found = {str(schemes.get(module, "not quantized")) for module in members}
-        if len(found) > 1:
-            told = ", ".join(f"{module}: {schemes.get(module, 'not quantized')}" for module in members)
-            raise ValueError(f"{told}: engines run these as one linear; give all of them the same format, or none")
-
-
-def _renewed(owners: Mapping[str, str], schemes: Mapping[str, Scheme], request: Request) -> dict[str, float]:
-    """Weight -> the global scale to quantize it under anew, where linears that are fused do not share theirs."""
-    renewed: dict[str, float] = {}
-    apart = []
-    for members in fused_sets(module for module in owners if schemes[module].kind == "nvfp4"):
-        names = list(dict.fromkeys(owners[module] for module in members))
-        largest = max(request.scales[name] for name in names)
-        other = {name: largest for name in names if request.scales[name] != largest}
-        if other:
-            apart.append(names)
-            renewed |= other
-    if apart and not request.requantize:
-        told = "; ".join(", ".join(f"{name} {request.scales[name]:.6g}" for name in names) for names in apart[:3])
-        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
-        raise ValueError(
-            f"engines run these as one linear with one global scale, and theirs differ: {told}{more}. Calibrate them "
-            "together (layerwise.calibrate gives them one), or allow them to be rounded again under the larger scale: "
-            'fused_scales="requantize" (--fused-scales requantize)'
-        )
-    return renewed
-
-
-def _kv_attentions(records: Mapping[str, Record]) -> dict[str, dict[str, str]]:
-    """Attention -> {"k_scale": its entry, "v_scale": ...}; the entries are `<attention>[.k_proj].k_scale`."""
-    found: dict[str, dict[str, str]] = {}
-    for name in records:
-        parent, _, own = name.rpartition(".")
-        if own in KV_SCALES:
-            attention = parent.removesuffix(f".{own[0]}_proj")
-            found.setdefault(attention, {})[own] = name
-    for attention, entries in found.items():
-        missing = [own for own in KV_SCALES if own not in entries]
-        if missing:
-            raise ValueError(f"{attention} has no {missing[0]} beside its {next(iter(entries))}; engines need both")
-    return found
-
-
 def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -> Iterable[Output]:
     for attention, entries in attentions.items():
         for own, entry in entries.items():
@@ -345,8 +278,3 @@ def _files(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
         FilePlan(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
         for number, group in enumerate(groups, start=1)
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
-    return ", ".join(names[:MOST_TOLD]) + more

@@ -336,6 +336,12 @@ def test_a_tied_projection_is_written_once() -> None:
     assert plan(records, tied=True).json["config.json"]["ignore"] == ["m.embed_tokens", "lm_head"]
 
 
+def test_a_model_that_is_one_linear_has_the_scale_of_its_inputs() -> None:
+    made = plan({"weight": weight(NVFP4), "input_scale": Record(None, F32, ())}, scales={"input_scale": 0.5})
+    assert set(written(made)) == {"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"}
+    assert made.json["config.json"]["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
+
+
 def test_files_are_filled_in_order_up_to_a_size() -> None:
     records = {f"{number}.weight": weight(MXFP8) for number in range(5)}  # 2048 + 64 bytes each
     (one,) = plan(records).files
