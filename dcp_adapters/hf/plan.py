@@ -7,14 +7,14 @@ not be exported is found here, so that nothing is written then; scales that engi
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dcp_adapters.hf.layout import INPUT_SCALE, SAME, Form, Layout, Linears, Scheme, kind_of
-from dcp_adapters.hf.names import Piece, pieces_of
+from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.shared_scales import (
     KV_SCALES,
     check_fused,
@@ -30,7 +30,7 @@ from qtensor.recipes import Recipe
 
 __all__ = ["ExportPlan", "FilePlan", "Output", "Written", "plan_export"]
 
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+EMBEDDINGS = tuple(f".{module}.weight" for module in ("embed_tokens", "wte", "word_embeddings", "tok_embeddings"))
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,8 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
             "convert), or build it under quantized_model_init"
         )
     twins = _tied(records) if request.tied else {}
+    turned = turned_experts({name: record.shape for name, record in records.items()})
+    _check_linears(quantized, turned)
     pieces = {name: _pieces(name, record) for name, record in quantized.items()}
     owners = {piece.module: name for name, those in pieces.items() for piece in those}
     entries = scale_entries(pieces)
@@ -148,7 +150,8 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
     }
     for module, scheme in schemes.items():
         request.layout.entry(scheme, module)
-    ignored = _ignored(records, quantized, tied=request.tied)
+    ignored = _ignored(records, schemes, turned, tied=request.tied)
+    _check_once(schemes, ignored)
     check_fused(schemes, ignored)
     renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
     attentions = kv_attentions(records)
@@ -160,7 +163,8 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
             written = [tensor for piece in pieces[name] for tensor in _linear(piece, record, schemes, inputs, request)]
             outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
         else:
-            outputs.append(Output(name, None, tuple(_dense(name, record)), twin=twins.get(name)))
+            made = [Written(name, record.dtype, record.shape, "")] if name in turned else _dense(name, record)
+            outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
     outputs += _kv_outputs(attentions, request)
     linears = Linears(schemes, ignored, bool(attentions), request.producer)
     dtype = next(iter(quantized.values())).dtype
@@ -180,6 +184,30 @@ def _pieces(name: str, record: Record) -> list[Piece]:
             "bfloat16 --include ...)"
         )
     return pieces
+
+
+def _check_linears(quantized: Collection[str], turned: Collection[str]) -> None:
+    """Refuse what is quantized and no linear for an engine."""
+    instead = "convert it to a dense one (python -m dcp_adapters convert --to bfloat16 --include ...)"
+    embeddings = [name for name in quantized if _is_embedding(name)]
+    if embeddings:
+        raise ValueError(f"{listed_names(embeddings)}: engines read no quantized embedding; {instead}")
+    experts = [name for name in quantized if name in turned]
+    if experts:
+        raise ValueError(
+            f"{listed_names(experts)}: quantized along what engines have as rows: they know gate_up_proj [E, 2 N, K] "
+            f"and down_proj [E, K, N] of experts, and these are transposed; {instead}"
+        )
+
+
+def _check_once(schemes: Mapping[str, Scheme], ignored: Collection[str]) -> None:
+    """Refuse a linear that would be there quantized and dense."""
+    twice = [module for module in ignored if module in schemes]
+    if twice:
+        raise ValueError(
+            f"{listed_names(twice)}: the source has the linear twice, quantized and dense, under names that are one "
+            "for engines; leave one of them out"
+        )
 
 
 def _kind(name: str, recipe: Recipe | None) -> str:
@@ -220,13 +248,24 @@ def _dense(name: str, record: Record) -> Iterable[Written]:
         yield Written(f"{piece.module}.weight", record.dtype, shape, "", piece=piece)
 
 
-def _ignored(records: Mapping[str, Record], quantized: Mapping[str, Any], *, tied: bool) -> list[str]:
-    """Modules with a weight of a linear's shape that is not quantized, embeddings too: engines ask for linears only."""
-    names = [name for name in records if name not in quantized]
-    found = [piece.module for name in names for piece in pieces_of(name, records[name].shape) or ()]
-    if tied and not any(module.rpartition(".")[2] == "lm_head" for module in found):
+def _ignored(
+    records: Mapping[str, Record], schemes: Mapping[str, Scheme], turned: Collection[str], *, tied: bool
+) -> list[str]:
+    """Modules with a weight of a linear's shape that is not quantized, embeddings too: engines ask for linears only.
+
+    The output projection is among them where the source has an embedding alone: models tie it by default, too.
+    """
+    dense = {name: record for name, record in records.items() if record.recipe is None}
+    found = [piece.module for name, record in dense.items() for piece in pieces_of(name, record.shape) or ()]
+    found += dict.fromkeys(name.rpartition(".")[0] for name in dense if name in turned)
+    tied = tied or any(map(_is_embedding, dense))
+    if tied and not any(module.rpartition(".")[2] == "lm_head" for module in (*found, *schemes)):
         found.append("lm_head")
     return found
+
+
+def _is_embedding(name: str) -> bool:
+    return f".{name}".endswith(EMBEDDINGS)
 
 
 def _tied(records: Mapping[str, Record]) -> dict[str, str]:
@@ -239,7 +278,7 @@ def _tied(records: Mapping[str, Record]) -> dict[str, str]:
             f"{head} is quantized, but the config ties it to the embedding (tie_word_embeddings), so engines would not "
             "read it; export with a config that has tie_word_embeddings=False"
         )
-    return {name: head for name, record in records.items() if name.endswith(EMBEDDINGS) and record == records[head]}
+    return {name: head for name, record in records.items() if _is_embedding(name) and record == records[head]}
 
 
 def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -> Iterable[Output]:

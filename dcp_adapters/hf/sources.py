@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.commands.stored import StoredCheckpoint
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse_hidden
+from dcp_adapters.hf.names import pieces_of
 from fsdp_hooks.torch_private import dtensor_around, flatten_state_dict
 from qtensor.recipes import Recipe
 
@@ -182,13 +183,23 @@ class DirectorySource(Source):
 
 
 class Joined(Source):
-    """Several sources as one; a name is taken from the first that has it."""
+    """Several sources as one; a name is taken from the first that has it, and so is a linear.
+
+    A linear of an expert has two names: in a weight [E, N, K] of all experts, and alone.
+    """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._of: dict[str, Source] = {}
+        taken: set[str] = set()
         for source in sources:
+            linears = {
+                name: {piece.module for piece in pieces_of(name, record.shape) or ()}
+                for name, record in source.records.items()
+            }
             for name in source.records:
-                self._of.setdefault(name, source)
+                if not linears[name] or not linears[name] <= taken:
+                    self._of.setdefault(name, source)
+            taken |= set().union(*linears.values())
         self.records = {name: source.records[name] for name, source in self._of.items()}
 
     def is_collective(self, name: str) -> bool:

@@ -262,6 +262,26 @@ def test_what_the_source_lacks_comes_from_the_rest(tmp_path: Path) -> None:
     assert tensors_equal(tmp_path / "cli", tmp_path / "whole")
 
 
+def test_experts_that_are_there_are_not_taken_from_the_rest_under_other_names(tmp_path: Path) -> None:
+    """A calibration has a weight of all experts, the directory of the dense model a linear each."""
+    gate_up, down = values((2, 64, 32), 5), values((2, 32, 32), 6)
+    halves = {"gate_proj": slice(0, 32), "up_proj": slice(32, 64)}
+    linears = {f"l.experts.{e}.{half}.weight": gate_up[e, rows] for e in range(2) for half, rows in halves.items()}
+    linears |= {f"l.experts.{e}.down_proj.weight": down[e] for e in range(2)}
+    linears = {name: value.clone() for name, value in linears.items()}
+    joined = {"l.experts.gate_up_proj": gate_up, "l.experts.down_proj": down}
+    norm = {"l.norm.weight": values((32,), 7)}
+    quantized = {name: quantize(value, NVFP4) for name, value in joined.items()}
+    export_hf({**quantized, **norm}, tmp_path / "whole")
+    export_hf(quantized, tmp_path / "out", rest={**linears, **norm})
+    assert tensors_equal(tmp_path / "out", tmp_path / "whole")
+    config, expected = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "whole"))
+    assert config == expected
+    alone_each = {name: quantize(value, MXFP8) for name, value in linears.items()}
+    export_hf(alone_each, tmp_path / "each", rest={**joined, **norm})
+    assert {name for name in tensors_of(tmp_path / "each") if name.endswith(".weight")} == {*linears, *norm}
+
+
 def checkpoint_of(state: Mapping[str, Any], tmp_path: Path) -> Path:
     save(dict(state), tmp_path / "part")
     return tmp_path / "part"
