@@ -324,6 +324,18 @@ REFUSALS: dict[str, tuple[dict[str, Record], Layout, dict[str, Any], str]] = {
         {},
         "m.experts.1.down_proj: the source has the linear twice, quantized and dense, under names that are one for",
     ),
+    "ignored within": (
+        {"m.mlp.gate.weight": weight(), "m.mlp.gate_proj.weight": weight(NVFP4), "m.mlp.up_proj.weight": weight(NVFP4)},
+        MODELOPT,
+        {},
+        "m.mlp.gate_proj: engines that read the layout modelopt would take it for a part of m.mlp.gate, which is not",
+    ),
+    "root within": (
+        {"weight": weight(), "a.weight": weight(NVFP4)},
+        MODELOPT,
+        {},
+        "a: engines that read the layout modelopt would take it for a part of the model itself, which is not quantized",
+    ),
     "two of a name": (
         {"a.weight": weight(ROWS), "a.weight_scale": weight(None, 4)},
         COMPRESSED_TENSORS,
