@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +35,7 @@ from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Request, Written,
 from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import INDEX, Joined, Source, source_of
 from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
+from fsdp_hooks.digest import digest
 from qtensor.formats import format_of, tensor_wide
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -87,7 +88,8 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         FileExistsError: `out_dir` exists.
         FileNotFoundError: the source, the config or the directory above `out_dir` does not.
         ValueError: what the layout can not hold, see the message; shards whose tensor-wide scales are not agreed; ranks
-            with different tensors; tensors that the config's directory has and the source does not; NaN in a weight.
+            with different tensors, values or arguments; tensors that the config's directory has and the source does
+            not; NaN in a weight.
         TypeError: a source or config of another kind.
     """
     if fused_scales not in ("raise", "requantize"):
@@ -95,7 +97,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     chosen, limit = layout_named(layout), shard_size(max_shard_size)
     described = on_first(None, lambda: _described(out_dir, config, state_dict_or_checkpoint))
 
-    def prepare() -> tuple[Source, ExportPlan, dict[str, str]]:
+    def prepare() -> tuple[Source, ExportPlan, tuple[str, ...]]:
         sources = [source_of(given, where) for given, where in _given(state_dict_or_checkpoint, prefix, rest)]
         source = Joined(sources)
         scales = dict(_scales(source))
@@ -103,7 +105,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         request = Request(chosen, scales, producer, limit, described.tied, fused_scales == "requantize")
         _check_complete(source, described, state_dict_or_checkpoint, rest)
         plan = plan_export(source.records, request)
-        return source, plan, _digests(source, scales)
+        return source, plan, _digests(source, request)
 
     prepared: list[Any] = []
     told = on_all(None, lambda: _into(prepared, prepare)[2])
@@ -180,23 +182,38 @@ def _check_complete(source: Source, described: ModelConfig, given: Any, rest: An
         )
 
 
-def _digests(source: Source, scales: Mapping[str, float]) -> dict[str, str]:
-    """What all ranks must have alike, in few bytes."""
-    names = "\n".join(f"{name} {record}" for name, record in source.records.items())
-    values = json.dumps({name: value.hex() for name, value in scales.items()})
-    return {
-        "the names, shapes and formats of their tensors": hashlib.sha256(names.encode()).hexdigest(),
-        "the values of tensor-wide scales": hashlib.sha256(values.encode()).hexdigest(),
-    }
+# What ranks must have alike, in the order in which it is compared, and what to do where they do not.
+ALIKE = {
+    "the names, shapes and formats of their tensors": "export whole models, or save a checkpoint and export that",
+    "what is to become of them": "give all ranks the same arguments, and shard a tensor on all or none",
+    "the values of tensor-wide scales": "call fsdp_hooks.sync_scales on the model first",
+    "the values of tensors that are not sharded": "broadcast them from one rank first",
+}
 
 
-def _check_same(told: list[dict[str, str]]) -> None:
-    ways_out = (
-        "export whole models, or save a checkpoint and export that",
-        "call fsdp_hooks.sync_scales on the model first",
+def _digests(source: Source, request: Request) -> tuple[str, ...]:
+    """What all ranks must have alike, in few bytes each, in the order of ALIKE."""
+    told: tuple[Any, ...] = (
+        [f"{name} {record}" for name, record in source.records.items()],
+        [
+            (request.layout.name, request.max_shard_size, request.requantize),
+            [source.is_collective(name) for name in source.records],
+        ],
+        {name: value.hex() for name, value in request.scales.items()},
+        _replicas(source) if ranks_of(None) > 1 else [],
     )
-    for what, way_out in zip(told[0], ways_out, strict=True):
-        other = next((rank for rank, each in enumerate(told) if each[what] != told[0][what]), None)
+    return tuple(hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in told)
+
+
+def _replicas(source: Source) -> list[int]:
+    """A number for the bytes of each tensor that every rank has whole, since one of them writes its own."""
+    found = [source.replicas(name) for name in source.records]
+    return [int(digest(parts)) if parts else 0 for parts in found]
+
+
+def _check_same(told: Sequence[tuple[str, ...]]) -> None:
+    for place, (what, way_out) in enumerate(ALIKE.items()):
+        other = next((rank for rank, each in enumerate(told) if each[place] != told[0][place]), None)
         if other is not None:
             raise ValueError(f"export_hf: ranks 0 and {other} differ in {what}; {way_out}")
 
@@ -238,7 +255,7 @@ def _write_files(source: Source, plan: ExportPlan, directory: Path, advance: Adv
                     try:
                         _check_twin(output, parts[0], parts[1])
                         tensors |= _made(output, parts[0])
-                    except ValueError as error:
+                    except Exception as error:  # noqa: BLE001 - as above
                         failed.append(error)
                 advance(output.nbytes)
         on_all(None, partial(_save, directory, mine, tensors, failed))
@@ -256,7 +273,7 @@ def _read(source: Source, name: str | None, failed: list[Exception], *, keep: bo
         return None
     try:
         return source.read(name)
-    except (OSError, ValueError) as error:  # raised on all ranks when the file would be written
+    except Exception as error:  # noqa: BLE001 - raised on all ranks when the file would be written
         failed.append(error)
         return None
 

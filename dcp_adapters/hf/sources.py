@@ -70,6 +70,10 @@ class Source:
         """A part of one element, as this rank knows it; never a collective."""
         return float(self.read(name)[part])
 
+    def replicas(self, name: str) -> list[Tensor]:
+        """What each rank has in its own memory of a tensor that is not sharded; all should have the same."""
+        return []
+
 
 class LiveSource(Source):
     """The tensors of a state dict: plain ones, and the shards of this rank.
@@ -117,6 +121,13 @@ class LiveSource(Source):
         """This rank's value; shards that do not agree have different ones."""
         tensor = self._parts[name][part]
         return float(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    def replicas(self, name: str) -> list[Tensor]:
+        """Whatever is not sharded."""
+        if self.is_collective(name):
+            return []
+        parts = self._parts[name].values()
+        return [(part.to_local() if isinstance(part, DTensor) else part).detach().contiguous() for part in parts]
 
 
 class CheckpointSource(Source):
@@ -217,6 +228,10 @@ class Joined(Source):
     def scalar(self, name: str, part: str) -> float:
         """From its source."""
         return self._of[name].scalar(name, part)
+
+    def replicas(self, name: str) -> list[Tensor]:
+        """Of its source."""
+        return self._of[name].replicas(name)
 
 
 def source_of(value: Any, prefix: str | None) -> Source:

@@ -415,7 +415,12 @@ def apart(path: str) -> list[str]:
     state = dict(model.state_dict())
     if dist.get_rank() == 1:
         del state["lm_head.weight"]
-    return [*told, refusal(export_hf, state, path)]
+    told.append(refusal(export_hf, state, path))
+    told.append(refusal(export_hf, model, path, max_shard_size=5000 + dist.get_rank()))
+    whole = model_of("mxfp8")
+    with torch.no_grad():
+        whole.layers[1].o_proj.bias[3] += dist.get_rank()
+    return [*told, refusal(export_hf, whole, path)]
 
 
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -428,7 +433,7 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 def test_ranks_that_do_not_agree_are_told_on_all_of_them(tmp_path: Path) -> None:
     there = common(tmp_path)
-    scales, names = run_ranks(2, apart, str(there / "out"))[1]
+    scales, names, arguments, values_ = run_ranks(2, apart, str(there / "out"))[1]
     assert scales == (
         "export_hf: ranks 0 and 1 differ in the values of tensor-wide scales; call fsdp_hooks.sync_scales on the model "
         "first"
@@ -437,6 +442,35 @@ def test_ranks_that_do_not_agree_are_told_on_all_of_them(tmp_path: Path) -> None
         "export_hf: ranks 0 and 1 differ in the names, shapes and formats of their tensors; export whole models, or "
         "save a checkpoint and export that"
     )
+    assert arguments == (
+        "export_hf: ranks 0 and 1 differ in what is to become of them; give all ranks the same arguments, and shard a "
+        "tensor on all or none"
+    )
+    assert values_ == (
+        "export_hf: ranks 0 and 1 differ in the values of tensors that are not sharded; broadcast them from one rank "
+        "first"
+    )
+    assert list(there.iterdir()) == []
+
+
+def fails_on_one(path: str) -> str:
+    def made(*_: Any) -> Any:
+        raise MemoryError("no memory for the tensors of a file")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(export, "_made", made)
+        try:
+            export_hf(sharded(model_of("nvfp4")), path, max_shard_size=5000)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_any_error_on_one_rank_between_gathers_is_raised_on_all(tmp_path: Path) -> None:
+    there = common(tmp_path)
+    told = run_ranks(2, fails_on_one, str(there / "out"))
+    assert told == ["rank 1: MemoryError: no memory for the tensors of a file"] * 2
     assert list(there.iterdir()) == []
 
 
