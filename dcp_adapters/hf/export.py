@@ -29,11 +29,12 @@ from dcp_adapters.commands.progress import Advance
 from dcp_adapters.commands.progress import progress as bar
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
+from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, kind_of, layout_named
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Request, Written, plan_export
 from dcp_adapters.hf.shared_scales import KV_SCALES
-from dcp_adapters.hf.sources import INDEX, Joined, Source, source_of
+from dcp_adapters.hf.sources import Joined, Source, source_of
 from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import format_of, tensor_wide
@@ -379,6 +380,8 @@ def _publish(begun: Path, final: Path, plan: ExportPlan) -> None:
     for path in begun.iterdir():
         _sync(path)
     _sync(begun)
+    if final.exists():
+        raise FileExistsError(f"{final} was made by another while this export was written; nothing is overwritten")
     begun.rename(final)
     _sync(final.absolute().parent)
 

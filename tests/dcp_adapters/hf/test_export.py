@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dcp_adapters import export_hf
+from dcp_adapters import export_hf, import_hf
 from dcp_adapters.commands.cli import main
 from dcp_adapters.hf import export
 from dcp_adapters.hf.config import shard_size
@@ -230,8 +230,9 @@ def test_the_model_s_files_go_along_and_its_weights_do_not(tmp_path: Path) -> No
     (home / "config.json").write_text(json.dumps(old))
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt", "LICENSE"):
         (home / name).write_text(name)
-    for name in ("pytorch_model.bin", "model.safetensors.index.json", "README.md", "hf_quant_config.json", "w.gguf"):
-        (home / name).write_text("{}" if name.endswith("index.json") else name)
+    for name in ("pytorch_model.bin", "README.md", "w.gguf", ".metadata", "__0_0.distcp"):
+        (home / name).write_text(name)
+    (home / "hf_quant_config.json").write_text("{}")
     (home / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     export_hf(model_of("mxfp8"), tmp_path / "out", config=home, layout="modelopt")
     found = {path.name for path in (tmp_path / "out").iterdir()}
@@ -240,6 +241,27 @@ def test_the_model_s_files_go_along_and_its_weights_do_not(tmp_path: Path) -> No
     assert all((tmp_path / "out" / name).read_text() == name for name in kept)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["dtype"], config["quantization_config"]["quant_method"]) == ("float16", "modelopt")
+
+
+def test_a_config_may_be_that_of_a_quantized_directory(tmp_path: Path) -> None:
+    """As after import_hf: the names of its tensors are those of a layout, not the model's."""
+    export_hf(model_of("nvfp4"), tmp_path / "first", config=CONFIG)
+    state = import_hf(tmp_path / "first")
+    export_hf(state, tmp_path / "again", config=tmp_path / "first")
+    assert tensors_equal(tmp_path / "again", tmp_path / "first")
+    del state["layers.1.o_proj.weight"]
+    with pytest.raises(ValueError, match=re.escape("the source lacks 1 tensors of the model (layers.1.o_proj.weight")):
+        export_hf(state, tmp_path / "third", config=tmp_path / "first")
+
+
+@pytest.mark.parametrize("said", ["config.json", "hf_quant_config.json", "dtypes"])
+def test_codes_are_not_taken_for_the_dense_rest(said: str, tmp_path: Path) -> None:
+    model = model_of("nvfp4")
+    export_hf(model, tmp_path / "codes", layout="modelopt" if said == "hf_quant_config.json" else "compressed-tensors")
+    if said != "config.json":
+        (tmp_path / "codes" / "config.json").unlink()
+    with pytest.raises(ValueError, match="codes holds quantized weights; rest= takes a directory of dense ones"):
+        export_hf(model, tmp_path / "out", rest=tmp_path / "codes")
 
 
 def test_what_the_source_lacks_comes_from_the_rest(tmp_path: Path) -> None:
@@ -491,6 +513,15 @@ def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, mo
     export_hf(model, tmp_path / "new", max_shard_size=5000)
     assert len(seen) > 2
     assert all(re.fullmatch(r"\.new\.[0-9a-f]{8}\.partial", names[0]) and "new" not in names for names in seen)
+
+    def raced(tensors: Any, path: Path, **kwargs: Any) -> None:
+        (tmp_path / "raced").mkdir(exist_ok=True)
+        save_file(tensors, path, **kwargs)
+
+    monkeypatch.setattr(export, "save_file", raced)
+    with pytest.raises(FileExistsError, match="raced was made by another while this export was written; nothing is"):
+        export_hf(model, tmp_path / "raced")
+    assert {found.name for found in tmp_path.iterdir()} == {"out", "new", "raced"}
     monkeypatch.setattr(export, "_save", lambda *_: None)  # files that rank 0 can not see: a disk of another host
     with pytest.raises(
         FileNotFoundError, match="another rank wrote it and rank 0 can not see it: out_dir must be shared"
