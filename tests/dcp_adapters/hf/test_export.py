@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_adapters import export_hf, import_hf
 from dcp_adapters.commands.cli import main
-from dcp_adapters.hf import export
+from dcp_adapters.hf import writing
 from dcp_adapters.hf.config import shard_size
 from fsdp_hooks import sync_scales
 from qtensor import (
@@ -356,7 +356,7 @@ def test_recipes_that_the_tensors_do_not_tell_are_in_the_file(tmp_path: Path) ->
     state["c.weight"] = quantize(values((32, 64), 2), Float8DelayedScaling())
     export_hf(state, tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as opened:
-        told = json.loads(opened.metadata()[export.RECIPES])
+        told = json.loads(opened.metadata()["qtensor.recipes"])
     assert told == {"a.weight": square.to_json(), "c.weight": Float8DelayedScaling().to_json()}
 
 
@@ -409,13 +409,13 @@ def broken_disk(path: str) -> str:
         def full(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        export.save_file = full
+        writing.save_file = full
     try:
         export_hf(sharded(model_of("mxfp8")), path, max_shard_size=5000)
     except OSError as error:
         return str(error)
     finally:
-        export.save_file = save_file
+        writing.save_file = save_file
     return "nothing was raised"
 
 
@@ -481,7 +481,7 @@ def fails_on_one(path: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(export, "_made", made)
+            patch.setattr(writing, "_made", made)
         try:
             export_hf(sharded(model_of("nvfp4")), path, max_shard_size=5000)
         except RuntimeError as error:
@@ -509,7 +509,7 @@ def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, mo
         seen.append(sorted(found.name for found in tmp_path.iterdir()))
         save_file(tensors, path, **kwargs)
 
-    monkeypatch.setattr(export, "save_file", looked)
+    monkeypatch.setattr(writing, "save_file", looked)
     export_hf(model, tmp_path / "new", max_shard_size=5000)
     assert len(seen) > 2
     assert all(re.fullmatch(r"\.new\.[0-9a-f]{8}\.partial", names[0]) and "new" not in names for names in seen)
@@ -518,11 +518,11 @@ def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, mo
         (tmp_path / "raced").mkdir(exist_ok=True)
         save_file(tensors, path, **kwargs)
 
-    monkeypatch.setattr(export, "save_file", raced)
+    monkeypatch.setattr(writing, "save_file", raced)
     with pytest.raises(FileExistsError, match="raced was made by another while this export was written; nothing is"):
         export_hf(model, tmp_path / "raced")
     assert {found.name for found in tmp_path.iterdir()} == {"out", "new", "raced"}
-    monkeypatch.setattr(export, "_save", lambda *_: None)  # files that rank 0 can not see: a disk of another host
+    monkeypatch.setattr(writing, "_save", lambda *_: None)  # files that rank 0 can not see: a disk of another host
     with pytest.raises(
         FileNotFoundError, match="another rank wrote it and rank 0 can not see it: out_dir must be shared"
     ):
