@@ -66,18 +66,19 @@ def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
         Exception: what it raised there, with the same text on all ranks; a RuntimeError if its type is none of KEPT.
     """
     outcome: Any = None
+    raised: Exception | None = None
     if is_first(group):
         try:
             outcome = step()
         except Exception as error:  # noqa: BLE001 - handed to all ranks, which raise it
-            outcome = _failed(error)
+            outcome, raised = _failed(error), error
     if ranks_of(group) > 1:
         held = [outcome]
         source = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast_object_list(held, src=source, group=group)
         outcome = held[0]
     if isinstance(outcome, _Failed):
-        raise outcome.error()
+        raise outcome.error() from raised
     return outcome  # type: ignore[no-any-return]
 
 
@@ -87,9 +88,11 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
     Raises:
         Exception: what it raised on the first rank that failed, with that rank in front where there are several.
     """
+    raised: Exception | None = None
     try:
         own: Any = step()
     except Exception as error:  # noqa: BLE001 - handed to all ranks, which raise it
+        raised = error
         own = _failed(error, f"rank {rank_of(group)}: " if ranks_of(group) > 1 else "")
     outcomes = [own]
     if ranks_of(group) > 1:
@@ -97,7 +100,7 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
         dist.all_gather_object(outcomes, own, group=group)
     for outcome in outcomes:
         if isinstance(outcome, _Failed):
-            raise outcome.error()
+            raise outcome.error() from raised
     return outcomes
 
 

@@ -3,8 +3,9 @@
 layout.py      what a layout is: tables of tensors and JSON; compressed_tensors.py and modelopt.py are the two
 names.py       what engines call things: which linears they fuse, how experts are spelled
 sources.py     where an export takes tensors from: live shards, a state dict, a checkpoint
-plan.py        which tensors go into which file, decided from names, shapes and formats alone
-export.py      export_hf: agree, gather, write, publish
+plan.py        which tensors go into which file, decided from names, shapes and formats alone; shared_scales.py: which
+               scales engines share
+export.py      export_hf: agree, then write; writing.py: gather, write, publish
 
 directory.py   what is in a directory: JSON and headers, held beside each other
 schemes.py     which of its linears are quantized, and how; claims.py: what its JSON says of that

@@ -15,13 +15,18 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dcp_adapters.hf.sources import weight_files
+from dcp_adapters.hf.directory import read_directory
+from dcp_adapters.hf.schemes import contents_of, is_quantized
 
 __all__ = ["ModelConfig", "model_config", "shard_size"]
 
 CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
-# What may be in a directory and is not the model's description: weights, their index, a card of the dense model.
-LEFT = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "*.onnx", "*.h5", "*.msgpack", "README*")
+# What may be in a directory and is not the model's description: weights, their index, a DCP checkpoint, a card of the
+# dense model.
+LEFT = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "*.onnx", "*.h5", "*.msgpack"),
+    *(".metadata", "*.distcp", "README*"),
+)
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -107,11 +112,22 @@ def _of_path(path: Path) -> ModelConfig:
         for found in sorted(path.iterdir())
         if found.is_file() and found.name not in (CONFIG, MODELOPT) and not any(map(found.match, LEFT))
     )
+    return ModelConfig(_cleaned(values), files=kept, weights=_weights(path))
+
+
+def _weights(path: Path) -> frozenset[str]:
+    """The model's tensors in a directory, by the model's names also where they are quantized; none if not known."""
     try:
-        weights = frozenset(weight_files(path))
+        directory = read_directory(path)
     except FileNotFoundError:
-        weights = frozenset()
-    return ModelConfig(_cleaned(values), files=kept, weights=weights)
+        return frozenset()
+    if not is_quantized(directory):
+        return frozenset(directory.tensors)
+    try:
+        contents = contents_of(directory)
+    except ValueError:  # by another scheme; what its tensors are is not known
+        return frozenset()
+    return frozenset({*contents.dense, *(f"{module}.weight".lstrip(".") for module in contents.linears)})
 
 
 def _of_module(model: nn.Module) -> ModelConfig:

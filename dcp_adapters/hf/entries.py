@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor, listed
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, Stored, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, Stored, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of
 from dcp_adapters.hf.schemes import DTYPES, Contents, QuantizedLinear
 from dcp_adapters.manifest import DTYPES as APPEARANCES
@@ -32,9 +32,8 @@ from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["RECIPES", "Chunk", "Entry", "Presented", "Source", "Wanted", "presented"]
+__all__ = ["Chunk", "Entry", "Presented", "Source", "Wanted", "presented"]
 
-RECIPES = "qtensor.recipes"  # key in a file's metadata: JSON {weight: its recipe}, where that is not KINDS[kind]
 VALUE = PartSpec("", torch.float32, per_row=False)
 WIDE_APART = (
     "their weights have tensor-wide scales that differ, and a weight of all experts has one; quantize the experts with "

@@ -11,8 +11,7 @@ Without a model the whole directory comes back as a state dict.
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,13 @@ from dcp_adapters.hf.materialise import Live, materialise
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load_planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest
+from fsdp_hooks.alike import on_all, rank_of
 from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["import_hf"]
 
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
-KINDS_OF_ERROR: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (FileNotFoundError, ValueError, RuntimeError)
-}
 CONVERT = 'import with on_mismatch="convert"'
 
 
@@ -88,12 +85,11 @@ def import_hf(
     if model is None:
         return _whole(path, device or "cpu", show=progress)
     live = Live.of(model)
-    show = progress and (not dist.is_initialized() or dist.get_rank() == 0)
+    show = progress and rank_of(None) == 0
     reader = HuggingFaceReader(path, wanted=_wanted(live.state), show=show)
-    with _alike():
-        names = _compare(reader, live, on_mismatch)
-    with _alike():
-        materialise(model, live, device)
+    names: list[str] = []
+    on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch)))
+    on_all(None, lambda: materialise(model, live, device))
     state = model.state_dict()
     extras = {name: torch.empty(()) for name in sorted(reader.presented().scales)}
     _load({name: state[name] for name in names} | extras, reader)
@@ -183,7 +179,7 @@ def _names(held: set[str], live: Live, reader: HuggingFaceReader) -> tuple[list[
         else:
             tied = f" (nor {', '.join(own[1:])}, which it is tied to)" if len(own) > 1 else ""
             problems.append(f"{own[0]}: only the model has it{tied}")
-        first = not dist.is_initialized() or dist.get_rank() == 0  # one rank looks; all hear of it
+        first = rank_of(None) == 0  # one rank looks; all hear of it
         if any(first and not reader.alike(found[0], other) for other in found[1:]):
             problems.append(
                 f"{found[1]}: the model ties it to {found[0]}, and the directory has other values for it; untie them"
@@ -195,26 +191,3 @@ def _names(held: set[str], live: Live, reader: HuggingFaceReader) -> tuple[list[
         if not name.endswith(IGNORED)
     ]
     return names, problems
-
-
-@contextmanager
-def _alike() -> Iterator[None]:
-    """What fails on one rank fails on all, with the error of the first."""
-    try:
-        yield
-    except Exception as error:
-        _tell(error)
-        raise
-    _tell(None)
-
-
-def _tell(error: Exception | None) -> None:
-    """Raises the error of the first rank that has one, where there are several ranks."""
-    if not dist.is_initialized():
-        return
-    kind = next((name for name, kind in KINDS_OF_ERROR.items() if isinstance(error, kind)), "")
-    everywhere: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, None if error is None else (kind, str(error)))
-    first = next((each for each in everywhere if each is not None), None)
-    if first is not None:
-        raise KINDS_OF_ERROR.get(first[0], RuntimeError)(first[1]) from error

@@ -29,6 +29,7 @@ __all__ = [
     "LAYOUTS",
     "ONE",
     "ONE_OVER",
+    "RECIPES",
     "SAME",
     "Form",
     "Layout",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 INPUT_SCALE = "input_scale"  # not a part of the weight; calibrated beside it, under `<module>.input_scale`
+RECIPES = "qtensor.recipes"  # in the metadata of a file: JSON {weight: its recipe}, where that is not KINDS[kind]
 Inputs = Literal["none", "dynamic", "static"]
 
 # What the file can tell of a recipe: others that decode alike are these for an engine.

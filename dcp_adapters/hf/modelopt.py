@@ -50,6 +50,7 @@ _ROWS = 'its engines scale each token: leave the input scales out, or use layout
 
 def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
     """hf_quant_config.json, and the same in config.json, which newer engines read."""
+    _check_ignored(linears)
     kinds = linears.kinds
     configs = {scheme: layout.schemes[scheme].config for scheme in kinds}
     first = configs[kinds[0]]
@@ -92,6 +93,19 @@ def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
         "config.json": {**config, "producer": producer},
         "hf_quant_config.json": {"producer": producer, "quantization": legacy},
     }
+
+
+def _check_ignored(linears: Linears) -> None:
+    """Refuse a module to ignore whose name is a part of a quantized one's: engines look for it anywhere in a name."""
+    quantized = "\n".join(linears.schemes)
+    for ignored in linears.ignored:
+        if ignored in quantized:
+            module = next(name for name in linears.schemes if ignored in name)
+            raise ValueError(
+                f"{module}: engines that read the layout {MODELOPT.name} would take it for a part of "
+                f"{ignored or 'the model itself'}, which is not quantized, as its name holds that name; quantize both "
+                'or neither, or use layout="compressed-tensors"'
+            )
 
 
 MODELOPT = Layout(

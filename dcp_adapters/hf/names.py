@@ -6,10 +6,10 @@ experts    a weight [E, N, K] of all experts is E linears `<experts>.<e>.<name>`
 Names in a layout's files are built on these.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["FUSED", "Piece", "fused_key", "fused_sets", "pieces_of"]
+__all__ = ["FUSED", "Piece", "fused_key", "fused_sets", "pieces_of", "turned_experts"]
 
 # In NVFP4 they must have one global scale between them, and everywhere one scale of their common input.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -49,6 +49,26 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
         for expert in range(shape[0])
         for number, half in enumerate(halves)
     ]
+
+
+def turned_experts(shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Weights of all experts that are not linears [E, N, K], for all their names say so.
+
+    Models that multiply by the weight as it is (x @ W) have gate_up_proj [E, K, 2 N] and down_proj [E, N, K]: rows of
+    theirs are columns of a linear. Either weight alone could be both; together they fit in one way only.
+
+    Args:
+        shapes: of all tensors, by name.
+    """
+    turned: set[str] = set()
+    for name, shape in shapes.items():
+        parent, _, own = name.rpartition(".")
+        down = f"{parent}.down_proj"
+        if own == "gate_up_proj" and len(shape) == 3 and len(shapes.get(down, ())) == 3:
+            _, rows, columns = shape
+            if (rows, columns) != (2 * shapes[down][2], shapes[down][1]):
+                turned |= {name, down}
+    return turned
 
 
 def fused_key(module: str) -> tuple[str, ...] | None:

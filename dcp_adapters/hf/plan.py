@@ -7,23 +7,30 @@ not be exported is found here, so that nothing is written then; scales that engi
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dcp_adapters.hf.layout import INPUT_SCALE, SAME, Form, Layout, Linears, Scheme, kind_of
-from dcp_adapters.hf.names import Piece, fused_sets, pieces_of
+from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
+from dcp_adapters.hf.shared_scales import (
+    KV_SCALES,
+    check_fused,
+    input_scales,
+    kv_attentions,
+    listed_names,
+    renewed_scales,
+    scale_entries,
+)
 from dcp_adapters.hf.sources import Record
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
 __all__ = ["ExportPlan", "FilePlan", "Output", "Written", "plan_export"]
 
-KV_SCALES = ("k_scale", "v_scale")
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-MOST_TOLD = 8
+EMBEDDINGS = tuple(f".{module}.weight" for module in ("embed_tokens", "wte", "word_embeddings", "tok_embeddings"))
 
 
 @dataclass(frozen=True)
@@ -128,23 +135,26 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
             "convert), or build it under quantized_model_init"
         )
     twins = _tied(records) if request.tied else {}
+    turned = turned_experts({name: record.shape for name, record in records.items()})
+    _check_linears(quantized, turned)
     pieces = {name: _pieces(name, record) for name, record in quantized.items()}
     owners = {piece.module: name for name, those in pieces.items() for piece in those}
-    entries = _scale_entries(pieces)
-    orphans = [name for name in records if name.endswith(f".{INPUT_SCALE}") and name not in entries]
+    entries = scale_entries(pieces)
+    orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
     if orphans:
-        raise ValueError(f"{_listed(orphans)}: the weight beside it is not quantized; leave it out")
-    inputs = _input_scales(pieces, entries, request.scales)
+        raise ValueError(f"{listed_names(orphans)}: the weight beside it is not quantized; leave it out")
+    inputs = input_scales(pieces, entries, request.scales)
     schemes = {
         module: Scheme.of(_kind(name, quantized[name].recipe), calibrated=module in inputs)
         for module, name in owners.items()
     }
     for module, scheme in schemes.items():
         request.layout.entry(scheme, module)
-    ignored = _ignored(records, quantized, tied=request.tied)
-    _check_fused(schemes, ignored)
-    renewed = _renewed(owners, schemes, request)
-    attentions = _kv_attentions(records)
+    ignored = _ignored(records, schemes, turned, tied=request.tied)
+    _check_once(schemes, ignored)
+    check_fused(schemes, ignored)
+    renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
+    attentions = kv_attentions(records)
     outputs = []
     for name, record in records.items():
         if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
@@ -153,7 +163,8 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
             written = [tensor for piece in pieces[name] for tensor in _linear(piece, record, schemes, inputs, request)]
             outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
         else:
-            outputs.append(Output(name, None, tuple(_dense(name, record)), twin=twins.get(name)))
+            made = [Written(name, record.dtype, record.shape, "")] if name in turned else _dense(name, record)
+            outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
     outputs += _kv_outputs(attentions, request)
     linears = Linears(schemes, ignored, bool(attentions), request.producer)
     dtype = next(iter(quantized.values())).dtype
@@ -173,6 +184,30 @@ def _pieces(name: str, record: Record) -> list[Piece]:
             "bfloat16 --include ...)"
         )
     return pieces
+
+
+def _check_linears(quantized: Collection[str], turned: Collection[str]) -> None:
+    """Refuse what is quantized and no linear for an engine."""
+    instead = "convert it to a dense one (python -m dcp_adapters convert --to bfloat16 --include ...)"
+    embeddings = [name for name in quantized if _is_embedding(name)]
+    if embeddings:
+        raise ValueError(f"{listed_names(embeddings)}: engines read no quantized embedding; {instead}")
+    experts = [name for name in quantized if name in turned]
+    if experts:
+        raise ValueError(
+            f"{listed_names(experts)}: quantized along what engines have as rows: they know gate_up_proj [E, 2 N, K] "
+            f"and down_proj [E, K, N] of experts, and these are transposed; {instead}"
+        )
+
+
+def _check_once(schemes: Mapping[str, Scheme], ignored: Collection[str]) -> None:
+    """Refuse a linear that would be there quantized and dense."""
+    twice = [module for module in ignored if module in schemes]
+    if twice:
+        raise ValueError(
+            f"{listed_names(twice)}: the source has the linear twice, quantized and dense, under names that are one "
+            "for engines; leave one of them out"
+        )
 
 
 def _kind(name: str, recipe: Recipe | None) -> str:
@@ -213,13 +248,24 @@ def _dense(name: str, record: Record) -> Iterable[Written]:
         yield Written(f"{piece.module}.weight", record.dtype, shape, "", piece=piece)
 
 
-def _ignored(records: Mapping[str, Record], quantized: Mapping[str, Any], *, tied: bool) -> list[str]:
-    """Modules with a weight of a linear's shape that is not quantized, embeddings too: engines ask for linears only."""
-    names = [name for name in records if name not in quantized]
-    found = [piece.module for name in names for piece in pieces_of(name, records[name].shape) or ()]
-    if tied and not any(module.rpartition(".")[2] == "lm_head" for module in found):
+def _ignored(
+    records: Mapping[str, Record], schemes: Mapping[str, Scheme], turned: Collection[str], *, tied: bool
+) -> list[str]:
+    """Modules with a weight of a linear's shape that is not quantized, embeddings too: engines ask for linears only.
+
+    The output projection is among them where the source has an embedding alone: models tie it by default, too.
+    """
+    dense = {name: record for name, record in records.items() if record.recipe is None}
+    found = [piece.module for name, record in dense.items() for piece in pieces_of(name, record.shape) or ()]
+    found += dict.fromkeys(name.rpartition(".")[0] for name in dense if name in turned)
+    tied = tied or any(map(_is_embedding, dense))
+    if tied and not any(module.rpartition(".")[2] == "lm_head" for module in (*found, *schemes)):
         found.append("lm_head")
     return found
+
+
+def _is_embedding(name: str) -> bool:
+    return f".{name}".endswith(EMBEDDINGS)
 
 
 def _tied(records: Mapping[str, Record]) -> dict[str, str]:
@@ -232,84 +278,7 @@ def _tied(records: Mapping[str, Record]) -> dict[str, str]:
             f"{head} is quantized, but the config ties it to the embedding (tie_word_embeddings), so engines would not "
             "read it; export with a config that has tie_word_embeddings=False"
         )
-    return {name: head for name, record in records.items() if name.endswith(EMBEDDINGS) and record == records[head]}
-
-
-# -- scales ------------------------------------------------------------------------------------------------------------
-
-
-def _scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]:
-    """Name of an `input_scale` entry -> the modules whose inputs it scales; experts have one for all, or one each."""
-    together = {
-        f"{name}.{INPUT_SCALE}": [piece.module for piece in those]
-        for name, those in pieces.items()
-        if those[0].expert is not None
-    }
-    return together | {f"{piece.module}.{INPUT_SCALE}": [piece.module] for those in pieces.values() for piece in those}
-
-
-def _input_scales(
-    pieces: Mapping[str, Sequence[Piece]], entries: Mapping[str, Sequence[str]], scales: Mapping[str, float]
-) -> dict[str, float]:
-    """Module -> the scale of its inputs; those that are fused get the largest, as their input is one."""
-    own = {module: scales[entry] for entry, modules in entries.items() if entry in scales for module in modules}
-    unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
-    if unusable:
-        raise ValueError(
-            f"{_listed(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it again, or "
-            "leave it out"
-        )
-    shared: dict[str, float] = {}
-    for members in fused_sets(piece.module for those in pieces.values() for piece in those):
-        known = [own[module] for module in members if module in own]
-        if known:
-            shared |= dict.fromkeys(members, max(known))
-    return shared
-
-
-def _check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
-    for members in fused_sets([*schemes, *ignored]):
-        found = {str(schemes.get(module, "not quantized")) for module in members}
-        if len(found) > 1:
-            told = ", ".join(f"{module}: {schemes.get(module, 'not quantized')}" for module in members)
-            raise ValueError(f"{told}: engines run these as one linear; give all of them the same format, or none")
-
-
-def _renewed(owners: Mapping[str, str], schemes: Mapping[str, Scheme], request: Request) -> dict[str, float]:
-    """Weight -> the global scale to quantize it under anew, where linears that are fused do not share theirs."""
-    renewed: dict[str, float] = {}
-    apart = []
-    for members in fused_sets(module for module in owners if schemes[module].kind == "nvfp4"):
-        names = list(dict.fromkeys(owners[module] for module in members))
-        largest = max(request.scales[name] for name in names)
-        other = {name: largest for name in names if request.scales[name] != largest}
-        if other:
-            apart.append(names)
-            renewed |= other
-    if apart and not request.requantize:
-        told = "; ".join(", ".join(f"{name} {request.scales[name]:.6g}" for name in names) for names in apart[:3])
-        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
-        raise ValueError(
-            f"engines run these as one linear with one global scale, and theirs differ: {told}{more}. Calibrate them "
-            "together (layerwise.calibrate gives them one), or allow them to be rounded again under the larger scale: "
-            'fused_scales="requantize" (--fused-scales requantize)'
-        )
-    return renewed
-
-
-def _kv_attentions(records: Mapping[str, Record]) -> dict[str, dict[str, str]]:
-    """Attention -> {"k_scale": its entry, "v_scale": ...}; the entries are `<attention>[.k_proj].k_scale`."""
-    found: dict[str, dict[str, str]] = {}
-    for name in records:
-        parent, _, own = name.rpartition(".")
-        if own in KV_SCALES:
-            attention = parent.removesuffix(f".{own[0]}_proj")
-            found.setdefault(attention, {})[own] = name
-    for attention, entries in found.items():
-        missing = [own for own in KV_SCALES if own not in entries]
-        if missing:
-            raise ValueError(f"{attention} has no {missing[0]} beside its {next(iter(entries))}; engines need both")
-    return found
+    return {name: head for name, record in records.items() if _is_embedding(name) and record == records[head]}
 
 
 def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -> Iterable[Output]:
@@ -348,8 +317,3 @@ def _files(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
         FilePlan(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
         for number, group in enumerate(groups, start=1)
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
-    return ", ".join(names[:MOST_TOLD]) + more

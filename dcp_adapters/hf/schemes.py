@@ -18,7 +18,7 @@ from dcp_adapters.hf.directory import Directory, FileTensor, listed
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, Layout, Scheme, SchemeEntry, Stored
 from qtensor.formats import PartSpec, block_multiple, specs_of
 
-__all__ = ["DTYPES", "Contents", "QuantizedLinear", "contents_of"]
+__all__ = ["COUNTS", "DTYPES", "VALUES", "Contents", "QuantizedLinear", "contents_of", "is_quantized"]
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -66,6 +66,11 @@ class Contents:
     linears: Mapping[str, QuantizedLinear] = field(default_factory=dict)
     scales: Mapping[str, tuple[Stored, FileTensor]] = field(default_factory=dict)
     dense: Mapping[str, FileTensor] = field(default_factory=dict)
+
+
+def is_quantized(directory: Directory) -> bool:
+    """Whether its JSON says so, in whatever way."""
+    return directory.config.get("quantization_config") is not None or directory.quantization is not None
 
 
 def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:

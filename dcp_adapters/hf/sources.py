@@ -5,7 +5,6 @@ is a collective: all ranks ask for the same tensor in the same order, whoever ke
 read by whoever needs the tensor.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.commands.stored import StoredCheckpoint
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse_hidden
+from dcp_adapters.hf.directory import read_directory
+from dcp_adapters.hf.names import pieces_of
+from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, is_quantized
 from fsdp_hooks.torch_private import dtensor_around, flatten_state_dict
 from qtensor.recipes import Recipe
 
@@ -30,11 +32,9 @@ __all__ = [
     "Record",
     "Source",
     "source_of",
-    "weight_files",
 ]
 
 COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a module's parameters
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ class Source:
     def scalar(self, name: str, part: str) -> float:
         """A part of one element, as this rank knows it; never a collective."""
         return float(self.read(name)[part])
+
+    def replicas(self, name: str) -> list[Tensor]:
+        """What each rank has in its own memory of a tensor that is not sharded; all should have the same."""
+        return []
 
 
 class LiveSource(Source):
@@ -117,6 +121,13 @@ class LiveSource(Source):
         tensor = self._parts[name][part]
         return float(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
+    def replicas(self, name: str) -> list[Tensor]:
+        """Whatever is not sharded."""
+        if self.is_collective(name):
+            return []
+        parts = self._parts[name].values()
+        return [(part.to_local() if isinstance(part, DTensor) else part).detach().contiguous() for part in parts]
+
 
 class CheckpointSource(Source):
     """The tensors of a DCP checkpoint on disk, checked against its checksums where it has some.
@@ -163,17 +174,14 @@ class DirectorySource(Source):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        directory = Path(path)
-        config = directory / "config.json"
-        if config.is_file() and "quantization_config" in json.loads(config.read_text()):
-            raise ValueError(f"{directory} holds quantized weights; rest= takes a directory of dense ones")
-        self._files = weight_files(directory)
-        self.records = {}
-        for file in dict.fromkeys(self._files.values()):
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - no mapping
-                    stored = opened.get_slice(name)
-                    self.records[name] = Record(None, DTYPES[stored.get_dtype()], tuple(stored.get_shape()))
+        directory = read_directory(path)
+        codes = [name for name, tensor in directory.tensors.items() if tensor.dtype not in VALUES | COUNTS]
+        if is_quantized(directory) or codes:
+            raise ValueError(f"{directory.path} holds quantized weights; rest= takes a directory of dense ones")
+        self._files = {name: directory.path / tensor.file for name, tensor in directory.tensors.items()}
+        self.records = {
+            name: Record(None, DTYPES[tensor.dtype], tensor.shape) for name, tensor in directory.tensors.items()
+        }
 
     def read(self, name: str) -> dict[str, Tensor]:
         """From its file."""
@@ -182,13 +190,23 @@ class DirectorySource(Source):
 
 
 class Joined(Source):
-    """Several sources as one; a name is taken from the first that has it."""
+    """Several sources as one; a name is taken from the first that has it, and so is a linear.
+
+    A linear of an expert has two names: in a weight [E, N, K] of all experts, and alone.
+    """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._of: dict[str, Source] = {}
+        taken: set[str] = set()
         for source in sources:
+            linears = {
+                name: {piece.module for piece in pieces_of(name, record.shape) or ()}
+                for name, record in source.records.items()
+            }
             for name in source.records:
-                self._of.setdefault(name, source)
+                if not linears[name] or not linears[name] <= taken:
+                    self._of.setdefault(name, source)
+            taken |= set().union(*linears.values())
         self.records = {name: source.records[name] for name, source in self._of.items()}
 
     def is_collective(self, name: str) -> bool:
@@ -206,6 +224,10 @@ class Joined(Source):
     def scalar(self, name: str, part: str) -> float:
         """From its source."""
         return self._of[name].scalar(name, part)
+
+    def replicas(self, name: str) -> list[Tensor]:
+        """Of its source."""
+        return self._of[name].replicas(name)
 
 
 def source_of(value: Any, prefix: str | None) -> Source:
@@ -246,37 +268,6 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str]) -> s
             "(--prefix) where the model is"
         )
     return "".join(f"{key}." for key in shared)
-
-
-def weight_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it. Raises FileNotFoundError where there is none."""
-    index = directory / INDEX
-    if index.is_file():
-        return {name: directory / Path(file).name for name, file in json.loads(index.read_text())["weight_map"].items()}
-    files = [directory / SINGLE] if (directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{directory}: no safetensors files")
-    found = {}
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            found.update(dict.fromkeys(opened.keys(), file))
-    return found
-
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 def _under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dcp_adapters import export_hf
+from dcp_adapters import export_hf, import_hf
 from dcp_adapters.commands.cli import main
-from dcp_adapters.hf import export
+from dcp_adapters.hf import writing
 from dcp_adapters.hf.config import shard_size
 from fsdp_hooks import sync_scales
 from qtensor import (
@@ -232,8 +232,9 @@ def test_the_model_s_files_go_along_and_its_weights_do_not(tmp_path: Path) -> No
     (home / "config.json").write_text(json.dumps(old))
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt", "LICENSE"):
         (home / name).write_text(name)
-    for name in ("pytorch_model.bin", "model.safetensors.index.json", "README.md", "hf_quant_config.json", "w.gguf"):
-        (home / name).write_text("{}" if name.endswith("index.json") else name)
+    for name in ("pytorch_model.bin", "README.md", "w.gguf", ".metadata", "__0_0.distcp"):
+        (home / name).write_text(name)
+    (home / "hf_quant_config.json").write_text("{}")
     (home / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     export_hf(model_of("mxfp8"), tmp_path / "out", config=home, layout="modelopt")
     found = {path.name for path in (tmp_path / "out").iterdir()}
@@ -242,6 +243,27 @@ def test_the_model_s_files_go_along_and_its_weights_do_not(tmp_path: Path) -> No
     assert all((tmp_path / "out" / name).read_text() == name for name in kept)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["dtype"], config["quantization_config"]["quant_method"]) == ("float16", "modelopt")
+
+
+def test_a_config_may_be_that_of_a_quantized_directory(tmp_path: Path) -> None:
+    """As after import_hf: the names of its tensors are those of a layout, not the model's."""
+    export_hf(model_of("nvfp4"), tmp_path / "first", config=CONFIG)
+    state = import_hf(tmp_path / "first")
+    export_hf(state, tmp_path / "again", config=tmp_path / "first")
+    assert tensors_equal(tmp_path / "again", tmp_path / "first")
+    del state["layers.1.o_proj.weight"]
+    with pytest.raises(ValueError, match=re.escape("the source lacks 1 tensors of the model (layers.1.o_proj.weight")):
+        export_hf(state, tmp_path / "third", config=tmp_path / "first")
+
+
+@pytest.mark.parametrize("said", ["config.json", "hf_quant_config.json", "dtypes"])
+def test_codes_are_not_taken_for_the_dense_rest(said: str, tmp_path: Path) -> None:
+    model = model_of("nvfp4")
+    export_hf(model, tmp_path / "codes", layout="modelopt" if said == "hf_quant_config.json" else "compressed-tensors")
+    if said != "config.json":
+        (tmp_path / "codes" / "config.json").unlink()
+    with pytest.raises(ValueError, match="codes holds quantized weights; rest= takes a directory of dense ones"):
+        export_hf(model, tmp_path / "out", rest=tmp_path / "codes")
 
 
 def test_what_the_source_lacks_comes_from_the_rest(tmp_path: Path) -> None:
@@ -262,6 +284,26 @@ def test_what_the_source_lacks_comes_from_the_rest(tmp_path: Path) -> None:
         assert tensors_equal(tmp_path / str(number), tmp_path / "whole")
     assert main(["export", str(checkpoint_of(part, tmp_path)), str(tmp_path / "cli"), "--rest", str(home)]) == 0
     assert tensors_equal(tmp_path / "cli", tmp_path / "whole")
+
+
+def test_experts_that_are_there_are_not_taken_from_the_rest_under_other_names(tmp_path: Path) -> None:
+    """A calibration has a weight of all experts, the directory of the dense model a linear each."""
+    gate_up, down = values((2, 64, 32), 5), values((2, 32, 32), 6)
+    halves = {"gate_proj": slice(0, 32), "up_proj": slice(32, 64)}
+    linears = {f"l.experts.{e}.{half}.weight": gate_up[e, rows] for e in range(2) for half, rows in halves.items()}
+    linears |= {f"l.experts.{e}.down_proj.weight": down[e] for e in range(2)}
+    linears = {name: value.clone() for name, value in linears.items()}
+    joined = {"l.experts.gate_up_proj": gate_up, "l.experts.down_proj": down}
+    norm = {"l.norm.weight": values((32,), 7)}
+    quantized = {name: quantize(value, NVFP4) for name, value in joined.items()}
+    export_hf({**quantized, **norm}, tmp_path / "whole")
+    export_hf(quantized, tmp_path / "out", rest={**linears, **norm})
+    assert tensors_equal(tmp_path / "out", tmp_path / "whole")
+    config, expected = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "whole"))
+    assert config == expected
+    alone_each = {name: quantize(value, MXFP8) for name, value in linears.items()}
+    export_hf(alone_each, tmp_path / "each", rest={**joined, **norm})
+    assert {name for name in tensors_of(tmp_path / "each") if name.endswith(".weight")} == {*linears, *norm}
 
 
 def checkpoint_of(state: Mapping[str, Any], tmp_path: Path) -> Path:
@@ -316,7 +358,7 @@ def test_recipes_that_the_tensors_do_not_tell_are_in_the_file(tmp_path: Path) ->
     state["c.weight"] = quantize(values((32, 64), 2), Float8DelayedScaling())
     export_hf(state, tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as opened:
-        told = json.loads(opened.metadata()[export.RECIPES])
+        told = json.loads(opened.metadata()["qtensor.recipes"])
     assert told == {"a.weight": square.to_json(), "c.weight": Float8DelayedScaling().to_json()}
 
 
@@ -379,13 +421,13 @@ def broken_disk(path: str) -> str:
         def full(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        export.save_file = full
+        writing.save_file = full
     try:
         export_hf(sharded(model_of("mxfp8")), path, max_shard_size=5000)
     except OSError as error:
         return str(error)
     finally:
-        export.save_file = save_file
+        writing.save_file = save_file
     return "nothing was raised"
 
 
@@ -407,7 +449,12 @@ def apart(path: str) -> list[str]:
     state = dict(model.state_dict())
     if dist.get_rank() == 1:
         del state["lm_head.weight"]
-    return [*told, refusal(export_hf, state, path)]
+    told.append(refusal(export_hf, state, path))
+    told.append(refusal(export_hf, model, path, max_shard_size=5000 + dist.get_rank()))
+    whole = model_of("mxfp8")
+    with torch.no_grad():
+        whole.layers[1].o_proj.bias[3] += dist.get_rank()
+    return [*told, refusal(export_hf, whole, path)]
 
 
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -420,7 +467,7 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 def test_ranks_that_do_not_agree_are_told_on_all_of_them(tmp_path: Path) -> None:
     there = common(tmp_path)
-    scales, names = run_ranks(2, apart, str(there / "out"))[1]
+    scales, names, arguments, values_ = run_ranks(2, apart, str(there / "out"))[1]
     assert scales == (
         "export_hf: ranks 0 and 1 differ in the values of tensor-wide scales; call fsdp_hooks.sync_scales on the model "
         "first"
@@ -429,6 +476,35 @@ def test_ranks_that_do_not_agree_are_told_on_all_of_them(tmp_path: Path) -> None
         "export_hf: ranks 0 and 1 differ in the names, shapes and formats of their tensors; export whole models, or "
         "save a checkpoint and export that"
     )
+    assert arguments == (
+        "export_hf: ranks 0 and 1 differ in what is to become of them; give all ranks the same arguments, and shard a "
+        "tensor on all or none"
+    )
+    assert values_ == (
+        "export_hf: ranks 0 and 1 differ in the values of tensors that are not sharded; broadcast them from one rank "
+        "first"
+    )
+    assert list(there.iterdir()) == []
+
+
+def fails_on_one(path: str) -> str:
+    def made(*_: Any) -> Any:
+        raise MemoryError("no memory for the tensors of a file")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(writing, "_made", made)
+        try:
+            export_hf(sharded(model_of("nvfp4")), path, max_shard_size=5000)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_any_error_on_one_rank_between_gathers_is_raised_on_all(tmp_path: Path) -> None:
+    there = common(tmp_path)
+    told = run_ranks(2, fails_on_one, str(there / "out"))
+    assert told == ["rank 1: MemoryError: no memory for the tensors of a file"] * 2
     assert list(there.iterdir()) == []
 
 
@@ -445,11 +521,20 @@ def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, mo
         seen.append(sorted(found.name for found in tmp_path.iterdir()))
         save_file(tensors, path, **kwargs)
 
-    monkeypatch.setattr(export, "save_file", looked)
+    monkeypatch.setattr(writing, "save_file", looked)
     export_hf(model, tmp_path / "new", max_shard_size=5000)
     assert len(seen) > 2
     assert all(re.fullmatch(r"\.new\.[0-9a-f]{8}\.partial", names[0]) and "new" not in names for names in seen)
-    monkeypatch.setattr(export, "_save", lambda *_: None)  # files that rank 0 can not see: a disk of another host
+
+    def raced(tensors: Any, path: Path, **kwargs: Any) -> None:
+        (tmp_path / "raced").mkdir(exist_ok=True)
+        save_file(tensors, path, **kwargs)
+
+    monkeypatch.setattr(writing, "save_file", raced)
+    with pytest.raises(FileExistsError, match="raced was made by another while this export was written; nothing is"):
+        export_hf(model, tmp_path / "raced")
+    assert {found.name for found in tmp_path.iterdir()} == {"out", "new", "raced"}
+    monkeypatch.setattr(writing, "_save", lambda *_: None)  # files that rank 0 can not see: a disk of another host
     with pytest.raises(
         FileNotFoundError, match="another rank wrote it and rank 0 can not see it: out_dir must be shared"
     ):

@@ -599,6 +599,8 @@ def test_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     assert "model-00002-of-00002.safetensors: it is damaged or cut off" in told[0]
     lost = run_ranks_catching(2, _differing, [str(path), str(tmp_path / "none")], state, MIXED_RECIPES)
     assert [message.partition(":")[0] for message in lost] == ["FileNotFoundError"] * 2
+    assert lost[0] == lost[1]
+    assert "rank 1: " in lost[0]
 
 
 def _fails_late(path: str, full: dict[str, Any]) -> None:

@@ -317,6 +317,36 @@ REFUSALS: dict[str, tuple[dict[str, Record], Layout, dict[str, Any], str]] = {
         {"tied": True},
         "lm_head.weight is quantized, but the config ties it to the embedding (tie_word_embeddings)",
     ),
+    "embedding": (
+        {"m.embed_tokens.weight": weight(MXFP8), "a.weight": weight(MXFP8)},
+        MODELOPT,
+        {},
+        "m.embed_tokens.weight: engines read no quantized embedding; convert it to a dense one",
+    ),
+    "turned experts": (
+        {"m.experts.gate_up_proj": weight(MXFP8, 2, 64, 256), "m.experts.down_proj": weight(MXFP8, 2, 128, 64)},
+        COMPRESSED_TENSORS,
+        {},
+        "m.experts.gate_up_proj, m.experts.down_proj: quantized along what engines have as rows: they know",
+    ),
+    "experts twice": (
+        {"m.experts.down_proj": weight(NVFP4, 2, 32, 64), "m.experts.1.down_proj.weight": weight()},
+        COMPRESSED_TENSORS,
+        {},
+        "m.experts.1.down_proj: the source has the linear twice, quantized and dense, under names that are one for",
+    ),
+    "ignored within": (
+        {"m.mlp.gate.weight": weight(), "m.mlp.gate_proj.weight": weight(NVFP4), "m.mlp.up_proj.weight": weight(NVFP4)},
+        MODELOPT,
+        {},
+        "m.mlp.gate_proj: engines that read the layout modelopt would take it for a part of m.mlp.gate, which is not",
+    ),
+    "root within": (
+        {"weight": weight(), "a.weight": weight(NVFP4)},
+        MODELOPT,
+        {},
+        "a: engines that read the layout modelopt would take it for a part of the model itself, which is not quantized",
+    ),
     "two of a name": (
         {"a.weight": weight(ROWS), "a.weight_scale": weight(None, 4)},
         COMPRESSED_TENSORS,
@@ -345,6 +375,30 @@ def test_a_tied_projection_is_written_once() -> None:
     assert made.json["config.json"]["ignore"] == ["m.embed_tokens", "lm_head"]
     del records["lm_head.weight"]
     assert plan(records, tied=True).json["config.json"]["ignore"] == ["m.embed_tokens", "lm_head"]
+
+
+def test_an_output_projection_that_the_source_has_as_embedding_alone_is_ignored() -> None:
+    made = plan({"m.embed_tokens.weight": weight(None, 8, 4), "a.weight": weight(ROWS)})  # the config says nothing
+    assert made.json["config.json"]["ignore"] == ["m.embed_tokens", "lm_head"]
+    made = plan({"m.embed_tokens.weight": weight(None, 8, 4), "lm_head.weight": weight(ROWS)})
+    assert made.json["config.json"]["ignore"] == ["m.embed_tokens"]
+
+
+def test_dense_experts_that_are_transposed_stay_as_they_are() -> None:
+    experts = {"m.experts.gate_up_proj": weight(None, 2, 64, 256), "m.experts.down_proj": weight(None, 2, 128, 64)}
+    made = plan({"a.weight": weight(ROWS), **experts})
+    assert {name: shape for name, (_, shape) in written(made).items() if "experts" in name} == {
+        name: record.shape for name, record in experts.items()
+    }
+    ignored = made.json["config.json"]["ignore"]
+    assert {"m.experts", "m.experts.1.gate_proj", "m.experts.0.down_proj"} <= set(ignored)
+    assert ignored.count("m.experts") == 1
+
+
+def test_a_model_that_is_one_linear_has_the_scale_of_its_inputs() -> None:
+    made = plan({"weight": weight(NVFP4), "input_scale": Record(None, F32, ())}, scales={"input_scale": 0.5})
+    assert set(written(made)) == {"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"}
+    assert made.json["config.json"]["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
 
 
 def test_files_are_filled_in_order_up_to_a_size() -> None:

@@ -1,0 +1,107 @@
+"""Scales that engines share, or divide by: those of inputs, of linears that are fused, of the KV cache.
+
+Decided from names and values alone, for a plan; what engines could not use is refused here, with all of a kind named.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from dcp_adapters.hf.layout import INPUT_SCALE, Scheme
+from dcp_adapters.hf.names import Piece, fused_sets
+
+__all__ = [
+    "KV_SCALES",
+    "check_fused",
+    "input_scales",
+    "kv_attentions",
+    "listed_names",
+    "renewed_scales",
+    "scale_entries",
+]
+
+KV_SCALES = ("k_scale", "v_scale")
+MOST_TOLD = 8
+
+
+def scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]:
+    """Name of an `input_scale` entry -> the modules whose inputs it scales; experts have one for all, or one each."""
+    together = {
+        f"{name}.{INPUT_SCALE}": [piece.module for piece in those]
+        for name, those in pieces.items()
+        if those[0].expert is not None
+    }
+    each = (piece.module for those in pieces.values() for piece in those)
+    return together | {f"{module}.{INPUT_SCALE}".lstrip("."): [module] for module in each}  # of a single linear
+
+
+def input_scales(
+    pieces: Mapping[str, Sequence[Piece]], entries: Mapping[str, Sequence[str]], scales: Mapping[str, float]
+) -> dict[str, float]:
+    """Module -> the scale of its inputs; those that are fused get the largest, as their input is one."""
+    own = {module: scales[entry] for entry, modules in entries.items() if entry in scales for module in modules}
+    unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
+    if unusable:
+        raise ValueError(
+            f"{listed_names(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it "
+            "again, or leave it out"
+        )
+    shared: dict[str, float] = {}
+    for members in fused_sets(piece.module for those in pieces.values() for piece in those):
+        known = [own[module] for module in members if module in own]
+        if known:
+            shared |= dict.fromkeys(members, max(known))
+    return shared
+
+
+def check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
+    """Refuse linears that are fused and quantized in different ways."""
+    for members in fused_sets([*schemes, *ignored]):
+        found = {str(schemes.get(module, "not quantized")) for module in members}
+        if len(found) > 1:
+            told = ", ".join(f"{module}: {schemes.get(module, 'not quantized')}" for module in members)
+            raise ValueError(f"{told}: engines run these as one linear; give all of them the same format, or none")
+
+
+def renewed_scales(
+    owners: Mapping[str, str], schemes: Mapping[str, Scheme], scales: Mapping[str, float], *, requantize: bool
+) -> dict[str, float]:
+    """Weight -> the global scale to quantize it under anew, where linears that are fused do not share theirs."""
+    renewed: dict[str, float] = {}
+    apart = []
+    for members in fused_sets(module for module in owners if schemes[module].kind == "nvfp4"):
+        names = list(dict.fromkeys(owners[module] for module in members))
+        largest = max(scales[name] for name in names)
+        other = {name: largest for name in names if scales[name] != largest}
+        if other:
+            apart.append(names)
+            renewed |= other
+    if apart and not requantize:
+        told = "; ".join(", ".join(f"{name} {scales[name]:.6g}" for name in names) for names in apart[:3])
+        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+        raise ValueError(
+            f"engines run these as one linear with one global scale, and theirs differ: {told}{more}. Calibrate them "
+            "together (layerwise.calibrate gives them one), or allow them to be rounded again under the larger scale: "
+            'fused_scales="requantize" (--fused-scales requantize)'
+        )
+    return renewed
+
+
+def kv_attentions(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Attention -> {"k_scale": its entry, "v_scale": ...}; the entries are `<attention>[.k_proj].k_scale`."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        if own in KV_SCALES:
+            attention = parent.removesuffix(f".{own[0]}_proj")
+            found.setdefault(attention, {})[own] = name
+    for attention, entries in found.items():
+        missing = [own for own in KV_SCALES if own not in entries]
+        if missing:
+            raise ValueError(f"{attention} has no {missing[0]} beside its {next(iter(entries))}; engines need both")
+    return found
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """The first of many, and how many more there are."""
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return ", ".join(names[:MOST_TOLD]) + more

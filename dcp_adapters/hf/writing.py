@@ -1,0 +1,205 @@
+"""The files of an export: gathered, written, and given their name.
+
+begun_directory   rank 0   a hidden directory with all but the weights
+write_files       every rank, alike: of shards every tensor is gathered in turn, and the rank that owns its file
+keeps it; then those ranks write at the same time
+publish           rank 0   looks whether all files are there; the directory gets its name
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dcp_adapters.commands.progress import Advance
+from dcp_adapters.hf.config import ModelConfig
+from dcp_adapters.hf.directory import INDEX
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, RECIPES, kind_of
+from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
+from dcp_adapters.hf.sources import Source
+from fsdp_hooks.alike import on_all, rank_of, ranks_of
+from qtensor.formats import format_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["begun_directory", "publish", "write_files"]
+
+
+def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Path:
+    """The hidden directory, with all files but the weights."""
+    begun = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
+    begun.mkdir()
+    try:
+        described.write(begun, plan.json, str(plan.dtype).removeprefix("torch."))
+        if len(plan.files) > 1:
+            names = {
+                written.name: file.name for file in plan.files for output in file.outputs for written in output.written
+            }
+            index = {"metadata": {"total_size": plan.nbytes}, "weight_map": names}
+            (begun / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    except BaseException:
+        shutil.rmtree(begun, ignore_errors=True)
+        raise
+    return begun
+
+
+def write_files(source: Source, plan: ExportPlan, directory: Path, advance: Advance) -> None:
+    """As many files at a time as there are ranks, each rank one."""
+    ranks, rank = ranks_of(None), rank_of(None)
+    for first in range(0, len(plan.files), ranks):
+        tensors: dict[str, Tensor] = {}
+        failed: list[Exception] = []
+        mine: FilePlan | None = None
+        for owner, file in enumerate(plan.files[first : first + ranks]):
+            if owner == rank:
+                mine = file
+            for output in file.outputs:
+                parts = [_read(source, name, failed, keep=owner == rank) for name in (output.source, output.twin)]
+                if parts[0] is not None and not failed:
+                    try:
+                        _check_twin(output, parts[0], parts[1])
+                        tensors |= _made(output, parts[0])
+                    except Exception as error:  # noqa: BLE001 - as above
+                        failed.append(error)
+                advance(output.nbytes)
+        on_all(None, partial(_save, directory, mine, tensors, failed))
+
+
+def _read(source: Source, name: str | None, failed: list[Exception], *, keep: bool) -> dict[str, Tensor] | None:
+    """A tensor of the source where it is kept, None elsewhere; a collective one is read by all, whatever failed."""
+    if name is None:
+        return None
+    if source.is_collective(name) and keep:
+        return source.read(name)
+    if source.is_collective(name):
+        source.help_read(name)
+    if not keep or failed:
+        return None
+    try:
+        return source.read(name)
+    except Exception as error:  # noqa: BLE001 - raised on all ranks when the file would be written
+        failed.append(error)
+        return None
+
+
+def _check_twin(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor] | None) -> None:
+    """Refuse to leave out a tied tensor that is another one."""
+    if twin is not None and not torch.equal(twin[""], parts[""]):
+        raise ValueError(
+            f"{output.twin} differs from {output.source}, though the config ties them (tie_word_embeddings); export "
+            "with a config that has tie_word_embeddings=False"
+        )
+
+
+def _made(output: Output, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file that become of one of the source, each with a storage of its own."""
+    if output.recipe is not None:
+        if output.scale is not None:
+            parts = _renewed(output.recipe, parts, output.scale)
+        _check_numbers(output.source, output.recipe, parts)
+    return {written.name: _one(written, parts) for written in output.written}
+
+
+def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
+    if written.part == INPUT_SCALE:
+        tensor = torch.tensor(written.value, dtype=torch.float32)
+    else:
+        tensor, piece = parts[written.part], written.piece
+        if piece is not None and tensor.ndim:
+            first, last = piece.rows
+            tensor = (tensor if piece.expert is None else tensor[piece.expert])[first:last]
+    tensor = written.form.write(tensor).contiguous()
+    assert (tensor.dtype, tuple(tensor.shape)) == (written.dtype, written.shape), written
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _renewed(recipe: Recipe, parts: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The parts of the same values under another global scale."""
+    dense = QuantizedTensor.from_parts(dict(parts), recipe, torch.float32).dequantize(torch.float32)
+    return format_of(recipe).adopt(dense, recipe, torch.tensor(scale, dtype=torch.float32))
+
+
+def _check_numbers(name: str, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:
+    """Refuse a weight in which something is not a number."""
+    kind = kind_of(recipe)
+    marked = parts["scale"] if kind in ("nvfp4", "mxfp8") else parts["payload"]
+    codes = marked.view(torch.uint8)
+    broken = (codes == 255).any() if kind == "mxfp8" else ((codes & 0x7F) == 0x7F).any()  # E8M0, and E4M3
+    if bool(broken) or not all(bool(part.isfinite().all()) for part in parts.values() if part.dtype == torch.float32):
+        raise ValueError(f"{name} holds NaN: what it was quantized from was not finite; an engine would run on it")
+
+
+def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], failed: list[Exception]) -> None:
+    if failed:
+        raise failed[0]
+    if file is None:
+        return
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"{directory}: another rank created it and this one can not see it: out_dir must be shared"
+        )
+    recipes = {
+        output.source: output.recipe.to_json()
+        for output in file.outputs
+        if output.recipe is not None and output.recipe != KINDS[str(kind_of(output.recipe))]
+    }
+    kept = {"format": "pt", **({RECIPES: json.dumps(recipes)} if recipes else {})}
+    path = directory / file.name
+    save_file(_apart(tensors), path, metadata=kept)
+    _settle_header(path)
+    _sync(path)
+
+
+def _settle_header(path: Path) -> None:
+    """Put the keys of the metadata, which safetensors writes in random order, into one: equal exports, equal files."""
+    with path.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= size, path
+        stream.seek(8)
+        stream.write(text.ljust(size))
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each in a memory of its own, as safetensors wants it: tied weights, and a global scale that experts share."""
+    seen: set[int] = set()
+    alone = {}
+    for name, tensor in tensors.items():
+        place = tensor.data_ptr()
+        alone[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return alone
+
+
+def publish(begun: Path, final: Path, plan: ExportPlan) -> None:
+    """Give the directory its name, if everything is in it."""
+    for file in plan.files:
+        path = begun / file.name
+        held = path.stat().st_size if path.is_file() else 0
+        if held < sum(output.nbytes for output in file.outputs):
+            raise FileNotFoundError(f"{path}: another rank wrote it and rank 0 can not see it: out_dir must be shared")
+    for path in begun.iterdir():
+        _sync(path)
+    _sync(begun)
+    if final.exists():
+        raise FileExistsError(f"{final} was made by another while this export was written; nothing is overwritten")
+    begun.rename(final)
+    _sync(final.absolute().parent)
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
