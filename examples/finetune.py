@@ -106,7 +106,9 @@ def train(
     report: dict[str, Any] = {}
     rank, world, upload = dist.get_rank(), dist.get_world_size(), None
     uploads = dist.new_group(backend="gloo")  # async_save's own: its upload thread must not share one with training
-    bar = tqdm(steps, desc=f"{world} ranks", unit="step", disable=rank != 0)
+    bar = tqdm(
+        steps, desc=f"{world} rank{'s' * (world > 1)}", unit="step", disable=True if rank else None
+    )  # None: not in pipes
     for step in bar:
         batch = data[step % len(data)][rank::world]
         loss = model(input_ids=batch, labels=batch).loss
@@ -165,6 +167,7 @@ def main() -> None:
     report["loss_after"] = held_out_loss(model, held_out[: args.eval_blocks])
     if dist.get_rank() == 0:
         (args.out / "report.json").write_text(json.dumps(report, indent=2))
+        print(f"held-out loss {report['loss_before']:.4f} -> {report['loss_after']:.4f}; see {args.out}/report.json")
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """Load an exported model with transformers and let it write: `from_pretrained` is all it takes.
 
-    python examples/generate.py runs/smollm2-nvfp4 --prompt "The capital of France is"
+    python examples/generate.py runs/nvfp4 --prompt "The capital of France is"
 
 Nothing of qtensor is imported here. transformers reads the layout of compressed-tensors (`pip install
 compressed-tensors`) and dequantizes the weights; inference engines run on them as they are.

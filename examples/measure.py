@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from qtensor import QuantizedTensor
 
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
 
 class CountingAllGather:
     """FSDP2's all-gather with a byte counter, attached through its public `set_custom_all_gather`."""
@@ -50,7 +52,7 @@ class CountingAllGather:
         """Gather, counting what came from other ranks."""
         self.received += output_tensor.nbytes - input_tensor.nbytes
         self.calls += 1
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def bytes_at_rest(model: nn.Module) -> dict[str, float]:

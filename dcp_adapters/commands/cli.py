@@ -142,6 +142,9 @@ def _export(arguments: argparse.Namespace) -> int:
     )
     files = sorted(out.glob("*.safetensors"))
     total = human_bytes(sum(file.stat().st_size for file in files))
+    if arguments.config is None:
+        why = "without --config, config.json tells of the quantization alone; engines need the model's"
+        print(f"{PROGRAM}: warning: {why}", file=sys.stderr)
     _show(f"{out}: {total} in {len(files)} file{'s' if len(files) > 1 else ''}, layout {arguments.layout}")
     return FINE
 
@@ -265,7 +268,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT", help="the directory of the checkpoint")
     parser.add_argument("destination", metavar="OUT", help="the directory to write; must not exist")
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="compressed-tensors", help="default: %(default)s")
-    parser.add_argument("--config", metavar="PATH", help="the model's directory, or its config.json")
+    parser.add_argument("--config", metavar="PATH", help="the model's directory, or its config.json; engines need it")
     parser.add_argument("--rest", metavar="PATH", help="where to take tensors from that the checkpoint does not have")
     parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in the checkpoint")
     parser.add_argument(

@@ -85,7 +85,7 @@ def plan_conversion(
         raise ConversionRefused(
             "nothing to convert: no quantized tensor is selected"
             if include or exclude or not isinstance(to, Recipe)
-            else "the source holds no quantized tensors; say which dense ones to quantize: --include 'model.*.weight'"
+            else "the source holds no quantized tensors; say which dense ones to quantize: --include '*_proj.weight'"
         )
     if isinstance(to, Recipe):
         obstacles = [f"  {tensor.name}: {why}" for tensor in selected if (why := _obstacle(tensor, to))]

@@ -91,8 +91,8 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     described = on_first(None, lambda: _described(out_dir, config, state_dict_or_checkpoint))
 
     def prepare() -> tuple[Source, ExportPlan, tuple[str, ...]]:
-        sources = [source_of(given, where) for given, where in _given(state_dict_or_checkpoint, prefix, rest)]
-        source = Joined(sources)
+        first = source_of(state_dict_or_checkpoint, prefix)
+        source = Joined([first] if rest is None else [first, source_of(rest, None, like=first.records)])
         scales = dict(_scales(source))
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
         request = Request(chosen, scales, producer, limit, described.tied, fused_scales == "requantize")
@@ -129,12 +129,6 @@ def _described(out_dir: str | os.PathLike[str], config: Any, source: Any) -> Mod
     return model_config(config, source)
 
 
-def _given(source: Any, prefix: str | None, rest: Any) -> Iterator[tuple[Any, str | None]]:
-    yield source, prefix
-    if rest is not None:
-        yield rest, None
-
-
 def _into(prepared: list[Any], step: Any) -> Any:
     """What a step returns, kept on this rank as well."""
     prepared.append(step())
@@ -157,21 +151,22 @@ def _scales(source: Source) -> Iterator[tuple[str, float]]:
 
 def _check_complete(source: Source, described: ModelConfig, given: Any, rest: Any) -> None:
     """Refuse what lacks tensors of the model that the config's directory holds."""
-    if isinstance(given, nn.Module) or rest is not None or not described.weights:
+    if isinstance(given, nn.Module) or not described.weights:
         return
     have = set(source.records)
+    left = ("inv_freq", "lm_head.weight") if described.tied else ("inv_freq",)
     experts = tuple(
         {f"{name.rpartition('.')[0]}." for name, record in source.records.items() if len(record.shape) == 3}
     )
     lacking = sorted(
-        name
-        for name in described.weights - have
-        if not name.startswith(experts) and not name.endswith(("inv_freq", "lm_head.weight"))
+        name for name in described.weights - have if not name.startswith(experts) and not name.endswith(left)
     )
     if lacking:
+        names = ", ".join([*lacking[:4], *["..."] * (len(lacking) > len(lacking[:4]))])
+        who = "the source lacks" if rest is None else "the source and rest= lack"
         raise ValueError(
-            f"the source lacks {len(lacking)} tensors of the model ({', '.join(lacking[:4])}, ...); say by rest=... "
-            "(--rest) where they are taken from, for example the model's directory"
+            f"{who} {len(lacking)} tensors of the model ({names}); say by rest=... (--rest) where they are taken from, "
+            "for example the model's directory"
         )
 
 

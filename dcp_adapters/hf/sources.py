@@ -6,7 +6,8 @@ read by whoever needs the tensor.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,15 +81,18 @@ class LiveSource(Source):
     Args:
         state_dict: nested or flat.
         prefix: only names that begin with it, which is cut off; None finds out which subtree holds the weights.
+        like: names of the model's weights, by which that is found where nothing is quantized.
 
     Raises:
         ValueError: nothing has the prefix; the weights are in several subtrees; an entry is no tensor.
     """
 
-    def __init__(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> None:
+    def __init__(
+        self, state_dict: Mapping[str, Any], prefix: str | None = None, like: Collection[str] | None = None
+    ) -> None:
         flat, paths = flatten_state_dict(dict(state_dict))
         quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
-        prefix = weights_prefix(paths, quantized) if prefix is None else prefix
+        prefix = weights_prefix(paths, quantized, like) if prefix is None else prefix
         values: dict[str, Tensor] = {}
         for name, value in _under(prefix, flat, "the state dict").items():
             refuse_hidden(name, value)
@@ -137,17 +141,20 @@ class CheckpointSource(Source):
         ValueError: as of LiveSource.
     """
 
-    def __init__(self, path: str | os.PathLike[str], prefix: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], prefix: str | None = None, like: Collection[str] | None = None
+    ) -> None:
         self._stored = StoredCheckpoint(path, check=True)
         tensors, paths = self._stored.tensors, self._stored.paths
         if prefix is None:
             places = {name: paths.get(next(iter(tensor.entries.values())), (name,)) for name, tensor in tensors.items()}
-            prefix = weights_prefix(places, {name for name, tensor in tensors.items() if tensor.recipe is not None})
+            quantized = {name for name, tensor in tensors.items() if tensor.recipe is not None}
+            prefix = weights_prefix(places, quantized, like)
         blobs = [name for name in self._stored.blobs if name.startswith(prefix)]
         if blobs:
             raise ValueError(
                 f"{path}: {blobs[0]} is an entry of bytes; an export holds tensors only: say by prefix=... "
-                "(--prefix) under which name the weights are"
+                '(--prefix) under which name the weights are, for example "model."'
             )
         self._names = _under(prefix, {name: name for name in tensors}, str(path))
         self.records = {
@@ -230,12 +237,12 @@ class Joined(Source):
         return self._of[name].replicas(name)
 
 
-def source_of(value: Any, prefix: str | None) -> Source:
-    """The source of what `export_hf` was given. Raises TypeError for anything else."""
+def source_of(value: Any, prefix: str | None, like: Collection[str] | None = None) -> Source:
+    """The source of what `export_hf` was given; `like` as of LiveSource. Raises TypeError for anything else."""
     if isinstance(value, str | os.PathLike):
         path = Path(value)
         if (path / ".metadata").is_file() or not any(path.glob("*.safetensors")):
-            return CheckpointSource(path, prefix)
+            return CheckpointSource(path, prefix, like)
         return DirectorySource(path)
     if not isinstance(value, Mapping) and hasattr(value, "state_dict"):  # a module, the result of a calibration
         value = value.state_dict()
@@ -244,23 +251,22 @@ def source_of(value: Any, prefix: str | None) -> Source:
             f"expected a module, a state dict, a calibration's result or the path of a checkpoint, got "
             f"{type(value).__name__}"
         )
-    return LiveSource(value, prefix)
+    return LiveSource(value, prefix, like)
 
 
-def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str]) -> str:
+def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like: Collection[str] | None = None) -> str:
     """What the names of the model's weights begin with, in a state dict whose leaves stand at `paths`.
 
     "" for a flat one, else the keys of the innermost dict that holds everything quantized. Raises ValueError where
-    that is the outermost of a nested one: then optimizer states, say, are among it.
+    that is the outermost of a nested one: then optimizer states, say, are among it. Where nothing is quantized, the
+    keys of the dict whose names are in `like`.
     """
     above = [[str(key) for key in paths[name][:-1]] for name in quantized]
-    if not above or all(len(path) == 1 for path in paths.values()):
+    if all(len(path) == 1 for path in paths.values()):
         return ""
-    shared: list[str] = []
-    for keys in zip(*above, strict=False):
-        if len(set(keys)) > 1:
-            break
-        shared.append(keys[0])
+    if not above:
+        return "" if like is None else _prefix_like(paths, like)
+    shared = _shared(above)
     if not shared:
         tops = sorted({keys[0] if keys else "the outermost" for keys in above})
         raise ValueError(
@@ -268,6 +274,41 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str]) -> s
             "(--prefix) where the model is"
         )
     return "".join(f"{key}." for key in shared)
+
+
+def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> str:
+    """The keys under which dense leaves have names of `like`; without such, those of the dict that holds everything."""
+    found: Counter[str] = Counter()
+    for name, path in paths.items():
+        for depth in range(len(path)):
+            prefix = "".join(f"{key}." for key in path[:depth])
+            found[prefix] += name.removeprefix(prefix).replace(COMPILED, "") in like
+    most = max(found.values())
+    best = [prefix for prefix, count in found.items() if count == most]
+    if most and len(best) == 1:
+        return best[0]
+    shared = _shared([[str(key) for key in path[:-1]] for path in paths.values()])
+    if most or not shared:
+        where = (
+            f"under {' and '.join(prefix.removesuffix('.') or 'the outermost' for prefix in best)}"
+            if most
+            else "under none of its keys"
+        )
+        raise ValueError(
+            f"rest= (--rest) is nested, and names of the source's weights are {where}; give what holds the model's "
+            "weights alone"
+        )
+    return "".join(f"{key}." for key in shared)
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
+    """The keys with which all begin."""
+    shared = []
+    for keys in zip(*paths, strict=False):
+        if len(set(keys)) > 1:
+            break
+        shared.append(keys[0])
+    return shared
 
 
 def _under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:

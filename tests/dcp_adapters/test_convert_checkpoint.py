@@ -288,7 +288,7 @@ def test_square_blocks_want_rows_that_fit(tmp_path: Path) -> None:
 def test_a_dense_checkpoint_wants_an_include(tmp_path: Path) -> None:
     message = refused(tmp_path, {"w": values((32, 32), 0)}, MXFP8BlockScaling())
     assert message == (
-        "the source holds no quantized tensors; say which dense ones to quantize: --include 'model.*.weight'"
+        "the source holds no quantized tensors; say which dense ones to quantize: --include '*_proj.weight'"
     )
 
 

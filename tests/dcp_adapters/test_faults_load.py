@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from dcp_adapters import read_items
 from tests import _rank_worker, ranks
 from tests.dcp_adapters.cases import load
 from tests.dcp_adapters.faulty import WORLD, assert_loads, fail_on, save_state, state
@@ -86,6 +89,19 @@ def test_a_harmed_file_fails_the_load_on_all_ranks(harm: str, good: Path, shared
     path = shared_tmp_path / "checkpoint"
     run_ranks(1, harm_a_copy, good, path, harm)
     run_ranks(WORLD, load_harmed, path, good, error)
+
+
+@pytest.mark.parametrize(("most", "probed"), [(100_000, {"__0_0.distcp", "__1_0.distcp"}), (1, {"__1_0.distcp"})])
+def test_beyond_many_chunks_a_rank_probes_only_the_files_it_reads(
+    most: int, probed: set[str], good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_items.PROBE_ALL_BELOW == 100_000  # as README says
+    monkeypatch.setattr(read_items, "PROBE_ALL_BELOW", most)
+    metadata = dcp.FileSystemReader(good).read_metadata()
+    index = next(index for index, info in metadata.storage_data.items() if info.relative_path == "__1_0.distcp")
+    item = ReadItem(LoadItemType.BYTE_IO, index, torch.Size([0]), index, torch.Size([0]), torch.Size([1]))
+    probes = read_items.probe_items(metadata, dcp.LoadPlan([item]))
+    assert {str(metadata.storage_data[probe.storage_index].relative_path) for probe in probes} == probed
 
 
 class DyingReader(dcp.FileSystemReader):

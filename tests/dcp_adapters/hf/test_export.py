@@ -275,7 +275,7 @@ def test_what_the_source_lacks_comes_from_the_rest(tmp_path: Path) -> None:
     (home / "config.json").write_text(json.dumps(CONFIG))
     everything = {**dense, **{name: value.dequantize() for name, value in part.items()}}
     save_file({name: value.contiguous() for name, value in everything.items()}, home / "model.safetensors")
-    with pytest.raises(ValueError, match=re.escape("the source lacks 7 tensors of the model (embed_tokens.weight, ")):
+    with pytest.raises(ValueError, match=re.escape("the source lacks 8 tensors of the model (embed_tokens.weight, ")):
         export_hf(part, tmp_path / "out", config=home)
     assert not (tmp_path / "out").exists()
     export_hf(model, tmp_path / "whole", config=CONFIG)
@@ -284,6 +284,49 @@ def test_what_the_source_lacks_comes_from_the_rest(tmp_path: Path) -> None:
         assert tensors_equal(tmp_path / str(number), tmp_path / "whole")
     assert main(["export", str(checkpoint_of(part, tmp_path)), str(tmp_path / "cli"), "--rest", str(home)]) == 0
     assert tensors_equal(tmp_path / "cli", tmp_path / "whole")
+    del dense["embed_tokens.weight"]
+    with pytest.raises(
+        ValueError, match=r"^the source and rest= lack 1 tensors of the model \(embed_tokens\.weight\);"
+    ):
+        export_hf(part, tmp_path / "less", config=home, rest=dense)
+
+
+def test_the_rest_may_be_what_a_training_run_saved(tmp_path: Path) -> None:
+    model, dense = model_of("nvfp4"), Model().state_dict()
+    part = {name: value for name, value in model.state_dict().items() if isinstance(value, QuantizedTensor)}
+    export_hf(model, tmp_path / "whole", config=CONFIG)
+    run = {"model": dense, "optim": {"state": {"lm_head.weight": values((40, 64), 9)}, "lr": 0.1}}
+    save(run, tmp_path / "run")
+    for number, rest in enumerate((run, tmp_path / "run")):
+        export_hf(part, tmp_path / str(number), config=CONFIG, rest=rest)
+        assert tensors_equal(tmp_path / str(number), tmp_path / "whole")
+    with pytest.raises(
+        ValueError, match=re.escape("are under model and ema; give what holds the model's weights alone")
+    ):
+        export_hf(part, tmp_path / "out", config=CONFIG, rest={"model": dense, "ema": dense})
+
+
+def test_entries_of_bytes_beside_dense_weights_ask_for_the_prefix(tmp_path: Path) -> None:
+    save({"model": Model().state_dict(), "optim": {"lr": 0.1}}, tmp_path / "run")
+    said = "optim.lr is an entry of bytes; an export holds tensors only: say by prefix=... (--prefix) under which name"
+    with pytest.raises(ValueError, match=re.escape(said) + ' the weights are, for example "model."$'):
+        export_hf(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(ValueError, match="nothing in the source is quantized: calibrate the model, convert the"):
+        export_hf(tmp_path / "run", tmp_path / "out", prefix="model.")
+
+
+def test_the_command_warns_of_a_config_that_says_nothing_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = checkpoint_of(model_of("mxfp8").state_dict(), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["export", str(checkpoint), str(tmp_path / "a"), "--config", str(tmp_path / "config.json")]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["export", str(checkpoint), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().err == (
+        "python -m dcp_adapters: warning: without --config, config.json tells of the quantization alone; engines need "
+        "the model's\n"
+    )
 
 
 def test_experts_that_are_there_are_not_taken_from_the_rest_under_other_names(tmp_path: Path) -> None:

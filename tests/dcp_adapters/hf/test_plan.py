@@ -445,3 +445,19 @@ def test_the_subtree_of_the_weights_is_found() -> None:
     assert weights_prefix(nested, set()) == ""
     with pytest.raises(ValueError, match=r"quantized weights are under model and optim; say by prefix=\.\.\."):
         weights_prefix(nested, {"model.a", "optim.a"})
+
+
+def test_the_subtree_of_dense_weights_is_found_by_their_names() -> None:
+    nested = {"model.a": ("model", "a"), "model.b": ("model", "b"), "optim.a.m": ("optim", "a", "m"), "s": ("s",)}
+    assert weights_prefix(nested, set(), like={"a", "c"}) == "model."
+    assert weights_prefix({"a.weight": ("a.weight",)}, set(), like={"b"}) == ""
+    flat_above = {"model.a": ("model.a",), "optim.lr": ("optim", "lr")}
+    assert weights_prefix(flat_above, set(), like={"model.a"}) == ""
+    assert weights_prefix({"model.a": ("model", "a"), "model.b": ("model", "b")}, set(), like={"c"}) == "model."
+    compiled = {"model._orig_mod.a": ("model", "_orig_mod.a"), "optim.lr": ("optim", "lr")}
+    assert weights_prefix(compiled, set(), like={"a"}) == "model."
+    twice = {"model.a": ("model", "a"), "ema.a": ("ema", "a")}
+    with pytest.raises(ValueError, match=r"^rest= \(--rest\) is nested, .* are under model and ema; give what holds"):
+        weights_prefix(twice, set(), like={"a"})
+    with pytest.raises(ValueError, match="names of the source's weights are under none of its keys; give what holds"):
+        weights_prefix(nested, set(), like={"c"})
