@@ -1,6 +1,6 @@
 """Calibrate SmolLM2-135M to NVFP4 with several algorithms, sharded by FSDP2, and see what each does to perplexity.
 
-    pip install -e '.[demo,calibration]'  # after `make demo`, which brings the model; the pictures need matplotlib
+    make demo  # makes the environment, and brings the model
     torchrun --nproc-per-node 2 examples/calibrate.py --out runs/calibrate
 
 For each algorithm: the model from the file in fp32, one FSDP group a decoder layer; one layer at a time gathered and
