@@ -12,7 +12,12 @@ from dataclasses import dataclass
 __all__ = ["FUSED", "Piece", "fused_key", "fused_sets", "pieces_of", "plain_name", "turned_experts"]
 
 # In NVFP4 they must have one global scale between them, and everywhere one scale of their common input.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # of latent attention
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
 HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 

@@ -403,6 +403,17 @@ def test_nan_is_found_before_an_engine_runs_on_it(tmp_path: Path) -> None:
     export_hf({"a.weight": quantize(values((32, 64), 0) * 1e30, MXFP8)}, tmp_path / "large")  # large is no NaN
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-42])
+def test_a_scale_without_a_reciprocal_is_refused(scale: float, tmp_path: Path) -> None:
+    q = quantize(values((4, 64), 1), NVFP4)
+    q.global_scale.fill_(scale)
+    with pytest.raises(
+        ValueError, match=r"a\.weight_global_scale: the scale of a\.weight is 0 or next to it, and engines"
+    ):
+        export_hf({"a.weight": q}, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def broken_disk(path: str) -> str:
     if dist.get_rank() == 1:
 
