@@ -339,6 +339,17 @@ def test_experts_are_cut_out_of_their_weights(tmp_path: Path) -> None:
         assert torch.equal(found[f"l.experts.{expert}.down_proj.weight"], down[expert])
 
 
+@pytest.mark.parametrize("config", [{"model_type": "mixtral"}, {"text_config": {"model_type": "mixtral"}}])
+def test_experts_that_files_have_under_other_names_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    state = {"l.q.weight": quantize(values((8, 32), 1), MXFP8), "l.experts.down_proj": values((2, 32, 32), 6)}
+    with pytest.raises(ValueError, match=r"l\.experts\.down_proj: engines know the experts of mixtral by other names"):
+        export_hf(state, tmp_path / "out", config=config)
+    assert list(tmp_path.iterdir()) == []
+    del state["l.experts.down_proj"]
+    export_hf({**state, "l.experts.0.w1.weight": values((8, 32), 2)}, tmp_path / "out", config=config)
+    assert "l.experts.0.w1.weight" in tensors_of(tmp_path / "out")
+
+
 def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
     q = quantize(values((32, 64), 0), MXFP8)
     export_hf({"weight": q}, tmp_path / "linear")  # a model that is a linear
