@@ -50,6 +50,13 @@ class ModelConfig:
         nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
         return bool(self.values.get("tie_word_embeddings", nested))
 
+    @property
+    def model_types(self) -> set[str]:
+        """What kinds of model it is, that of the text model of several too."""
+        text = self.values.get("text_config")
+        found = (self.values.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
+        return {one for one in found if isinstance(one, str)}
+
     def write(self, directory: Path, made: Mapping[str, Any], dtype: str) -> None:
         """Copy the files and write the JSON; `made` as a layout makes it, `dtype` of the weights if nothing says it."""
         for file in self.files:

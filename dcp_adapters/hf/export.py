@@ -26,6 +26,7 @@ from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.layout import INPUT_SCALE, layout_named
 from dcp_adapters.hf.modelopt import MODELOPT
+from dcp_adapters.hf.names import RENAMED, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import Joined, Source, source_of
@@ -96,6 +97,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         scales = dict(_scales(source))
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
         request = Request(chosen, scales, producer, limit, described.tied, fused_scales == "requantize")
+        _check_names(source, described)
         _check_complete(source, described, state_dict_or_checkpoint, rest)
         plan = plan_export(source.records, request)
         return source, plan, _digests(source, request)
@@ -147,6 +149,22 @@ def _scales(source: Source) -> Iterator[tuple[str, float]]:
             if record.shape not in ((), (1,)):
                 raise ValueError(f"{name} has the shape {record.shape}, expected one value")
             yield name, source.scalar(name, "")
+
+
+def _check_names(source: Source, described: ModelConfig) -> None:
+    """Refuse experts whose names in files of this model are not those that would be written."""
+    renamed = described.model_types & RENAMED
+    experts = [
+        name
+        for name, record in source.records.items()
+        if len(record.shape) == 3 and pieces_of(name, record.shape) is not None
+    ]
+    if renamed and experts:
+        raise ValueError(
+            f"{experts[0]}: engines know the experts of {renamed.pop()} by other names than those of the model in "
+            "memory, and would run without these weights; export a state dict with a linear for each expert, [N, K], "
+            "under the names that the model's own files have"
+        )
 
 
 def _check_complete(source: Source, described: ModelConfig, given: Any, rest: Any) -> None:

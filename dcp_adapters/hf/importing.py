@@ -23,6 +23,7 @@ from dcp_adapters.expand import plain_leaf, quantized_local
 from dcp_adapters.hf.directory import listed
 from dcp_adapters.hf.entries import Wanted
 from dcp_adapters.hf.materialise import Live, materialise
+from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load_planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest
@@ -65,10 +66,11 @@ def import_hf(
         progress: a bar over the bytes that rank 0 reads, on a terminal.
 
     Returns:
-        The model's state dict; without a model the directory's, in whole tensors on `device` (CPU). Quantized weights
-        of ours have a recipe that says how to decode them; those of others that of their scheme. Added are the scales
-        of inputs, `<module>.input_scale`, and of the KV cache, `<attention>.k_scale` and `.v_scale`: fp32 [], under
-        which a payload is multiplied. `export_hf` takes it all.
+        The model's state dict, under the names of the plain model where modules of it are compiled; without a model the
+        directory's, in whole tensors on `device` (CPU). Quantized weights of ours have a recipe that says how to decode
+        them; those of others that of their scheme. Added are the scales of inputs, `<module>.input_scale`, and of the
+        KV cache, `<attention>.k_scale` and `.v_scale`: fp32 [], under which a payload is multiplied. `export_hf` takes
+        it all.
 
         A parameter with Float8DelayedScaling takes FP8 with a scale a tensor: its history begins with the amax that
         gives the scale, so the next step goes on under it (or one next to it, where no amax gives it).
@@ -90,7 +92,7 @@ def import_hf(
     names: list[str] = []
     on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch)))
     on_all(None, lambda: materialise(model, live, device))
-    state = model.state_dict()
+    state = {plain_name(name): value for name, value in model.state_dict().items()}
     extras = {name: torch.empty(()) for name in sorted(reader.presented().scales)}
     _load({name: state[name] for name in names} | extras, reader)
     return {**state, **extras}

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.hf.names import plain_name
+
 __all__ = ["Live", "materialise"]
 
 
@@ -19,8 +21,8 @@ __all__ = ["Live", "materialise"]
 class Live:
     """The tensors of a model.
 
-    state: state-dict name -> the parameter or buffer itself. names: for each tensor its names, several where it is
-    tied. lost: buffers on the meta device that no state dict has.
+    state: state-dict name, as the plain model has it where modules are compiled -> the parameter or buffer itself.
+    names: for each tensor its names, several where it is tied. lost: buffers on the meta device that no state dict has.
     """
 
     state: Mapping[str, Tensor]
@@ -30,7 +32,11 @@ class Live:
     @staticmethod
     def of(model: nn.Module) -> "Live":
         """Those of a model; what is no tensor (extra state of modules) is left out."""
-        state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        state = {
+            plain_name(name): value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor)
+        }
         names: dict[int, list[str]] = {}
         for name, value in state.items():
             names.setdefault(id(value), []).append(name)

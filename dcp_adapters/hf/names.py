@@ -9,11 +9,30 @@ Names in a layout's files are built on these.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["FUSED", "Piece", "fused_key", "fused_sets", "pieces_of", "turned_experts"]
+__all__ = ["FUSED", "RENAMED", "Piece", "fused_key", "fused_sets", "pieces_of", "plain_name", "turned_experts"]
 
 # In NVFP4 they must have one global scale between them, and everywhere one scale of their common input.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # of latent attention
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
 HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+# Models (`model_type`) whose files have linears of experts under other names than <experts>.<e>.gate_proj, up_proj and
+# down_proj: w1, w3, w2 and the like, or one tensor for all. Recent transformers rename them when they load.
+RENAMED = frozenset(
+    {"aria_text", "deepseek_v4", "granitemoe", "granitemoehybrid", "granitemoeshared", "kimi_linear", "lfm2_moe"}
+    | {"minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "phimoe", "qwen3_vl_moe"}
+)
+COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a module's parameters
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model that was not compiled."""
+    return name.replace(COMPILED, "")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.commands.stored import StoredCheckpoint
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse_hidden
 from dcp_adapters.hf.directory import read_directory
-from dcp_adapters.hf.names import pieces_of
+from dcp_adapters.hf.names import pieces_of, plain_name
 from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, is_quantized
 from fsdp_hooks.torch_private import dtensor_around, flatten_state_dict
 from qtensor.recipes import Recipe
@@ -34,8 +34,6 @@ __all__ = [
     "Source",
     "source_of",
 ]
-
-COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a module's parameters
 
 
 @dataclass(frozen=True)
@@ -313,11 +311,7 @@ def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
 
 def _under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The entries whose names begin with the prefix, under the rest of their names as the plain model has them."""
-    chosen = {
-        name.removeprefix(prefix).replace(COMPILED, ""): value
-        for name, value in named.items()
-        if name.startswith(prefix)
-    }
+    chosen = {plain_name(name.removeprefix(prefix)): value for name, value in named.items() if name.startswith(prefix)}
     if not chosen:
         tops = sorted({name.partition(".")[0] for name in named})
         raise ValueError(f"{where}: no tensor's name begins with {prefix!r}; names begin with {', '.join(tops[:8])}")

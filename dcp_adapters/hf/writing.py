@@ -21,7 +21,7 @@ from torch import Tensor
 from dcp_adapters.commands.progress import Advance
 from dcp_adapters.hf.config import ModelConfig
 from dcp_adapters.hf.directory import INDEX
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, RECIPES, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
 from dcp_adapters.hf.sources import Source
 from fsdp_hooks.alike import on_all, rank_of, ranks_of
@@ -104,7 +104,14 @@ def _made(output: Output, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if output.scale is not None:
             parts = _renewed(output.recipe, parts, output.scale)
         _check_numbers(output.source, output.recipe, parts)
-    return {written.name: _one(written, parts) for written in output.written}
+    made = {written.name: _one(written, parts) for written in output.written}
+    for written in output.written:
+        if written.form is ONE_OVER and not bool(made[written.name].isfinite()):
+            raise ValueError(
+                f"{written.name}: the scale of {output.source} is 0 or next to it, and engines read its reciprocal, "
+                "which would be infinite; quantize it again"
+            )
+    return made
 
 
 def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:

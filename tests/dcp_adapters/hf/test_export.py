@@ -384,6 +384,17 @@ def test_experts_are_cut_out_of_their_weights(tmp_path: Path) -> None:
         assert torch.equal(found[f"l.experts.{expert}.down_proj.weight"], down[expert])
 
 
+@pytest.mark.parametrize("config", [{"model_type": "mixtral"}, {"text_config": {"model_type": "mixtral"}}])
+def test_experts_that_files_have_under_other_names_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    state = {"l.q.weight": quantize(values((8, 32), 1), MXFP8), "l.experts.down_proj": values((2, 32, 32), 6)}
+    with pytest.raises(ValueError, match=r"l\.experts\.down_proj: engines know the experts of mixtral by other names"):
+        export_hf(state, tmp_path / "out", config=config)
+    assert list(tmp_path.iterdir()) == []
+    del state["l.experts.down_proj"]
+    export_hf({**state, "l.experts.0.w1.weight": values((8, 32), 2)}, tmp_path / "out", config=config)
+    assert "l.experts.0.w1.weight" in tensors_of(tmp_path / "out")
+
+
 def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
     q = quantize(values((32, 64), 0), MXFP8)
     export_hf({"weight": q}, tmp_path / "linear")  # a model that is a linear
@@ -456,6 +467,17 @@ def test_nan_is_found_before_an_engine_runs_on_it(tmp_path: Path) -> None:
             export_hf({"a.weight": quantize(x, recipe)}, tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
     export_hf({"a.weight": quantize(values((32, 64), 0) * 1e30, MXFP8)}, tmp_path / "large")  # large is no NaN
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-42])
+def test_a_scale_without_a_reciprocal_is_refused(scale: float, tmp_path: Path) -> None:
+    q = quantize(values((4, 64), 1), NVFP4)
+    q.global_scale.fill_(scale)
+    with pytest.raises(
+        ValueError, match=r"a\.weight_global_scale: the scale of a\.weight is 0 or next to it, and engines"
+    ):
+        export_hf({"a.weight": q}, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def broken_disk(path: str) -> str:

@@ -30,6 +30,7 @@ from qtensor import (
     NVFP4BlockScaling,
     high_precision_init_val,
     quantize,
+    quantize_,
     quantized_model_init,
 )
 from tests.dcp_adapters.cases import RECIPES, assert_holds, bits, held, local_of, values
@@ -321,6 +322,19 @@ def test_a_recorded_recipe_fits_its_parameter_and_no_other(recipe: Any, tmp_path
     assert_holds(import_hf(path, meta_model(state, {Q0: recipe})), state)
     with pytest.raises(ValueError, match=f"the directory holds {type(recipe).__name__}"):
         import_hf(path, meta_model(state, {Q0: KINDS[kind]}))
+
+
+def test_a_compiled_model_is_filled_under_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    state = {f"{place}.weight": values((8, 64), place) for place in range(2)}
+    write(tmp_path, state)
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(64, 8, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    quantize_(net, MXFP8BlockScaling(), include=["1"])
+    net[1] = torch.compile(net[1])
+    found = import_hf(tmp_path, net)
+    assert list(found) == list(state)
+    assert torch.equal(net[0].weight, state["0.weight"])
+    assert torch.equal(net[1].weight.dequantize(), quantize(state["1.weight"], MXFP8BlockScaling()).dequantize())
 
 
 def test_a_buffer_of_integers_is_not_taken_for_codes(tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def test_experts_are_linears_of_their_own() -> None:
 
 def test_fused_linears_share_their_global_scale_or_are_refused() -> None:
     assert fused_sets(["a.q_proj", "b", "a.v_proj", "c.q_proj"]) == [["a.q_proj", "a.v_proj"], ["b"], ["c.q_proj"]]
+    assert fused_sets(["a.q_a_proj", "a.kv_a_proj_with_mqa"]) == [["a.q_a_proj", "a.kv_a_proj_with_mqa"]]
     records = {f"l.{name}_proj.weight": weight(NVFP4) for name in ("q", "k", "v", "o")}
     scales = {"l.q_proj.weight": 0.5, "l.k_proj.weight": 2.0, "l.v_proj.weight": 2.0, "l.o_proj.weight": 7.0}
     text = refused(records, scales=scales)
