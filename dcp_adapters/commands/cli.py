@@ -72,9 +72,9 @@ def _report(arguments: argparse.Namespace) -> int:
         target = Path(arguments.output or f"{checkpoint.path.resolve().name}-report.html")
         if target.is_dir() or not target.parent.is_dir():  # now, not when all has been measured
             raise ValueError(f"{target}: expected a file in a directory that exists")
-    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    total = sum(tensor.nbytes for tensor in inspect_checkpoint(checkpoint, arguments.match).tensors)
     with progress("measuring", total, enabled=arguments.progress) as advance:
-        found = measure_checkpoint(checkpoint, against, advance=advance)
+        found = measure_checkpoint(checkpoint, against, arguments.match, advance=advance)
     if target is not None:
         target.write_text(page(found), encoding="utf-8")
     _show(found.to_json() if arguments.json else f"{target}: {len(found.tensors)} tensors")
@@ -226,6 +226,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
     parser.add_argument("--against", metavar="DENSE", help="the checkpoint whose values are right")
+    parser.add_argument("--match", metavar="GLOB", action="append", default=[], help="only these names (repeatable)")
     parser.add_argument(
         "-o", "--output", metavar="PAGE", help="the file to write (default: CHECKPOINT-report.html here)"
     )

@@ -53,6 +53,7 @@ wrote either, and without it there is no error to show. All data are read, one t
         examples="""\
 examples:
   %(prog)s runs/step-1000 --against dense            writes step-1000-report.html
+  %(prog)s runs/step-1000 --match 'model.*'          without optimizer states
   %(prog)s runs/step-1000 -o page.html
   %(prog)s runs/step-1000 --against dense --json | jq '.tensors[] | [.snr_db, .name]'""",
     ),

@@ -312,6 +312,19 @@ def test_report_as_json_writes_a_page_only_where_asked(
     assert set(tmp_path.iterdir()) == {*before, tmp_path / "page.html"}
 
 
+def test_report_of_some_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {"a.weight": values((64, 64), 0), "b.weight": values((32, 64), 1)}
+    save({"model": weights, "optim": {"a.exp_avg": values((64, 64), 2)}}, tmp_path / "run")
+    save({"model": weights, "optim": {"b.exp_avg": values((64, 64), 2)}}, tmp_path / "right")
+    command = ("report", str(tmp_path / "run"), "--against", str(tmp_path / "right"), "--json")
+    found = json.loads(succeeds(capsys, *command, "--match", "model.*"))
+    assert [tensor["name"] for tensor in found["tensors"]] == ["model.a.weight", "model.b.weight"]
+    assert found["only_in_against"] == 0
+    assert json.loads(succeeds(capsys, *command))["only_in_against"] == 1
+    assert fails(capsys, *command, "--match", "x.*") == "--match x.* matches no tensor; see the names with inspect"
+    assert "have no tensor of one name" in fails(capsys, *command, "--match", "optim.*")
+
+
 def test_report_refuses_before_it_measures(
     checkpoint: str, dense: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

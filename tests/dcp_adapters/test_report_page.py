@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from dcp_adapters.commands.errors import Error
-from dcp_adapters.commands.report.drawing import snr_range
+from dcp_adapters.commands.report.drawing import profile, snr_range
 from dcp_adapters.commands.report.layers import grid_of, kind_and_layer, labels
 from dcp_adapters.commands.report.markup import Markup, short, tag
 from dcp_adapters.commands.report.measure import measure_checkpoint
@@ -329,3 +330,13 @@ def test_a_browser_draws_it(hostile: CheckpointReport, tmp_path: Path) -> None:
         orange = (pixels[..., 0] > pixels[..., 2] + 0.3).mean()
         assert blue > 0.005
         assert orange > 0.0005
+
+
+def test_the_axis_of_a_profile_has_room_for_its_labels() -> None:
+    for largest, expected in ((9.0, ["4", "1"]), (5000.0, ["4", "1", "16", "256", "2\u00b9\u00b2"])):
+        labels = re.findall(r">([^<>]+)\u00d7<", profile(Profile("row", 64, (1.0, largest))))
+        assert labels == expected
+    drawn = profile(Profile("row", 64, (1.0, 3e16)))
+    heights = sorted(float(y) for y in re.findall(r'y="([\d.]+)"[^<>]*>[^<>]+\u00d7<', drawn))
+    assert 3 <= len(heights) <= 6
+    assert min(b - a for a, b in itertools.pairwise(heights)) >= 10

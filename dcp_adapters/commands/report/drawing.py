@@ -15,6 +15,7 @@ from dcp_adapters.commands.report.records import Profile, TensorReport
 __all__ = ["heat_map", "histogram", "power_of_two", "profile", "snr_range"]
 
 WIDTH = 1080
+LABEL = 10.0  # pixels between two labels of an axis
 LEAST_RANGE = 2.0  # dB: smaller differences are not blown up to the whole scale
 _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
@@ -89,10 +90,16 @@ def profile(found: Profile, width: int = 340, height: int = 120) -> Markup:
         return base - (base - above) * (max(math.log2(factor), floor) - floor) / (top - floor) if factor else base
 
     drawn = []
-    for factor in (1.0, FACTOR, *(16.0**power for power in range(1, int(top / 4) + 1))):
+    powers = int(top / 4)
+    lines = (FACTOR, 1.0, *(16.0**power for power in range(1, powers + 1, max(1, math.ceil(powers / 4)))))
+    labelled: list[float] = []
+    for factor in lines:
         kind = "limit" if factor == FACTOR else "grid"
         drawn += [tag("line", x1=left, x2=width, y1=_n(y(factor)), y2=_n(y(factor)), class_=kind)]
-        drawn += [_at(left - 5, y(factor) + 4, f"{factor:g}\u00d7", class_="tick", anchor="end")]
+        if all(abs(y(factor) - other) >= LABEL for other in labelled):
+            labelled.append(y(factor))
+            words = f"{factor:g}" if factor < 1000 else power_of_two(int(math.log2(factor)))
+            drawn += [_at(left - 5, y(factor) + 4, f"{words}\u00d7", class_="tick", anchor="end")]
     slot = (width - left) / len(found.bins)
     for index, factor in enumerate(found.bins):
         box = (left + slot * index, y(factor), max(slot * 0.8, 0.8), base - y(factor))

@@ -11,7 +11,7 @@ Neither says how fast the storage or the network of the training job is.
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dcp_adapters.checksums import digest_of
 from dcp_adapters.commands.errors import ErrorSum
-from dcp_adapters.commands.inspect_checkpoint import inspect_checkpoint, kind_of
+from dcp_adapters.commands.inspect_checkpoint import inspect_checkpoint, kind_of, matches
 from dcp_adapters.commands.progress import Advance, unseen
 from dcp_adapters.commands.report.channels import Axis, Channels
 from dcp_adapters.commands.report.elements import ElementCounts
@@ -37,19 +37,29 @@ ENOUGH = 0.05  # seconds; what took longer is measured once
 
 
 def measure_checkpoint(
-    checkpoint: StoredCheckpoint, against: StoredCheckpoint | None = None, *, advance: Advance = unseen
+    checkpoint: StoredCheckpoint,
+    against: StoredCheckpoint | None = None,
+    match: Sequence[str] = (),
+    *,
+    advance: Advance = unseen,
 ) -> CheckpointReport:
-    """Read and measure every tensor; `advance` is told the bytes of the checkpoint that are done.
+    """Read and measure every tensor, or those whose names match a glob of `match`.
+
+    `advance` is told the bytes of the checkpoint that are done.
 
     Raises:
-        ValueError: the two have no tensor of one name.
+        ValueError: no name matches; the two have no tensor of one name.
         CheckpointUnusable: data can not be read.
     """
-    found = inspect_checkpoint(checkpoint)
-    if against is not None and found.tensors and not checkpoint.tensors.keys() & against.tensors.keys():
+    found = inspect_checkpoint(checkpoint, match)
+    if match and not found.tensors:
+        raise ValueError(f"--match {' '.join(match)} matches no tensor; see the names with inspect")
+    theirs: Collection[str] = () if against is None else _matching(against.tensors, match)
+    here = {stored.name for stored in found.tensors}
+    if against is not None and here and here.isdisjoint(theirs):
         raise ValueError(
             f"{checkpoint.path} and {against.path} have no tensor of one name, so nothing can be compared: for example "
-            f"{found.tensors[0].name!r} and {next(iter(against.tensors), 'no tensor at all')!r}"
+            f"{found.tensors[0].name!r} and {next(iter(theirs or against.tensors), 'no tensor at all')!r}"
         )
     return CheckpointReport(
         path=found.path,
@@ -58,7 +68,7 @@ def measure_checkpoint(
         files=checkpoint.file_bytes(),
         blobs=len(found.blobs),
         blob_bytes=sum(size for _, size in found.blobs),
-        only_in_against=0 if against is None else len(against.tensors.keys() - checkpoint.tensors.keys()),
+        only_in_against=len(set(theirs) - here),
         format_version=found.format_version,
         checksums=found.checksums,
         world_size=found.world_size,
@@ -124,6 +134,10 @@ def measure_tensor(
         read_seconds=seconds[0],
         write_seconds=seconds[1],
     )
+
+
+def _matching(names: Collection[str], match: Sequence[str]) -> list[str]:
+    return [name for name in names if not match or matches(name, match)]
 
 
 def _measured(

@@ -107,7 +107,7 @@ def outliers(report: CheckpointReport) -> Markup:
             f"{tensor.column_outliers:,}",
             ", ".join(f"{one.axis} {one.index}" for one in tensor.outliers[:4]),
             f"{tensor.outliers[0].amax:.3g}",
-            joined(f"{tensor.outliers[0].factor:.1f}\u00d7", meter(tensor.outliers[0].factor / largest, hot=True)),
+            joined(_times(tensor.outliers[0].factor), meter(tensor.outliers[0].factor / largest, hot=True)),
         )
         for tensor in found[:TOP]
     ]
@@ -211,7 +211,11 @@ def _added(some: Sequence[ScaleHistogram]) -> Mapping[int, int]:
 
 def _outlier_words(tensor: TensorReport) -> str:
     one = tensor.outliers[0]
-    return f"{one.axis} {one.index}: {one.factor:.1f}\u00d7 the median"
+    return f"{one.axis} {one.index}: {_times(one.factor)} the median"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.1f}\u00d7" if factor < 1e4 else f"{factor:.2g}\u00d7"
 
 
 def _saturation(tensor: TensorReport) -> float:
