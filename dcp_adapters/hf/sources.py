@@ -280,7 +280,7 @@ def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> s
     for name, path in paths.items():
         for depth in range(len(path)):
             prefix = "".join(f"{key}." for key in path[:depth])
-            found[prefix] += name.removeprefix(prefix).replace(COMPILED, "") in like
+            found[prefix] += plain_name(name.removeprefix(prefix)) in like
     most = max(found.values())
     best = [prefix for prefix, count in found.items() if count == most]
     if most and len(best) == 1:

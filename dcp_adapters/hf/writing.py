@@ -9,6 +9,7 @@ publish           rank 0   looks whether all files are there; the directory gets
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Mapping
 from functools import partial
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcp_adapters.commands.progress import Advance
-from dcp_adapters.hf.config import ModelConfig
+from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
@@ -160,6 +161,7 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
     kept = {"format": "pt", **({RECIPES: json.dumps(recipes)} if recipes else {})}
     path = directory / file.name
     save_file(_apart(tensors), path, metadata=kept)
+    path.chmod(stat.S_IMODE((directory / CONFIG).stat().st_mode))  # safetensors makes files for their owner alone
     _settle_header(path)
     _sync(path)
 

@@ -129,6 +129,8 @@ def test_the_bytes_of_the_weights_are_in_the_files(name: str, tmp_path: Path) ->
     assert config == {**CONFIG, "dtype": "bfloat16"}
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as opened:
         assert opened.metadata()["format"] == "pt"
+    (tmp_path / "mine").touch()
+    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {(tmp_path / "mine").stat().st_mode}
 
 
 def exported(path: str, name: str, mesh_shape: tuple[int, ...]) -> None:
