@@ -2,7 +2,7 @@
 
 Written: the bytes of all payloads and scales into one file and to the disk (fsync), by plain writes, by safetensors'
 save_file, by `export_hf` of a state dict, and of a checkpoint, which is read and compared with its checksums first.
-Read, from the page cache: plain reads into memory that exists, and `import_hf` without a model.
+Read, from the page cache into memory that is new: plain reads, and `import_hf` without a model.
 """
 
 import os
@@ -58,8 +58,6 @@ def _contenders(state: dict[str, Any], home: Path) -> dict[str, Contender]:
     parts = {name: part.contiguous() for name, part in expand(state).items()}
     target, file = home / "target", home / "file"
     blocks = [_bytes(part) for part in parts.values()]
-    stored = (home / "exported" / "model.safetensors").read_bytes()
-    held = bytearray(len(stored))
 
     def write() -> None:
         with file.open("wb", buffering=0) as stream:
@@ -74,8 +72,7 @@ def _contenders(state: dict[str, Any], home: Path) -> dict[str, Contender]:
         os.close(descriptor)
 
     def read() -> None:
-        with (home / "exported" / "model.safetensors").open("rb", buffering=0) as stream:
-            stream.readinto(held)
+        (home / "exported" / "model.safetensors").read_bytes()
 
     def clear() -> None:
         shutil.rmtree(target, ignore_errors=True)

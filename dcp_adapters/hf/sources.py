@@ -256,8 +256,8 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like
     """What the names of the model's weights begin with, in a state dict whose leaves stand at `paths`.
 
     "" for a flat one, else the keys of the innermost dict that holds everything quantized. Raises ValueError where
-    that is the outermost of a nested one: then optimizer states, say, are among it. Where nothing is quantized, the
-    keys of the dict whose names are in `like`.
+    that is the outermost of a nested one: then optimizer states, say, are among it; or where weights are outside of it.
+    Where nothing is quantized, the keys of the dict whose names are in `like`.
     """
     above = [[str(key) for key in paths[name][:-1]] for name in quantized]
     if all(len(path) == 1 for path in paths.values()):
@@ -271,7 +271,14 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like
             f"the state dict is nested, and quantized weights are under {' and '.join(tops)}; say by prefix=... "
             "(--prefix) where the model is"
         )
-    return "".join(f"{key}." for key in shared)
+    prefix = "".join(f"{key}." for key in shared)
+    outside = [name for name in paths if name.endswith(".weight") and not name.startswith(prefix)]
+    if outside:
+        raise ValueError(
+            f"everything quantized is under {prefix!r}, and {len(outside)} other weights are not ({outside[0]}, ...); "
+            "say by prefix=... (--prefix) what to export"
+        )
+    return prefix
 
 
 def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> str:

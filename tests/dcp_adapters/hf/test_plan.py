@@ -444,6 +444,9 @@ def test_the_subtree_of_the_weights_is_found() -> None:
     deep = {"app.model.a": ("app", "model", "a"), "app.model.b": ("app", "model", "b"), "app.step": ("app", "step")}
     assert weights_prefix(deep, {"app.model.a", "app.model.b"}) == "app.model."
     assert weights_prefix(nested, set()) == ""
+    parts = {f"model.{part}.weight": ("model", part, "weight") for part in ("encoder", "decoder")}
+    with pytest.raises(ValueError, match=r"1 other weights are not \(model\.encoder\.weight, \.\.\.\); say by prefix="):
+        weights_prefix(parts, {"model.decoder.weight"})  # half a model
     with pytest.raises(ValueError, match=r"quantized weights are under model and optim; say by prefix=\.\.\."):
         weights_prefix(nested, {"model.a", "optim.a"})
 
