@@ -15,19 +15,18 @@ directory a step.
 """
 
 import dataclasses
-import errno
 import os
 import re
 import uuid
 from pathlib import Path
 from typing import Any
 
-__all__ = ["clear", "own_names", "sync"]
+from dcp_adapters.durable import sync
+
+__all__ = ["clear", "own_names"]
 
 DATA = re.compile(r"__\d+_\w+\.distcp")
 RANK_METADATA = re.compile(r"__\d+\.metadata")
-# Some network file systems can not sync a directory; there a removal is as durable as they make it.
-CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
 def clear(checkpoint_id: str | os.PathLike[str] | None, *, alone: bool) -> bool:
@@ -93,17 +92,3 @@ def _removed(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def sync(directory: Path) -> None:
-    """Make what was created, renamed and removed in a directory durable, where the file system can."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in CAN_NOT_SYNC:
-            raise
-    finally:
-        os.close(descriptor)

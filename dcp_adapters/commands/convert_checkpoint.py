@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcp_adapters.commands.inspect_checkpoint import kind_of, matches
 from dcp_adapters.commands.progress import Advance, unseen
 from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
+from dcp_adapters.durable import sync
 from dcp_adapters.save_planner import QuantizedSavePlanner
 from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of
 from qtensor.recipes import Recipe
@@ -125,12 +126,12 @@ def convert_checkpoint(
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         _write(source, partial, plan, advance)
-        _sync(partial)
+        sync(partial)
         partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync(final.absolute().parent)
+    sync(final.absolute().parent)
 
 
 def converted(value: Tensor, to: Target) -> Tensor:
@@ -310,12 +311,3 @@ def _alone(data: Tensor) -> Tensor:
     """A contiguous tensor that has its storage for itself."""
     data = data.detach().contiguous()
     return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
-
-
-def _sync(directory: Path) -> None:
-    """Make the names in a directory durable, as the writer does with the contents of files."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,6 @@ publish           rank 0   looks whether all files are there; the directory gets
 """
 
 import json
-import os
 import shutil
 import stat
 import uuid
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcp_adapters.commands.progress import Advance
+from dcp_adapters.durable import sync
 from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
@@ -163,7 +163,7 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
     save_file(_apart(tensors), path, metadata=kept)
     path.chmod(stat.S_IMODE((directory / CONFIG).stat().st_mode))  # safetensors makes files for their owner alone
     _settle_header(path)
-    _sync(path)
+    sync(path)
 
 
 def _settle_header(path: Path) -> None:
@@ -197,18 +197,9 @@ def publish(begun: Path, final: Path, plan: ExportPlan) -> None:
         if held < sum(output.nbytes for output in file.outputs):
             raise FileNotFoundError(f"{path}: another rank wrote it and rank 0 can not see it: out_dir must be shared")
     for path in begun.iterdir():
-        _sync(path)
-    _sync(begun)
+        sync(path)
+    sync(begun)
     if final.exists():
         raise FileExistsError(f"{final} was made by another while this export was written; nothing is overwritten")
     begun.rename(final)
-    _sync(final.absolute().parent)
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a directory, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(final.absolute().parent)
