@@ -1,9 +1,11 @@
 """The files of an export: gathered, written, and given their name.
 
-begun_directory   rank 0   a hidden directory with all but the weights
-write_files       every rank, alike: of shards every tensor is gathered in turn, and the rank that owns its file
-keeps it; then those ranks write at the same time
-publish           rank 0   looks whether all files are there; the directory gets its name
+    begun_directory   rank 0              a hidden directory with all but the weights
+    write_files       every rank, alike   of shards every tensor is gathered in turn, and the rank that owns its file
+                                          keeps it; then those ranks write at the same time
+    publish           rank 0              looks whether all files are there; the directory gets its name
+
+An error on one rank, between two gathers, is raised on all of them when the file would be written.
 """
 
 import json
@@ -67,7 +69,7 @@ def write_files(source: Source, plan: ExportPlan, directory: Path, advance: Adva
                     try:
                         _check_twin(output, parts[0], parts[1])
                         tensors |= _made(output, parts[0])
-                    except Exception as error:  # noqa: BLE001 - as above
+                    except Exception as error:  # noqa: BLE001 - raised on all ranks below
                         failed.append(error)
                 advance(output.nbytes)
         on_all(None, partial(_save, directory, mine, tensors, failed))
