@@ -1,7 +1,7 @@
 """What inference engines call things, where that differs from the model's own names.
 
-fused      linears that an engine runs as one, and which therefore share scales
-experts    a weight [E, N, K] of all experts is E linears `<experts>.<e>.<name>`; gate_up_proj is two of each
+    fused      linears that an engine runs as one, and which therefore share scales
+    experts    a weight [E, N, K] of all experts is E linears `<experts>.<e>.<name>`; gate_up_proj is two of each
 
 Names in a layout's files are built on these.
 """
