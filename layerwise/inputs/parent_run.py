@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from layerwise.inputs.batches import Batch
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.calls import Call, Fixed, Link, Output, Shape, Statics, is_value, same_state, state_of_container
-from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, forward_of
+from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
 from layerwise.inputs.stores import Kept, is_plain, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
 
@@ -165,11 +165,9 @@ class ParentRun:
         self.next = index + 1
         if index == self.stop and index + 1 < len(self.fqns):
             raise EarlyStop
-        returned = self._returned(index)
         if index == self.stop:
-            self.behind = True
-            del self.assumed[index]  # nothing is recorded from it
-        return returned
+            return self._behind_layers(index, leaves)
+        return self._returned(index)
 
     # -- what a stand-in returns -------------------------------------------------------------------------------
 
@@ -185,6 +183,18 @@ class ParentRun:
                 self.links.setdefault(id(leaf), (leaf, count, Link(index, number)))
         self.assumed[index] = shape
         return rebuild(shape.structure, leaves)
+
+    def _behind_layers(self, index: int, given: list[Any]) -> Any:
+        """What the last layer returns: nothing is recorded from it, it shows whether the parent begins anew."""
+        self.behind = True
+        if index in self.progress.outputs or self._shape(index) is not None:
+            returned = self._returned(index)
+            del self.assumed[index]
+            return returned
+        spec = next((spec for spec in map(TensorSpec.of, given) if spec is not None), None)
+        if spec is None:
+            raise EarlyStop
+        return spec.placeholder(index, self.zeros)  # the only layer, which never ran: as what it is called with
 
     def _shape(self, index: int) -> Shape | None:
         """That of this layer's output; while it is unknown, of the last layer of the same class, or of the last."""

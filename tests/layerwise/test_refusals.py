@@ -406,9 +406,9 @@ def test_an_exclude_pattern_that_matches_nothing_warns() -> None:
 class Loops(nn.Module):
     """Runs its list of layers more than once, with nothing in between; the second pass would go unseen."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
         self.lm_head = nn.Linear(64, 33)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -418,7 +418,8 @@ class Loops(nn.Module):
         return self.lm_head(x)
 
 
-def test_layers_that_are_run_again_are_refused_where_nothing_behind_them_is_calibrated() -> None:
-    model = Loops()
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_that_are_run_again_are_refused_where_nothing_behind_them_is_calibrated(layers: int) -> None:
+    model = Loops(layers)
     with pytest.raises(NotImplementedError, match=re.escape("layer layers.0 is called again in one forward of the")):
         calibrate(model, [torch.randn(4, 64)], recipe=MXFP8BlockScaling(), exclude=["lm_head"], progress=False)
