@@ -33,6 +33,7 @@ from dcp_adapters.hf.directory import FileTensor, read_directory
 from dcp_adapters.hf.entries import Presented, Source, Wanted, presented
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
+from dcp_adapters.read_failures import failures_told
 
 __all__ = ["HuggingFaceReader", "OpenFiles"]
 
@@ -147,7 +148,7 @@ class HuggingFaceReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
-        try:
+        with failures_told(planner):
             total = sum(item.lengths.numel() * self.itemsize[item.storage_index.fqn] for item in plan.items)
             with OpenFiles(self.path) as files, progress(f"import {self.path.name}", total, enabled=self.show) as bar:
                 for item in plan.items:
@@ -157,11 +158,6 @@ class HuggingFaceReader(StorageReader):
                     _fill(target, held, source.tensor)
                     planner.commit_tensor(item, target)
                     bar(held.nbytes)
-        except BaseException as error:  # CheckpointException is none of Exception's
-            failed = getattr(planner, "read_failed", None)
-            if failed is not None:
-                failed(error)
-            raise
         done: Future[None] = Future()
         done.set_result(None)
         return done

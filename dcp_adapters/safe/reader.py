@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
+from dcp_adapters.read_failures import failures_told
 from dcp_adapters.read_items import original_index
 from dcp_adapters.safe.direct_read import Elements
 from dcp_adapters.safe.metadata_checks import (
@@ -89,7 +90,7 @@ class SafeFileSystemReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
-        try:
+        with failures_told(planner):
             headers = self._check_archives(plan)
             per_path: dict[str, list[ReadItem]] = {}
             for item in plan.items:  # as stock groups them: probes and conversions count on it
@@ -97,11 +98,6 @@ class SafeFileSystemReader(FileSystemReader):
             for items in per_path.values():
                 items.sort(key=lambda item: self.storage_data[item.storage_index].offset)  # as the file lies
                 self._read(items, headers, planner)
-        except BaseException as error:  # CheckpointException is none of Exception's
-            failed = getattr(planner, "read_failed", None)
-            if failed is not None:
-                failed(error)
-            raise
         done: Future[None] = Future()
         done.set_result(None)
         return done
