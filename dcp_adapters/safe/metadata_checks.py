@@ -199,6 +199,11 @@ def _is_size(value: Any) -> bool:
     return type(value) is torch.Size and all(_is_count(extent) for extent in value)
 
 
+def _are_strides(value: Any) -> bool:
+    """Whether torch may have stored this as strides of a tensor, which it does from 2.15 on. Nothing reads them."""
+    return value is None or (isinstance(value, tuple) and all(type(step) is int for step in value))
+
+
 def _storage_meta_faults(metadata: Metadata) -> Iterator[Fault]:
     meta = metadata.storage_meta
     if metadata.version is not None and type(metadata.version) is not str:
@@ -264,6 +269,8 @@ def _entry_faults(name: Any, record: Any) -> Iterator[Fault]:
         or type(properties.pin_memory) is not bool
     ):
         yield _fault(name, "its properties are no dtype, layout, requires_grad, memory_format and pin_memory")
+    elif not _are_strides(vars(properties).get("strides")):
+        yield _fault(name, f"its strides are {short(properties.strides)}, expected None or integers")
     elif not _is_size(record.size) or type(record.chunks) is not list:
         yield _fault(name, f"its size is {short(record.size)}, expected counts below 2**63, and a list of chunks")
     else:

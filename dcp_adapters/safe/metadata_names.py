@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_hooks.torch_private import StorageInfo
 
-__all__ = ["DTYPES", "FIELDS", "LARGEST", "NAMES", "PATHS", "Function"]
+__all__ = ["DTYPES", "FIELDS", "LARGEST", "MOST_DIMS", "NAMES", "PATHS", "Function"]
 
 MOST_DIMS = 64  # torch's own kernels take no more
 MOST_PATH_PARTS = 1024
 LARGEST = 2**63 - 1
 
-# class -> its fields, in the order of TensorProperties' state
+# class -> the fields that every torch from 2.11 on writes, in the order of TensorProperties' state. Later torch appends
+# fields; a file may hold more than these, or than the running torch knows.
 FIELDS: dict[type, tuple[str, ...]] = {
     Metadata: ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
     TensorStorageMetadata: ("properties", "size", "chunks"),

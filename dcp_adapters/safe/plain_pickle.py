@@ -12,22 +12,28 @@ own for the small language that pickling DCP's records takes:
 
 Anything else stops it. Memory and time stay proportional to the bytes read. What comes out has the right types of
 records, but not yet sensible contents: see metadata_checks.py.
+
+Records of another version of torch are read, too. A field that the running torch does not know is left out where its
+value is plain, and refused where it is not; a field that the file does not hold has torch's default.
 """
 
+import dataclasses
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pickletools import opcodes
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from dcp_adapters.safe.metadata_names import FIELDS, NAMES, PATHS, Function
+from dcp_adapters.safe.metadata_names import FIELDS, MOST_DIMS, NAMES, PATHS, Function
 
 __all__ = ["read_plain"]
 
 MOST_PATHS = 16  # a checkpoint names itself once
-FIELD_NAMES = {kind: frozenset(names) for kind, names in FIELDS.items()}
+MOST_UNKNOWN = 16  # fields of one record that the running torch does not have
+KNOWN_FIELDS = {kind: {field.name: field for field in dataclasses.fields(kind)} for kind in FIELDS}
+ATOMS = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.layout)
 UINT4 = struct.Struct("<I")
 
 
@@ -275,14 +281,43 @@ class _Machine:
         kind = type(record)
         if kind not in FIELDS:
             raise ValueError("fields for something that is no record of DCP")
-        if kind is TensorProperties and type(state) is tuple and len(state) == len(FIELDS[kind]):
-            state = dict(zip(FIELDS[kind], state, strict=True))
+        known = KNOWN_FIELDS[kind]
+        if type(state) in (tuple, dict) and len(state) > len(known) + MOST_UNKNOWN:  # before anything walks over them
+            raise ValueError(f"a {kind.__name__} with more than {MOST_UNKNOWN} fields that this torch does not know")
+        if kind is TensorProperties and type(state) is tuple and len(state) >= len(FIELDS[kind]):
+            names = [*known, *(f"the {at + 1}th" for at in range(len(known), len(state)))]
+            state = dict(zip(names, state, strict=False))
         if type(state) is not dict or (kind is MetadataIndex and vars(record)):  # which may be a key already
             raise ValueError(f"a {kind.__name__} whose fields are no dict, or are given twice")
-        if not state.keys() <= FIELD_NAMES[kind]:
-            unknown = next(field for field in state if field not in FIELD_NAMES[kind])
-            raise ValueError(f"a {kind.__name__} with a field {str(unknown)[:200]!r}, which this version does not know")
-        vars(record).update(state)
+        unknown = [name for name in state if name not in known]
+        for name in unknown:
+            if not _is_plain(state[name]):
+                raise ValueError(
+                    f"a {kind.__name__} with a field {str(name)[:200]!r}, which this torch does not know, and whose "
+                    "value is not plain"
+                )
+        given = {name: value for name, value in state.items() if name in known}
+        vars(record).update(_defaults(kind, vars(record).keys() | given) | given)
+
+
+def _defaults(kind: type, given: Container[str]) -> dict[str, Any]:
+    """Fields that a file may leave out, as torch fills them: those which some torch from 2.11 on does not have."""
+    return {
+        name: field.default
+        for name, field in KNOWN_FIELDS[kind].items()
+        if name not in given and name not in FIELDS[kind] and field.default is not dataclasses.MISSING
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a value without contents, or a short flat sequence or dict of such values."""
+    if type(value) in (tuple, list, dict) and len(value) > MOST_DIMS:
+        return False
+    if type(value) in (tuple, list):
+        return all(type(item) in ATOMS for item in value)
+    if type(value) is dict:
+        return all(type(key) is str and type(item) in ATOMS for key, item in value.items())
+    return type(value) in ATOMS
 
 
 def _is_index(key: Any) -> bool:

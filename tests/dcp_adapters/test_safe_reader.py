@@ -56,7 +56,7 @@ def every_dtype() -> dict[str, Any]:
         if str(dtype).startswith(("torch.bits", "torch.q")):
             continue  # DCP can not save them
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+            warnings.filterwarnings("ignore", "B?Complex(Half|32) support is experimental")
             try:
                 tensor = torch.zeros(2, 3, dtype=dtype)
                 torch.save(tensor, io.BytesIO())
