@@ -3,6 +3,7 @@
 # make lint   ruff and mypy
 # make bench  all benchmarks in 20 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
+# make matrix all tests under one torch after another, and the table of docs/compatibility.md    make matrix TORCH=2.15.0
 # make clean  removes the environment, caches and outputs
 #
 # Each target first makes sure of the environment in .venv: built on the first run, reused until pyproject.toml,
@@ -27,7 +28,7 @@ PIP_INSTALL := $(PIP) install --no-warn-conflicts $(PIP_ARGS) -c $(VENV)/constra
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test lint bench docs matrix clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -48,6 +49,9 @@ bench: $(VENV)/.installed-bench
 # The variable spares a banner about later versions of MkDocs.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+matrix:
+	$(PYTHON) -m tests.torch_versions.matrix $(TORCH)
 
 clean:
 	rm -rf .venv .venv-torch-* build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

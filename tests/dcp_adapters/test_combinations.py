@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from dcp_adapters import SafeFileSystemReader
 from dcp_adapters.commands.cli import main
 from dcp_adapters.verification.verify import verify
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, assert_holds, load, save, values
+from tests.dcp_adapters.fsspec_storage import FsspecReader
 
 
 class DropsPlannerData(dcp.FileSystemReader):

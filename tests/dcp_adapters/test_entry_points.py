@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import _async_process_executor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -43,6 +42,7 @@ from tests.dcp_adapters.cases import (
     models,
     reference,
 )
+from tests.dcp_adapters.fsspec_storage import FsspecReader, FsspecWriter
 from tests.ranks import run_ranks, run_ranks_catching
 
 SOME = {"float8_tensor": None, "nvfp4": None, "mxfp8_square": SQUARE["mxfp8_square"]}

@@ -16,11 +16,11 @@ import fsspec
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, read_manifest
 from tests import ranks
 from tests.dcp_adapters.cases import assert_holds, load, models, reference
+from tests.dcp_adapters.fsspec_storage import FsspecReader, FsspecWriter
 from tests.ranks import run_ranks, run_ranks_catching
 
 SOME = {"float8_tensor": None, "nvfp4": None, "mxfp8": None}

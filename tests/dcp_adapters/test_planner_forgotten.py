@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -27,6 +26,7 @@ from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
 from qtensor import quantize
 from tests import ranks
 from tests.dcp_adapters.cases import RECIPES, alone, assert_holds, held, models, placed, reference, values
+from tests.dcp_adapters.fsspec_storage import FsspecWriter
 from tests.ranks import run_ranks, run_ranks_catching
 
 NAMES = ("float8_row", "float8_tensor", "mxfp8", "nvfp4")

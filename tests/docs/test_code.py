@@ -80,6 +80,21 @@ def checkpoints(path: Path) -> None:
 CHECKPOINT_DOTS = ("train(model, optimizer)", "shard(model).to_empty(device='cpu')")
 
 
+def compatibility(path: Path) -> None:
+    with qtensor.quantized_model_init(MXFP8BlockScaling()):
+        saved, loaded = Model(), Model()
+    dcp.save(saved.state_dict(), checkpoint_id=path / "saved", planner=QuantizedSavePlanner())
+    page("compatibility.md").run(namespace(state_dict=loaded.state_dict(), path=path / "saved"))
+    for name, value in saved.state_dict().items():
+        for part, kept in qtensor_parts(value).items():
+            assert torch.equal(kept, qtensor_parts(loaded.state_dict()[name])[part]), name
+
+
+def qtensor_parts(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    parts = value.parts() if isinstance(value, QuantizedTensor) else {"": value}
+    return {name: part.detach().contiguous().view(-1).view(torch.uint8) for name, part in parts.items()}
+
+
 def export(path: Path) -> None:
     with contextlib.chdir(path):
         names = page("export.md").run(namespace())
@@ -143,6 +158,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/api/qtensor.md": (1, api),
     "docs/checkpoint_format.md": (1, checkpoint_format),
     "docs/checkpoints.md": (1, checkpoints),
+    "docs/compatibility.md": (1, compatibility),
     "docs/export.md": (1, export),
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),

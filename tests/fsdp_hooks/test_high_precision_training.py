@@ -43,6 +43,7 @@ from tests.fsdp_hooks.dense_shards import (
     whole,
 )
 from tests.ranks import run_ranks, run_ranks_each
+from tests.torch_versions.release import RELEASE
 
 # -- parity ------------------------------------------------------------------------------------------------------------
 
@@ -201,6 +202,8 @@ def _cast(net: Net, name: str) -> Net:
 
 
 def _trains_in_mixed_precision(name: str, *, reduce_dtype: torch.dtype | None) -> None:
+    # With no reduce_dtype torch reduces the gradients of fp32 shards in fp32 from 2.15 on, before as they are.
+    reduced = reduce_dtype or (torch.float32 if RELEASE >= (2, 15) else torch.bfloat16)
     net = _fp32(name)
     reference = copy.deepcopy(net)
     shard(net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
@@ -218,7 +221,7 @@ def _trains_in_mixed_precision(name: str, *, reduce_dtype: torch.dtype | None) -
         for (fqn, param), bf16, its in pairs:
             assert param.dtype == param.grad.dtype == torch.float32, fqn
             its.grad = param.grad.full_tensor()
-            grads = [grad.to(reduce_dtype or torch.bfloat16) for grad in exchanged(bf16.grad)]
+            grads = [grad.to(reduced) for grad in exchanged(bf16.grad)]
             assert_same_bytes(its.grad, (sum(grads) / len(grads)).float(), f"step {step}: gradient of {fqn}")
         optimizer.step()
         its_optimizer.step()

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -37,6 +38,18 @@ from tests.torch_versions.states import Place, dense, state
 
 HERE = Path(__file__).resolve().parent
 CASE = Case(stop=("checkpoint", 0))
+
+
+def fill(model: nn.Module) -> None:
+    """Weights that every version makes alike: random bf16 numbers differ between them."""
+    for at, param in enumerate(model.parameters()):
+        numbers = (torch.arange(param.numel(), dtype=torch.int64, device="cpu") * 7919 + at) % 509 - 254
+        param.copy_((numbers / 512).to(param.dtype).view_as(param))
+
+
+def model() -> nn.Module:
+    """What is calibrated."""
+    return model_of(CASE, shard=False, prepare=fill)
 
 
 def on(mesh: DeviceMesh, *placements: Any) -> Place:
@@ -73,7 +86,7 @@ def write(base: Path) -> None:
     subprocess.run([*convert, "--to", "nvfp4"], check=True, stdout=subprocess.DEVNULL)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        stopped(model_of(CASE, shard=False), CASE, base / "window")
+        stopped(model(), CASE, base / "window")
 
 
 def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
