@@ -136,7 +136,7 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     GPU.
     """
     size = torch.Size(shape)
-    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+    meta = TensorMeta(size, torch.empty(size, dtype=local.dtype, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 

@@ -151,7 +151,8 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
         for target in stage.targets:
             target.param.data.copy_(weights[target.name].dequantize())
     parts = [part for weight in weights.values() for part in weight.parts().values()]
-    check_same(method.group, digest(parts) if parts else torch.tensor(0), f"calibrate: {stage.name or 'the model'}")
+    outcome = digest(parts) if parts else torch.zeros((), dtype=torch.int64, device="cpu")
+    check_same(method.group, outcome, f"calibrate: {stage.name or 'the model'}")
     installed = stage.guard(watched=method.watched)
     tell("write")
     with alike(method.group):
