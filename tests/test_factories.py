@@ -6,6 +6,7 @@ tests/test_defaults.py runs the public API under other defaults; this one reads 
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,10 @@ FACTORIES |= {"frombuffer": frozenset({"dtype"}), "from_file": frozenset({"dtype
 DEFAULTS = {"get_default_dtype", "get_default_device", "set_default_dtype", "set_default_device", "Tensor", "normal"}
 # (file, line of source) -> why it may
 ALLOWED = {
+    (
+        "fsdp_hooks/torch_private.py",
+        'return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")',
+    ): "it takes the default away",
     ("qtensor/ops.py", "make = torch.zeros if zero else torch.empty"): "the three calls of it below name both",
 }
 
@@ -86,12 +91,15 @@ def found_in(root: Path) -> list[str]:
     return [f"{file}:{line}: {what}" for file, line, text, what in _everything(root) if (file, text) not in ALLOWED]
 
 
-def _everything(root: Path) -> Iterator[tuple[str, int, str, str]]:
+@functools.cache
+def _everything(root: Path) -> list[tuple[str, int, str, str]]:
+    found = []
     for package in PACKAGES:
         for file in sorted((root / package).rglob("*.py")):
             source = file.read_text(encoding="utf-8")
             for line, what in offenders(source):
-                yield file.relative_to(root).as_posix(), line, source.splitlines()[line - 1].strip(), what
+                found.append((file.relative_to(root).as_posix(), line, source.splitlines()[line - 1].strip(), what))
+    return found
 
 
 def test_every_factory_names_dtype_and_device() -> None:
