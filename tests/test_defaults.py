@@ -8,6 +8,7 @@ torch's own. tests/test_factories.py reads the source for the same.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import functools
 import io
@@ -47,7 +48,7 @@ from qtensor import (
 )
 from tests.dcp_adapters.cases import alone, load, save
 from tests.layerwise.small_runs import Case as Calibration
-from tests.layerwise.small_runs import Model, bytes_of, found, model_of, own, run
+from tests.layerwise.small_runs import Layer, Model, bytes_of, found, model_of, own, run
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, weight
 from tests.ranks import run_ranks_each
 
@@ -244,12 +245,13 @@ ALGORITHMS = (
 )
 
 
+def one_layer(model: Any) -> None:
+    """Leave the model its first layer."""
+    del model.layers[1:]
+
+
 def calibrations(under: Under, path: Path) -> Found:
     """Each algorithm, and once more with what it left; a model whose weights are on disk."""
-
-    def one_layer(model: Any) -> None:
-        del model.layers[1:]
-
     values: Found = {}
     for case in ALGORITHMS:
         for _ in range(2):  # the second run takes all from the first
@@ -283,6 +285,27 @@ def test_compiled_kernels_give_the_same_bytes() -> None:
     wanted = quantize(x, recipe)
     with defaults("float64 meta"), use_kernels("compiled"):
         assert bytes_of(quantize(x, recipe)) == bytes_of(wanted)
+
+
+def test_decisions_of_a_calibration_are_taken_without_the_autocast_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model that computes in autocast by itself is calibrated inside of one, too."""
+    for kind in (Layer, Model):
+        monkeypatch.setattr(kind, "forward", torch.autocast("cpu", dtype=torch.bfloat16)(kind.forward))
+    for case in ALGORITHMS:
+        told = []
+        for enabled in (False, True):
+            net, data = model_of(dataclasses.replace(case, dtype=torch.float32), prepare=one_layer), own()[:2]
+            before = torch.get_float32_matmul_precision()
+            try:
+                torch.set_float32_matmul_precision("medium" if enabled else "highest")
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                    result = run(net, case, data)
+            finally:
+                torch.set_float32_matmul_precision(before)
+            told.append(digests(result.state_dict()) | {"report": json.dumps(result.report.to_json()["records"])})
+        assert_same(told[1], told[0])
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from fsdp_hooks.alike import device_of
 from layerwise.algorithms.algorithm import Inputs
 from layerwise.inputs.structure import flatten
 from layerwise.report.report import LinearReport, decibels
+from layerwise.statistics.arithmetic import full_precision
 from layerwise.statistics.collector import Collector
 from layerwise.targets import Target
 
@@ -113,7 +114,8 @@ def _noted(inputs: Inputs | None, notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    return rows.float() @ weight.float().T
+    with full_precision(rows.device):
+        return rows.float() @ weight.float().T
 
 
 def _energies(right: Tensor, found: Tensor) -> Tensor:
