@@ -54,7 +54,9 @@ def digest_of(data: Tensor | io.BytesIO) -> bytes:
 def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
     """uint8 [chunks, 16] of (chunk_key, digest_of) pairs."""
     data = bytearray(b"".join(key + digest for key, digest in rows))
-    return torch.frombuffer(data, dtype=torch.uint8).view(-1, ROW) if data else torch.empty(0, ROW, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, ROW, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8).view(-1, ROW)
 
 
 def rows_of(table: Tensor) -> Iterator[tuple[bytes, bytes]]:

@@ -108,7 +108,8 @@ class Conversions:
 
     def _tell_failure(self) -> None:
         with contextlib.suppress(Exception):  # the error that led here is the one to report
-            self._reduced([torch.zeros(one.shared_scales) for one in self.agreed], failed=True)
+            none = [torch.zeros(one.shared_scales, dtype=torch.float32, device="cpu") for one in self.agreed]
+            self._reduced(none, failed=True)
 
     def _agree_if_complete(self) -> None:
         with self.lock:
@@ -131,7 +132,7 @@ class Conversions:
 
     def _reduced(self, amaxes: list[Tensor], *, failed: bool) -> tuple[list[Tensor], bool]:
         """Maxima over the groups of each conversion, and whether a rank of these groups has failed."""
-        flag = torch.tensor([float(failed)])
+        flag = torch.tensor([float(failed)], dtype=torch.float32, device="cpu")
         maxima = [amax.cpu() for amax in amaxes]
         try:
             for group, own in self.groups.items():

@@ -161,7 +161,7 @@ class Conversion:
     def _decoded(self) -> Tensor:
         """fp32 values of the region."""
         if not all(self.region[1]):
-            return torch.empty(self.region[1], device=self.target.device)
+            return torch.empty(self.region[1], dtype=torch.float32, device=self.target.device)
         if self.source is None:
             return self.inputs[self.name].float()
         parts = {spec.name: self.inputs[entry] for entry, spec in self._entries()}

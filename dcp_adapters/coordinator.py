@@ -141,7 +141,7 @@ def _check_listed(all_plans: list[SavePlan], wide_parts: set[str]) -> None:
 def _check_agreed(payload: str, wide: str, bits: int, rank: int, scales: dict[str, tuple[int, int]]) -> None:
     first, first_rank = scales.setdefault(payload, (bits, rank))
     if first != bits:
-        values = torch.tensor([first, bits], dtype=torch.int32).view(torch.float32).tolist()
+        values = torch.tensor([first, bits], dtype=torch.int32, device="cpu").view(torch.float32).tolist()
         raise ValueError(
             f"{_wide_part(payload, wide)}: rank {first_rank} holds {values[0]!r}, rank {rank} {values[1]!r}; a "
             "tensor-wide scale must be the same in all shards. Call fsdp_hooks.sync_scales(model) before saving"

@@ -38,7 +38,7 @@ from dcp_adapters.expand import expand_flat, quantized_local
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.own_entries import own_buffer
 from dcp_adapters.read_items import in_order, is_probe, original_index, probe_items
-from fsdp_hooks.torch_private import flatten_state_dict, set_element
+from fsdp_hooks.torch_private import cpu_by_default, flatten_state_dict, set_element
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedLoadPlanner"]
@@ -132,7 +132,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         # Not stock's method: it tries the names of checkpoints before torch 2.4 on every entry that the target lacks,
         # and those of conversions are such.
-        plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+        with cpu_by_default():
+            plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
         return dataclasses.replace(plan, items=[*plan.items, *self.conversions.read_items()])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

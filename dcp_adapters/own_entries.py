@@ -30,7 +30,7 @@ def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the check
             f"it are stored, expected {DIMS[dims]} of torch.uint8; the checkpoint is damaged, use another one"
         )
     try:
-        return torch.empty(entry.size, dtype=torch.uint8)
+        return torch.empty(entry.size, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:  # stored by its own account only: a reader that does not look at its files
         raise ValueError(
             f"{where}: the entry {name} claims to be {tuple(entry.size)}, more than there is room for; the checkpoint "

@@ -32,7 +32,7 @@ from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.overwrite import clear, own_names
 from dcp_adapters.write_items import Layouts, PartLayout, lists_scalars, plain_item
 from fsdp_hooks.digest import digest
-from fsdp_hooks.torch_private import without_torch_function
+from fsdp_hooks.torch_private import cpu_by_default, without_torch_function
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedSavePlanner"]
@@ -93,7 +93,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         """This rank's items, with its record as planner data; or the token of an earlier plan that is the same."""
         caching, self._enable_plan_caching = self._enable_plan_caching, False  # stock's compares no formats
         try:
-            stock = super().create_local_plan()
+            with cpu_by_default():
+                stock = super().create_local_plan()
         finally:
             self._enable_plan_caching = caching
         items = [*stock.items, *self.part_items]

@@ -116,7 +116,7 @@ def _copied_into(lease: memoryview | None, offset: int, part: Tensor) -> Tensor:
     """A copy of `part` that stands at `offset` of the lease; one from a device may still be on its way."""
     count = part.numel()
     if lease is None or not count:
-        return torch.empty(part.shape, dtype=part.dtype)
+        return torch.empty(part.shape, dtype=part.dtype, device="cpu")
     copied = torch.frombuffer(lease, dtype=part.dtype, count=count, offset=offset).view(part.shape)
     return copied.copy_(part, non_blocking=part.is_cuda)
 

@@ -134,7 +134,7 @@ def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT00
     """Whether `holds` on any rank of the group; with None on this one."""
     if group is None:
         return holds
-    found = torch.tensor(int(holds), device=device_of(group))
+    found = torch.tensor(int(holds), dtype=torch.int64, device=device_of(group))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return bool(found)
 

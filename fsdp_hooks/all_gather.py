@@ -182,7 +182,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
     row_numel = part[0].numel() if part.shape[0] else torch.Size(part.shape[1:]).numel()
     room = part.untyped_storage().nbytes() // part.itemsize - part.storage_offset()
     if part.is_contiguous() and room >= rows * row_numel:
-        stride = torch.empty((rows, *part.shape[1:]), device="meta").stride()
+        stride = torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device="meta").stride()
         return part.as_strided((rows, *part.shape[1:]), stride)
     full = part.new_empty((rows, *part.shape[1:]))
     full[: part.shape[0]].copy_(part)

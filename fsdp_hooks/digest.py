@@ -71,11 +71,12 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
         sizes.append(size)
     # from the host, whatever the default device; non_blocking: which need not wait for the other
     result = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
-    weights = _odd(torch.arange(1, WIDE + 1, device=device))
+    weights = _odd(torch.arange(1, WIDE + 1, dtype=torch.int64, device=device))
     for kind in kinds.values():
         if kind.nbytes:
-            owners, firsts = torch.tensor([kind.owners, kind.firsts], device="cpu").to(device, non_blocking=True)
-            places = torch.arange(1, kind.blocks + 1, device=device) + firsts[:, None]
+            numbers = torch.tensor([kind.owners, kind.firsts], dtype=torch.int64, device="cpu")
+            owners, firsts = numbers.to(device, non_blocking=True)
+            places = torch.arange(1, kind.blocks + 1, dtype=torch.int64, device=device) + firsts[:, None]
             sums = torch.cat([sum_ for blocks in kind.read() for sum_ in _sums(blocks, weights)])
             result.index_add_(0, owners, _mixed(sums.view(-1, kind.blocks) * _odd(places)).sum(1))
     return result

@@ -5,7 +5,7 @@ the packages may import a torch name that starts with an underscore.
 """
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 __all__ = [
     "StorageInfo",
     "compute_local_shape_and_global_offset",
+    "cpu_by_default",
     "dtensor_around",
     "dtensor_like",
     "flatten_state_dict",
@@ -44,7 +45,7 @@ __all__ = [
 # effect of set_up_planner), and must know which rows of a part a rank holds before any tensor is touched.
 assert callable(flatten_state_dict)
 # It also puts byte entries back into the nested dict, which we unpickle more strictly than stock does.
-assert callable(compute_local_shape_and_global_offset)
+assert callable(dtensor_utils.compute_local_shape_and_global_offset)
 assert callable(set_element)
 
 # Where the bytes of a chunk stand: the one record of `.metadata` without a public name. Who reads that file without
@@ -104,6 +105,23 @@ def one_dispatch_state(device_type: str) -> Iterator[None]:
         yield
 
 
+def cpu_by_default() -> AbstractContextManager[Any]:
+    """Inside, the CPU is the default device, for code that counts with tensors and names none.
+
+    That is torch's planning of checkpoints, and safetensors. A device context slows down all that is inside, attributes
+    of tensors too, so there is none without need.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+def compute_local_shape_and_global_offset(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """torch's, whatever the default device."""
+    with cpu_by_default():
+        return dtensor_utils.compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+
+
 def make_wrapper(
     cls: type[Tensor],
     shape: Sequence[int],
@@ -136,7 +154,7 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     GPU.
     """
     size = torch.Size(shape)
-    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+    meta = TensorMeta(size, torch.empty(size, dtype=local.dtype, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 

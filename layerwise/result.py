@@ -102,6 +102,6 @@ def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe)
         if isinstance(recipe, Float8CurrentScaling)
         else recipe
     )
-    row = torch.zeros(1, block_multiple(recipe), dtype=torch.float32)
-    parts = format_of(per_tensor).encode(row, per_tensor, torch.tensor(amax, dtype=torch.float32))
+    row = torch.zeros(1, block_multiple(recipe), dtype=torch.float32, device="cpu")
+    parts = format_of(per_tensor).encode(row, per_tensor, torch.tensor(amax, dtype=torch.float32, device="cpu"))
     return parts[tensor_wide(per_tensor) or "scale"].clone()

@@ -24,6 +24,7 @@ from layerwise.folding.places import Known, Pair, identity
 from layerwise.folding.smoothing import Smoothed, smooth, smooths
 from layerwise.guard import Guard
 from layerwise.report.measure import Measured, Yardstick, matrices
+from layerwise.statistics.arithmetic import full_precision
 from layerwise.statistics.collector import Collector
 from layerwise.targets import Target, siblings
 from layerwise.weights.hold import params_of
@@ -147,11 +148,13 @@ def calibrate_stage(stage: Stage, passes: Passes, method: Method, tell: Callable
     decisions = _decide(stage, passes, smoothed.groups, method)
     with alike(method.group):
         before.check_unwritten(method.algorithm)
-        quantizers, weights = _round(stage, decisions, method.recipe)
+        with full_precision(stage.targets[0].param.device if stage.targets else torch.device("cpu")):
+            quantizers, weights = _round(stage, decisions, method.recipe)
         for target in stage.targets:
             target.param.data.copy_(weights[target.name].dequantize())
     parts = [part for weight in weights.values() for part in weight.parts().values()]
-    check_same(method.group, digest(parts) if parts else torch.tensor(0), f"calibrate: {stage.name or 'the model'}")
+    outcome = digest(parts) if parts else torch.zeros((), dtype=torch.int64, device="cpu")
+    check_same(method.group, outcome, f"calibrate: {stage.name or 'the model'}")
     installed = stage.guard(watched=method.watched)
     tell("write")
     with alike(method.group):
@@ -199,7 +202,8 @@ def _decide(
 
     def decided(names: tuple[str, ...], inputs: Inputs | None) -> dict[str, Decision]:
         linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
-        own = algorithm.decide(Group(linears, inputs), method.recipe)
+        with full_precision(linears[0].weight.device):  # the layer runs in what its owner chose, decisions do not
+            own = algorithm.decide(Group(linears, inputs), method.recipe)
         if len(own) != len(names):
             raise ValueError(
                 f"{type(algorithm).__name__}.decide returned {len(own)} decisions for the {len(names)} linears "

@@ -5,6 +5,7 @@ which inductor makes vector code: a comparison with infinity where isfinite and 
 Divisions are tensor by tensor: `448.0 / t` is computed by torch as reciprocal(t) * 448 and rounds twice.
 """
 
+import ctypes
 import math
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "finite",
     "finite_amax",
     "finite_magnitude",
+    "fp32",
     "held_broken",
     "nearest",
     "power_of_two_floor",
@@ -28,6 +30,11 @@ __all__ = [
 
 FLT_MAX = torch.finfo(torch.float32).max
 MULTIPLES = tuple(0.25 + 3.75 * i / 38 for i in range(38, -1, -1))  # of an amax, tried as scales: 4 down to 1/4
+
+
+def fp32(value: float) -> float:
+    """The fp32 number nearest to a constant; no tensor, which would take its precision from whoever imports first."""
+    return ctypes.c_float(value).value
 
 
 def quotient(numerator: float, denominator: Tensor) -> Tensor:
@@ -52,7 +59,7 @@ def finite_magnitude(x: Tensor) -> Tensor:
 
 def held_broken(whole: Tensor) -> Tensor:
     """[.., blocks, block] of `finite` -> fp32 [.., blocks]: 1 for a block with an element that is not, else 0."""
-    return torch.where(whole, 0.0, 1.0).to(torch.float32).amax(dim=-1)
+    return (~whole).to(torch.float32).amax(dim=-1)
 
 
 def finite_amax(x: Tensor) -> Tensor:

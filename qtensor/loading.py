@@ -47,7 +47,7 @@ class _Entry:
         """fp32, flat: the amaxes of this rank's part, 0 where it has none."""
         if self.dense is None:
             shape = self.local.shape[:-1] if self.local.tensor_wide() is None else ()
-            return torch.zeros(shape, device=device).reshape(-1)
+            return torch.zeros(shape, dtype=torch.float32, device=device).reshape(-1)
         amax = kernels.shared_amax(self.dense, self.local.recipe)
         assert amax is not None
         return amax.reshape(-1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from qtensor.blocks import FLT_MAX, MULTIPLES, finite, finite_magnitude, held_broken, scatter_blocks, tile
+from qtensor.blocks import FLT_MAX, MULTIPLES, finite, finite_magnitude, fp32, held_broken, scatter_blocks, tile
 from qtensor.float8 import FLOAT8_ELEMENTS, snapped
 from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route, swizzled
@@ -32,7 +32,7 @@ SMALLEST_BITS = 0x00400000  # 2^-127, the one scale that is subnormal in fp32
 # exponent of the largest element's power of two: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15
 ELEMENT_EMAX = {"e4m3": 8, "e5m2": 15}
 # fp32(1 / max_q), exactly representable, so that the product is rounded once
-RECIPROCAL_MAX = {name: torch.tensor(1 / largest).item() for name, (_, largest) in FLOAT8_ELEMENTS.items()}
+RECIPROCAL_MAX = {name: fp32(1 / largest) for name, (_, largest) in FLOAT8_ELEMENTS.items()}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -27,6 +27,7 @@ from qtensor.blocks import (
     finite,
     finite_amax,
     finite_magnitude,
+    fp32,
     held_broken,
     nearest,
     quotient,
@@ -45,7 +46,7 @@ BLOCK = 16
 LARGEST = 6.0
 EPS, SMALLEST_NORMAL = 0.5, 1.0  # E2M1 has one mantissa bit, and 0.5 as its only subnormal
 LARGEST_SCALE, LARGEST_SCALE_CODE = 448.0, 126
-SIXTH = torch.tensor(1 / 6).item()  # fp32(1/6), exactly representable
+SIXTH = fp32(1 / 6)  # fp32(1/6), exactly representable
 assert sys.byteorder == "little", "packing counts on it"
 
 

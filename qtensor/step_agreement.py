@@ -82,16 +82,17 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[Tensor, SharesScales
     for shard, claim in zip(claiming, agreed[len(sharing) + len(members) :], strict=True):
         shard.adopt_scale(claim)
     order = [number for numbers in members.values() for number in numbers]
-    return Outcome(amaxes, order, torch.cat(flags) if flags else torch.zeros(0, device="cpu"))
+    return Outcome(amaxes, order, torch.cat(flags) if flags else torch.zeros(0, dtype=torch.float32, device="cpu"))
 
 
 def _moved(trained: Sequence[Trained]) -> Tensor:
     """fp32 [n]: whether the masters of this rank moved (1) or not (0)."""
     device = trained[0].master.device
     if all(one.stepped for one in trained):
-        flags = torch.ones(len(trained), device=device)
+        flags = torch.ones(len(trained), dtype=torch.float32, device=device)
     else:
-        flags = torch.tensor([float(one.stepped) for one in trained], device="cpu").to(device, non_blocking=True)
+        stepped = [float(one.stepped) for one in trained]
+        flags = torch.tensor(stepped, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
     for number, one in enumerate(trained):
         if one.stepped and one.fresh:
             flags[number] = (one.shard.decoded(torch.float32) != one.master).any()

@@ -248,7 +248,7 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         parts, shards, wide = self.parts(), self.arrangement.shards, self.tensor_wide()
         if shards is not None and wide is not None:
             rows, ndim = parts["payload"].shape[0], parts["payload"].ndim
-            entry = (torch.arange(rows, device=self.device) + shards.offset) // shards.rows
+            entry = (torch.arange(rows, dtype=torch.int64, device=self.device) + shards.offset) // shards.rows
             parts[wide] = parts[wide][entry].reshape(rows, *[1] * (ndim - 1))
         return parts
 

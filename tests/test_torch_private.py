@@ -226,7 +226,11 @@ def test_signatures_are_those_the_file_calls() -> None:
 
     assert parameters(DTensorSpec)[:3] == ["mesh", "placements", "tensor_meta"]
     assert TensorMeta._fields == ("shape", "stride", "dtype")
-    assert parameters(torch_private.compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
+    assert parameters(torch_private.dtensor_utils.compute_local_shape_and_global_offset)[:3] == [
+        "global_shape",
+        "mesh",
+        "placements",
+    ]
 
 
 def build_dtensors() -> list[Any]:
@@ -337,3 +341,11 @@ def test_foreach_copy_copies_each():
     sources = [torch.ones(3), torch.full((2,), 7, dtype=torch.uint8), torch.ones(2).to(torch.float8_e4m3fn)]
     torch_private.foreach_copy(targets, sources)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(targets, sources, strict=True))
+
+
+def test_the_cpu_is_the_default_device_where_it_is_asked_for() -> None:
+    with torch.device("meta"), torch_private.cpu_by_default():
+        assert torch.get_default_device() == torch.device("cpu")
+        assert torch.zeros(1).device == torch.device("cpu")
+    with torch_private.cpu_by_default() as context:
+        assert context is None  # attributes are slow under a device context

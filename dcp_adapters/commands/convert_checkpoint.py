@@ -263,9 +263,9 @@ def _stand_in(tensor: StoredTensor, plan: ConversionPlan) -> Tensor:
     """A tensor of the shape and dtype that will be written; parts that extend along it are one element in memory."""
     to = plan.to if tensor.name in plan.changes else tensor.recipe or tensor.dtype
     if isinstance(to, torch.dtype):
-        return torch.empty((), dtype=to).expand(tensor.shape)
+        return torch.empty((), dtype=to, device="cpu").expand(tensor.shape)
     parts = {
-        spec.name: torch.zeros((), dtype=spec.dtype).expand(shape) if spec.per_row else torch.zeros(shape)
+        spec.name: torch.zeros(() if spec.per_row else shape, dtype=spec.dtype, device="cpu").expand(shape)
         for spec in specs_of(to)
         for shape in [spec.shape(tensor.shape)]
     }

@@ -152,7 +152,7 @@ class StoredCheckpoint:
                 f"{self.path}: {entry} has {math.prod(record.size)} elements, its chunks hold {covered}"
             )
         whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(record.size)), sizes=record.size)
-        target = torch.empty(record.size, dtype=record.properties.dtype)
+        target = torch.empty(record.size, dtype=record.properties.dtype, device="cpu")
         self._read(entry, create_read_items_for_chunk_list(entry, record, [whole]), {entry: target})
         return target
 

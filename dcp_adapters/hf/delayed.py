@@ -22,7 +22,7 @@ def history_of(scale: Tensor, recipe: Float8DelayedScaling) -> Tensor:
         scale: fp32 [].
         recipe: the target's.
     """
-    one = torch.ones((), dtype=torch.float32)
+    one = torch.ones((), dtype=torch.float32, device=scale.device)
     per_amax = FORMAT.grid(recipe, {"amax": one})[1]  # the scale of amax 1
     nearest = (scale.double() / per_amax.double()).float()
     candidates = [

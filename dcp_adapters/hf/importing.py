@@ -93,7 +93,8 @@ def import_hf(
     on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch)))
     on_all(None, lambda: materialise(model, live, device))
     state = {plain_name(name): value for name, value in model.state_dict().items()}
-    extras = {name: torch.empty(()) for name in sorted(reader.presented().scales)}
+    scales = sorted(reader.presented().scales)
+    extras = {name: torch.empty((), dtype=torch.float32, device="cpu") for name in scales}
     _load({name: state[name] for name in names} | extras, reader)
     return {**state, **extras}
 

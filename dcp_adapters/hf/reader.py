@@ -34,6 +34,7 @@ from dcp_adapters.hf.entries import Presented, Source, Wanted, presented
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
 from dcp_adapters.read_failures import failures_told
+from fsdp_hooks.torch_private import cpu_by_default
 
 __all__ = ["HuggingFaceReader", "OpenFiles"]
 
@@ -41,7 +42,10 @@ AT_ONCE = 2**24  # elements of a matrix that are compared at once
 
 
 class OpenFiles:
-    """The files of a directory, each opened when it is first needed; a context manager that closes them."""
+    """The files of a directory, each opened when it is first needed; a context manager that closes them.
+
+    Inside, the CPU is the default device: safetensors makes its tensors on that, whatever `device` it was opened with.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root, self.stack, self.opened = root, ExitStack(), dict[str, Any]()
@@ -54,6 +58,7 @@ class OpenFiles:
         return file.get_slice(tensor.name)
 
     def __enter__(self) -> "OpenFiles":
+        self.stack.enter_context(cpu_by_default())
         return self
 
     def __exit__(self, *error: object) -> None:

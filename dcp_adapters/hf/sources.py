@@ -22,7 +22,7 @@ from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.names import pieces_of, plain_name
 from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, is_quantized
-from fsdp_hooks.torch_private import dtensor_around, flatten_state_dict
+from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
 from qtensor.recipes import Recipe
 
 __all__ = [
@@ -190,7 +190,8 @@ class DirectorySource(Source):
 
     def read(self, name: str) -> dict[str, Tensor]:
         """From its file."""
-        with safe_open(self._files[name], "pt") as opened:
+        # safetensors makes tensors on the default device
+        with cpu_by_default(), safe_open(self._files[name], "pt") as opened:
             return {"": opened.get_tensor(name)}
 
 

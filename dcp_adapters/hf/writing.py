@@ -119,7 +119,7 @@ def _made(output: Output, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
     if written.part == INPUT_SCALE:
-        tensor = torch.tensor(written.value, dtype=torch.float32)
+        tensor = torch.tensor(written.value, dtype=torch.float32, device="cpu")
     else:
         tensor, piece = parts[written.part], written.piece
         if piece is not None and tensor.ndim:
@@ -133,7 +133,7 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
 def _renewed(recipe: Recipe, parts: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """The parts of the same values under another global scale."""
     dense = QuantizedTensor.from_parts(dict(parts), recipe, torch.float32).dequantize(torch.float32)
-    return format_of(recipe).adopt(dense, recipe, torch.tensor(scale, dtype=torch.float32))
+    return format_of(recipe).adopt(dense, recipe, torch.tensor(scale, dtype=torch.float32, device=dense.device))
 
 
 def _check_numbers(name: str, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:

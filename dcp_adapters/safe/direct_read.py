@@ -76,7 +76,7 @@ class Elements:
         if whole_rows and target.is_cpu and target.dtype == self.dtype and target.is_contiguous():
             _fill(self.stream, begin, target)
             return
-        held = torch.empty((rows, *self.shape[1:]) if sizes else (), dtype=self.dtype)
+        held = torch.empty((rows, *self.shape[1:]) if sizes else (), dtype=self.dtype, device="cpu")
         _fill(self.stream, begin, held)
         for dim in range(1, len(sizes)):
             held = held.narrow(dim, offsets[dim], sizes[dim])

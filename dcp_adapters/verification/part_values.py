@@ -38,11 +38,11 @@ def value_fault(spec: PartSpec, part: Tensor) -> str | None:
 
 
 def _byte_fault(spec: PartSpec, part: Tensor) -> str | None:
-    counts = torch.zeros(256, dtype=torch.int64)
+    counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     for piece in _pieces(part.view(torch.uint8)):
         counts += piece.bincount(minlength=256)
     dtype = torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype
-    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
     nan = int(counts[~values.isfinite()].sum())
     if nan:
         what = "elements" if spec.name == "payload" else "scales"

@@ -95,7 +95,8 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
         for ratio in ratios:
             errors = []
             for w, one in zip(weights, linears, strict=True):
-                quantizer = clipped_quantizer(w, recipe, one.amax, torch.tensor(ratio, device=w.device))
+                each = torch.tensor(ratio, dtype=torch.float32, device=w.device)
+                quantizer = clipped_quantizer(w, recipe, one.amax, each)
                 errors.append(_error(rounded(w, recipe, quantizer) - w, recipe, local_hessian))
             if _served(recipe) is None:
                 errors = [torch.stack(errors).sum(dim=0)] * len(errors)

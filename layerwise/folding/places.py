@@ -108,7 +108,7 @@ def pairs_of(stage: "Stage", groups: Mapping[int, Sequence[str]], found: Mapping
 def identity(output: Any) -> Tensor:
     """int64 []: a digest of all tensors in an output; the same for the same batch, whichever rank has it."""
     tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-    return digest(tensors) if tensors else torch.zeros((), dtype=torch.int64)
+    return digest(tensors) if tensors else torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _answers(

@@ -113,7 +113,7 @@ def propose(
     Raises:
         ValueError: the weights of a group have different K.
     """
-    answers = torch.full((len(groups), len(producers)), NO, dtype=torch.int8)
+    answers = torch.full((len(groups), len(producers)), NO, dtype=torch.int8, device="cpu")
     asked = [(i, j) for i, group in enumerate(groups) for j in _candidates(group, weights, producers)]
     if not asked:
         return answers
@@ -214,7 +214,7 @@ class _Probing:
 
 def _probe(channels: int, device: torch.device) -> Tensor:
     """Powers of two from 1/2 to 4, in an order without a period that heads or channel shuffles could share."""
-    mixed = (torch.arange(channels, dtype=torch.int64) * 2654435761) >> 13  # Knuth's multiplicative hash
+    mixed = (torch.arange(channels, dtype=torch.int64, device="cpu") * 2654435761) >> 13  # Knuth's multiplicative hash
     return torch.exp2((mixed % 4 - 1).float()).to(device)
 
 

@@ -17,6 +17,7 @@ from layerwise.algorithms.algorithm import Algorithm, Group, Inputs, Linear
 from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify
 from layerwise.folding.places import Pair, pairs_of, places
 from layerwise.inputs.structure import flatten
+from layerwise.statistics.arithmetic import full_precision
 
 if TYPE_CHECKING:
     from layerwise.stage import Method, Passes, Stage
@@ -87,7 +88,8 @@ def smooth(  # noqa: PLR0913 - what a stage knows by then
         for index, producer in found.items():
             names, inputs = groups[index]
             linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
-            smoothing = method.algorithm.smooth(Group(linears, inputs), method.recipe)
+            with full_precision(linears[0].weight.device):
+                smoothing = method.algorithm.smooth(Group(linears, inputs), method.recipe)
             if smoothing is not None:
                 folds[index] = Fold(producer, tuple(weights[name] for name in names), smoothing.factors)
                 notes |= dict.fromkeys(names, smoothing.notes)

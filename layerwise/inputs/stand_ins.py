@@ -98,7 +98,7 @@ class TensorSpec:
         key = (self.shape.numel(), self.dtype, self.device)
         if key not in zeros:
             zeros[key] = torch.zeros(self.shape.numel(), dtype=self.dtype, device=self.device)
-        stride = self.stride or torch.empty(self.shape, device="meta").stride()
+        stride = self.stride or torch.empty(self.shape, dtype=self.dtype, device="meta").stride()
         own = torch.empty(0, dtype=self.dtype, device=self.device)
         own.set_(zeros[key].untyped_storage(), 0, self.shape, stride)
         made = own.as_subclass(Placeholder)

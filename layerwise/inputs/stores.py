@@ -99,7 +99,7 @@ class _OnDisk(Kept):
         weakref.finalize(self, path.unlink, missing_ok=True)
 
     def tensor(self, *, fresh: bool) -> Tensor:
-        memory = torch.empty(self._stored, dtype=self._dtype)
+        memory = torch.empty(self._stored, dtype=self._dtype, device="cpu")
         if memory.numel():
             with self._path.open("rb") as file:
                 file.readinto(memory_of(memory))

@@ -18,6 +18,7 @@ from fsdp_hooks.alike import device_of
 from layerwise.algorithms.algorithm import Inputs
 from layerwise.inputs.structure import flatten
 from layerwise.report.report import LinearReport, decibels
+from layerwise.statistics.arithmetic import full_precision
 from layerwise.statistics.collector import Collector
 from layerwise.targets import Target
 
@@ -47,7 +48,7 @@ class Yardstick:
         self.products: dict[str, Tensor] = {}  # name -> rows times the weight, [r, N]
         self.amax: dict[str, Tensor] = {}
         self.output: list[Tensor] | None = None  # of the first batch
-        self.energies = torch.zeros(2, dtype=torch.float64)  # of the output: signal, noise
+        self.energies = torch.zeros(2, dtype=torch.float64, device="cpu")  # of the output: signal, noise
 
     def note(self, batch: int, output: Any) -> None:
         """Remember the output of the first batch."""
@@ -80,7 +81,7 @@ class Yardstick:
     ) -> Measured:
         """The figures, with the weights as they stand now; one all-reduce."""
         names = [name for target in self.targets for name in target.linears()]
-        energies = {name: torch.zeros(2, dtype=torch.float64) for name in names}
+        energies = {name: torch.zeros(2, dtype=torch.float64, device="cpu") for name in names}
         for target in self.targets:
             for name, weight in matrices(target):
                 if name in self.rows:
@@ -113,7 +114,8 @@ def _noted(inputs: Inputs | None, notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    return rows.float() @ weight.float().T
+    with full_precision(rows.device):
+        return rows.float() @ weight.float().T
 
 
 def _energies(right: Tensor, found: Tensor) -> Tensor:

@@ -93,7 +93,8 @@ def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tens
     starts = torch.zeros((1,), dtype=torch.int64, device=local.device)
     for dim in range(cut):
         stride = math.prod(shape[dim + 1 :])
-        rows = torch.arange(offsets[dim], offsets[dim] + local.shape[dim], device=local.device).mul_(stride)
+        first, last = offsets[dim], offsets[dim] + local.shape[dim]
+        rows = torch.arange(first, last, dtype=torch.int64, device=local.device).mul_(stride)
         starts = (starts[:, None] + rows).view(-1)
     if local.ndim:
         starts = starts + offsets[cut] * math.prod(shape[cut + 1 :])
@@ -103,7 +104,7 @@ def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tens
     for row in range(0, len(bits), rows_at_once):
         for column in range(0, run, columns):
             chunk = bits[row : row + rows_at_once, column : column + columns]
-            index = torch.arange(column, column + chunk.shape[1], device=local.device)
+            index = torch.arange(column, column + chunk.shape[1], dtype=torch.int64, device=local.device)
             total += _mixed(index + starts[row : row + rows_at_once, None], chunk).sum()
     return total
 
@@ -138,11 +139,11 @@ def _summed(pieces: Sequence[_Piece], group: dist.ProcessGroup | None) -> Any:
     totals: dict[torch.device, list[int]] = {}
     for place, piece in enumerate(pieces):
         totals.setdefault(piece.total.device, []).append(place)
-    table = torch.zeros(len(pieces), 3, dtype=torch.int64)
+    table = torch.zeros(len(pieces), 3, dtype=torch.int64, device="cpu")
     for places in totals.values():  # one read for each device
         values = torch.stack([pieces[place].total for place in places]).cpu()
         table[places, 0], table[places, 1] = values & LOW, (values >> 32) & LOW
-    table[:, 2] = torch.tensor([piece.counted for piece in pieces], dtype=torch.int64)
+    table[:, 2] = torch.tensor([piece.counted for piece in pieces], dtype=torch.int64, device="cpu")
     if ranks_of(group) > 1 and pieces:
         table = table.to(device_of(group))
         dist.all_reduce(table, group=group)

@@ -260,7 +260,8 @@ class Collector:
         amaxes = []
         for names, one in zip(groups, taken, strict=True):
             size = 1 + (self._columns[names[0]] if COLUMNS in self._needs else 0)
-            amaxes.append(torch.zeros(size, device=self._device[names[0]]) if one.amax is None else one.amax)
+            none = torch.zeros(size, dtype=torch.float32, device=self._device[names[0]])
+            amaxes.append(none if one.amax is None else one.amax)
         if not amaxes:
             return
         message = torch.cat(amaxes)

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from fsdp_hooks.torch_private import cpu_by_default
 from layerwise.weights.hold import modules_of
 
 __all__ = ["OnDisk"]
@@ -69,7 +70,8 @@ class OnDisk:
     def read(self, tensor: Tensor) -> Tensor:
         """The values of one tensor of the model, in its dtype, on the device."""
         name = self.names[id(tensor)]
-        with safe_open(self.files[name], framework="pt", device=str(self.device)) as tensors:
+        # safetensors makes tensors on the default device, and moves them from there unless that is the CPU
+        with cpu_by_default(), safe_open(self.files[name], framework="pt", device=str(self.device)) as tensors:
             values: Tensor = tensors.get_tensor(name)
         return values.to(tensor.dtype, copy=True)  # products depend on alignment, which files have none of
 

@@ -29,10 +29,10 @@ class Channels:
 
     def __init__(self, rows: int, columns: int) -> None:
         self._amax: dict[Axis, Tensor] = {
-            "row": torch.zeros(rows, dtype=torch.float64),
-            "column": torch.zeros(columns, dtype=torch.float64),
+            "row": torch.zeros(rows, dtype=torch.float64, device="cpu"),
+            "column": torch.zeros(columns, dtype=torch.float64, device="cpu"),
         }
-        self._broken = torch.zeros(rows, dtype=torch.bool)
+        self._broken = torch.zeros(rows, dtype=torch.bool, device="cpu")
         self.not_finite = 0
 
     def add(self, tile: Tile) -> None:

@@ -59,7 +59,7 @@ class ElementCounts:
         self._block = scale.block if scale.per_row else 0
         self._taken = 0  # scales of blocks that have such an element
         # One scale a row or one for all: their elements may lie in several pieces.
-        self._rows_taken = torch.zeros(self.rows if scale.per_row else 1, dtype=torch.bool)
+        self._rows_taken = torch.zeros(self.rows if scale.per_row else 1, dtype=torch.bool, device="cpu")
 
     @property
     def saturated(self) -> int:

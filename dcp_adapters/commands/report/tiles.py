@@ -62,7 +62,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def decodable(dtype: torch.dtype) -> bool:
     """Whether torch converts values of this dtype to numbers."""
     try:
-        _floating(torch.empty(0, dtype=dtype))
+        _floating(torch.empty(0, dtype=dtype, device="cpu"))
     except (RuntimeError, NotImplementedError):
         return False
     return True
