@@ -1,7 +1,7 @@
 """Whether a checkpoint is complete and sound, told without a model and without a process group.
 
     metadata      it is there, its records make sense, every chunk has a file
-    tensors       chunks cover each one exactly (tiling.py)
+    tensors       chunks cover each one exactly (dcp_adapters/tiling.py)
     manifest      both copies agree; every entry has its parts in the right dtype and shape; no part without an entry
     files         there, inside of the directory, long enough; chunks do not share bytes
     chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
@@ -31,13 +31,14 @@ from dcp_adapters.safe.metadata_checks import (
     look_at,
     named,
     shapes_of,
+    shared_places,
+    shares_bytes,
 )
 from dcp_adapters.safe.reader import read_metadata_file
 from dcp_adapters.safe.tensor_archive import FileSlice, read_header
 from dcp_adapters.verification.manifest_checks import manifest_faults
 from dcp_adapters.verification.part_values import value_fault
 from dcp_adapters.verification.report import Finding, Report
-from dcp_adapters.verification.tiling import tiling_fault
 from qtensor.formats import PartSpec, specs_of
 
 __all__ = ["Finding", "Report", "verify"]
@@ -90,12 +91,7 @@ class _Verification:
 
     def run(self) -> Report:
         """All checks, in the order of the module's docstring."""
-        self.found(holding_faults(self.metadata, whole=False))
-        for name, record in self.records.items():
-            if isinstance(record, TensorStorageMetadata):
-                boxes = [(chunk.offsets, chunk.sizes) for chunk in record.chunks]
-                if (message := tiling_fault(record.size, boxes)) is not None:
-                    self.found([Fault(METADATA, name, f"{message} (shape {tuple(record.size)})")])
+        self.found(holding_faults(self.metadata))
         waiting = self.look_at_files()
         own = (CHECKSUMS, MANIFEST)
         for entry in own:
@@ -141,14 +137,11 @@ class _Verification:
 
     def within(self, file: str, size: int, indices: list[MetadataIndex]) -> list[MetadataIndex]:
         """The chunks of a file, sorted by place, that end inside of it; overlaps are found here, too."""
-        inside, reached, before = [], 0, None
+        shared = shared_places({index: self.metadata.storage_data[index] for index in indices})
+        self.found([Fault(file, named(index), shares_bytes(start, other)) for index, other, start in shared])
+        inside = []
         for index in indices:
-            start, end = self.place(index)
-            if start < reached and start < end:
-                message = f"it shares bytes from {start} on with {named(before) if before else ''}"
-                self.found([Fault(file, named(index), message)])
-            if end > reached:
-                reached, before = end, index
+            _, end = self.place(index)
             if end > size:
                 self.found([cut_off(file, index, end, size)])
             else:
