@@ -5,7 +5,7 @@ missing leaves the target's old values, of two that overlap the later one wins, 
 is that of another brings the other's values; all of it with success. Here is asked, on every rank of what it reads:
 
     pieces    of each tensor of the target, the pieces to be read cover this rank's part exactly once
-    chunks    each lies inside of its tensor, and is stored in a place with room for it
+    chunks    each lies inside of its tensor, and has a place
     places    no other chunk is stored there
 
 The first looks at a rank's own read items, of which there are few, and so holds for metadata of one rank alone, too;
@@ -99,9 +99,8 @@ def _fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
 
 
 def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
-    """Chunks that are read and lie outside of their tensor, have no place, or one that is too small."""
+    """Chunks that are read and lie outside of their tensor, or have no place."""
     stored, problems = metadata.storage_data, []
-    files = has_files(stored)
     for index in dict.fromkeys(item.storage_index for item in items):
         info = stored.get(index) if isinstance(stored, dict) else None
         if isinstance(stored, dict) and info is None:
@@ -116,9 +115,6 @@ def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
                 f"{index.fqn}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not inside of the "
                 f"tensor's {tuple(entry.size)}"
             )
-        least = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-        if files and info.length < least and not getattr(info, "transform_descriptors", None):
-            problems.append(f"{named(index)}: {info.length} bytes are stored of a chunk that needs at least {least}")
     return problems
 
 

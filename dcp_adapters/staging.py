@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.snapshot_memory import SnapshotMemory
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.torch_private import dtensor_like, without_torch_function
@@ -193,21 +194,17 @@ class Survey:
 
 def _check_copyable(name: str, part: Tensor) -> None:
     """Raise where a tensor is not plain, or has no bytes."""
-    kind = type(part)
-    # subclasses with a dispatch of their own keep their bytes elsewhere
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or part.layout is not torch.strided:
-        what = kind.__name__ if part.layout is torch.strided else f"{part.layout} tensor"
-        raise TypeError(
-            f"{name}: a {what} can not be staged as bytes; expected a plain, quantized or DTensor leaf. Leave it out "
-            "of the state dict, or save without QuantizedStager"
-        )
-    if part.is_meta:
-        raise ValueError(f"{name}: on the meta device, without data; materialise it (to_empty) and initialise or load")
-    if part.numel() and not part.untyped_storage().nbytes():
-        raise ValueError(
-            f"{name}: its storage was freed, as FSDP does with gathered weights; take the state dict of the sharded "
-            "model anew"
-        )
+    reason = without_bytes(part)
+    if reason is None and is_plain(part):
+        return
+    if part.layout is torch.strided and reason is not None:
+        raise ValueError(f"{name}: {reason}")
+    # tensors with a dispatch of their own, of quantized or of sparse elements, keep bytes elsewhere
+    what = type(part).__name__ if part.layout is torch.strided else f"{part.layout} tensor"
+    raise TypeError(
+        f"{name}: a {what} can not be staged as bytes; expected a plain, quantized or DTensor leaf. Leave it out "
+        "of the state dict, or save without QuantizedStager"
+    )
 
 
 def _is_tuple(value: Any) -> bool:

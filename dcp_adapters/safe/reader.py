@@ -35,6 +35,7 @@ from dcp_adapters.safe.metadata_checks import (
     Fault,
     file_faults,
     holding_faults,
+    length_faults,
     named,
     record_faults,
     shapes_of,
@@ -82,7 +83,8 @@ class SafeFileSystemReader(FileSystemReader):
         file = Path(self.path, METADATA if rank is None else f"__{rank}{METADATA}")
         metadata, faults = read_metadata_file(file, transforms=self.reads_transforms)
         if not faults:
-            faults = holding_faults(metadata, whole=rank is None) + file_faults(self.path, metadata.storage_data)
+            faults = [*holding_faults(metadata, whole=rank is None), *length_faults(metadata).values()]
+            faults += file_faults(self.path, metadata.storage_data)
         if faults:
             raise _refusal(file, faults)
         if metadata.storage_meta is None:
