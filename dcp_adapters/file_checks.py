@@ -56,7 +56,7 @@ class CheckedPath(NativePath):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def __rtruediv__(self, directory: Any) -> Path:
+    def __rtruediv__(self, directory: Any) -> Path:  # type: ignore[override] # what it gives needs no look
         path = Path(directory, os.fspath(self))
         self.look(path)
         return path

@@ -397,7 +397,7 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
     if isinstance(x, DTensor):
         raise TypeError(
             f"quantize expects a plain tensor, got a DTensor {tuple(x.shape)} {tuple(map(str, x.placements))}; "
-            "quantize the full tensor and distribute that, distribute_tensor(quantize(full, recipe), mesh, placements), "
+            "quantize the full one and distribute that (distribute_tensor(quantize(full, recipe), mesh, placements)), "
             "or load the dense values into a quantized model (load_state_dict)"
         )
     if x.dtype not in APPEARANCE_DTYPES:

@@ -191,8 +191,8 @@ class _Verification:
         record = self.records[index.fqn]
         data: Tensor | io.BytesIO
         if self.is_archive(index):
-            message = "a tensor of another library's class: its checksum is compared, its values are not looked at"
-            self.found([Fault(info.relative_path, named(index), message)], "warning")
+            what = "a tensor of another library's class: its checksum is compared, its values are not looked at"
+            self.found([Fault(info.relative_path, named(index), what)], "warning")
             data = io.BytesIO(chunk.read())
         elif isinstance(record, TensorStorageMetadata):
             header, size = read_header(chunk, "its archive"), self.sizes[index]
