@@ -20,7 +20,8 @@ import io
 import itertools
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         apart = {id(item) for group in [own, *converted] for item in group}
         rest = [item for item in new_plan.items if id(item) not in apart]
         self.to_look_at = _by_file(self.metadata, new_plan)
-        probes = probe_items(self.metadata, new_plan, self._look)
+        probes = probe_items(self.metadata, new_plan, _weakly(self._look))
         self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
@@ -270,6 +271,18 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         if not self.checks:
             for q in self.quantized.values():
                 q.init_value = None
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method of an object that it does not keep: readers keep the storage data that probes stand in."""
+    kept = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        live = kept()
+        if live is not None:
+            live(*args, **kwargs)
+
+    return call
 
 
 def _by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, dict[MetadataIndex, Any]]:

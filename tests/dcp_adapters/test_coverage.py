@@ -3,10 +3,12 @@ anything is written, or the right values."""
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -341,6 +343,16 @@ def test_a_damaged_byte_entry_is_named(damage: bytes, tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(BaseException, match=r"(?s)step: this entry of the checkpoint is damaged, .*: load another"):
         load({"step": None, "b": torch.zeros(3)}, tmp_path, flatten_state_dict=False)
+
+
+def test_a_reader_that_is_kept_does_not_keep_the_target(written: Path) -> None:
+    reader = dcp.FileSystemReader(written)
+    load(target := state(9), written, reader=reader)
+    weight = weakref.ref(target["mxfp8"])
+    del target
+    gc.collect()
+    assert reader.storage_data
+    assert weight() is None
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
