@@ -5,12 +5,14 @@
 One row for every stored chunk of a tensor and for every byte entry, except for the table itself; a rank's rows are one
 chunk of the table. Digests are canonical (big-endian). "name@offset" is `model.w.payload@128,0`: the entry, and where
 its chunk begins in the global tensor; nothing follows the @ of a 0-dim tensor or of a byte entry. The bytes of a tensor
-chunk are those of the contiguous tensor, of a byte entry those in the file.
+chunk are those of the contiguous tensor, of a byte entry those in the file. A tensor of another library's class, whose
+elements only that class knows, is stored as an archive of it, as torch.save writes it: its row has the bytes of the
+archive, and the key of "name@offset as archive". Such a row is compared by `verify` alone, since readers hand out what
+the class makes of the archive.
 
 xxh3 runs at the speed of memory, several times faster than the CRC32 which zip files carry beside it.
 """
 
-import ctypes
 import io
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -21,15 +23,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from dcp_adapters.plain_memory import is_plain, memory_of
+
 __all__ = [
     "CHECKSUMS",
     "ROW",
     "Checksums",
     "Verification",
+    "archive_digest_of",
     "checksum_table",
     "chunk_key",
     "digest_of",
-    "memory_of",
     "rows_of",
 ]
 
@@ -37,18 +41,43 @@ CHECKSUMS = "qtensor.checksums"
 ROW = 16  # bytes: 8 that say which chunk, 8 of its data
 
 
-def chunk_key(index: MetadataIndex) -> bytes:
-    """8 bytes that stand for a chunk: the digest of its entry's name and its offset."""
+def chunk_key(index: MetadataIndex, *, archive: bool = False) -> bytes:
+    """8 bytes that stand for a chunk: the digest of its entry's name and its offset, and of what the row digests."""
     offset = ",".join(map(str, index.offset or ()))
-    return xxhash.xxh3_64_digest(f"{index.fqn}@{offset}".encode())
+    return xxhash.xxh3_64_digest(f"{index.fqn}@{offset}{' as archive' if archive else ''}".encode())
 
 
 def digest_of(data: Tensor | io.BytesIO) -> bytes:
-    """8 bytes: the digest of a CPU tensor's elements in logical order, or of a byte entry."""
+    """8 bytes: the digest of a plain CPU tensor's elements in logical order, or of a byte entry.
+
+    Raises:
+        ValueError: it is no plain tensor, or its storage was freed.
+    """
     if isinstance(data, io.BytesIO):
         return xxhash.xxh3_64_digest(data.getbuffer())
-    plain = data.detach().contiguous()
-    return xxhash.xxh3_64_digest(memory_of(plain) if plain.numel() else b"")
+    plain = data.detach().resolve_conj().resolve_neg().contiguous()
+    return xxhash.xxh3_64_digest(memory_of(plain))
+
+
+def archive_digest_of(data: Tensor) -> bytes:
+    """8 bytes: the digest of what torch.save writes of a tensor, which is not kept."""
+    sink = _Sink()
+    torch.save(data, sink)  # type: ignore[arg-type] # all it takes is write()
+    return sink.hash.digest()
+
+
+class _Sink:
+    """A file that digests what is written, and forgets it."""
+
+    def __init__(self) -> None:
+        self.hash = xxhash.xxh3_64()
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
 
 
 def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
@@ -75,16 +104,29 @@ class Checksums:
     """
 
     def __init__(self) -> None:
-        self.digests: dict[MetadataIndex, bytes] = {}
+        self.rows: dict[MetadataIndex, tuple[bytes, bytes]] = {}
         self.pickled: dict[MetadataIndex, io.BytesIO] = {}
 
     def seen(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
-        """Digest what is about to be written; returns it, on the CPU."""
+        """Digest what is about to be written; returns it, on the CPU. Raises ValueError for freed storage."""
+        if isinstance(data, Tensor) and not is_plain(data):
+            return self._seen_archive(index, data)
         if isinstance(data, io.BytesIO):
             data = self.pickled.setdefault(index, data)
         elif not data.is_cpu:
             data = data.detach().cpu()
-        self.digests[index] = digest_of(data)
+        try:
+            self.rows[index] = chunk_key(index), digest_of(data)
+        except ValueError as error:
+            raise ValueError(f"{index.fqn}: {error}") from error
+        return data
+
+    def _seen_archive(self, index: MetadataIndex, data: Tensor) -> Tensor:
+        """As `seen`, for a tensor that its own class writes, made ready as the writer would make it."""
+        data = data.detach().cpu()
+        if data.untyped_storage().size() != data.nbytes:
+            data = data.clone()
+        self.rows[index] = chunk_key(index, archive=True), archive_digest_of(data)
         return data
 
     def table(self, items: Iterable[WriteItem], resolve: Callable[[WriteItem], object]) -> Tensor:
@@ -93,9 +135,9 @@ class Checksums:
         for item in items:
             if item.index.fqn == CHECKSUMS:
                 continue
-            if item.index not in self.digests:
+            if item.index not in self.rows:
                 resolve(item)
-            rows.append((chunk_key(item.index), self.digests[item.index]))
+            rows.append(self.rows[item.index])
         return checksum_table(rows)
 
 
@@ -124,7 +166,12 @@ class Verification:
             self._compare(*chunk)
 
     def see(self, name: str, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
-        """Compare a whole chunk of an entry. Raises RuntimeError where it is not what was saved, or has no row."""
+        """Compare a whole chunk of an entry. Raises RuntimeError where it is not what was saved, or has no row.
+
+        What has gone into or came out of a tensor of another library's class is no longer what was stored.
+        """
+        if isinstance(data, Tensor) and not is_plain(data):
+            return
         chunk = (name, index, digest_of(data))
         with self.lock:
             if self.rows is None:
@@ -135,7 +182,7 @@ class Verification:
     def _compare(self, name: str, index: MetadataIndex, digest: bytes) -> None:
         assert self.rows is not None
         saved = self.rows.get(chunk_key(index))
-        if saved == digest:
+        if saved == digest or (saved is None and chunk_key(index, archive=True) in self.rows):
             return
         where = f" at {tuple(index.offset)}" if index.offset else ""
         held = (
@@ -145,8 +192,3 @@ class Verification:
             f"{name}: its chunk{where} in the checkpoint {held}; the file is damaged. Some tensors of the target are "
             "loaded already: load another checkpoint, and run `python -m dcp_adapters verify` on this one"
         )
-
-
-def memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
-    """The bytes of a contiguous CPU tensor, as a view that neither copies nor needs numpy; keep the tensor."""
-    return (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())

@@ -55,6 +55,10 @@ class Conversions:
         self.awaited = sum(bool(one.outstanding) for one in self.agreed)
         return items
 
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Entry -> the shape of what is read of it."""
+        return {entry: shape for one in self.all for entry, shape in one.parts().items()}
+
     def grouped(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
         """The items of each conversion among those of a plan; those that have to wait for other ranks last."""
         groups: dict[str, list[ReadItem]] = {one.name: [] for one in self.all}

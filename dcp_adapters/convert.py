@@ -107,6 +107,12 @@ class Conversion:
         self.outstanding = len(items)
         return items
 
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Entry -> the shape of what is read of it."""
+        if not all(self.region[1]):
+            return {}
+        return {entry: tuple(part_box(spec, *self.region)[1]) for entry, spec in self._entries()}
+
     def buffer(self, entry: str, metadata: Metadata) -> Tensor:
         """Where an entry's piece is read into: on the target's device, in the stored dtype; made at the first call."""
         found = self.inputs.get(entry)

@@ -5,9 +5,10 @@ On any world size, mesh or shard dim, in the steps of every load planner:
     set_up_planner       every rank   compare target and checkpoint; all differences in one error, before anything is
                                       touched; then expand: the parts alias the live shards, so that stock resharding
                                       writes the weights in place; conversions are set apart
-    create_local_plan    every rank   stock read items, and those of the conversions
-    finish_plan          every rank   in front of them, one byte from the end of every file: a missing or truncated file
-                                      stops the load before the first byte is written
+    create_local_plan    every rank   stock read items, and those of the conversions; what they read must make up what
+                                      they write (coverage.py)
+    finish_plan          every rank   in front of them, one byte from the end of every file: a missing, truncated or
+                                      damaged file stops the load before the first byte is written
     load / commit        every rank   stock; with the last item of a conversion it is written (conversions.py)
 
 Where the storage drops planner data the manifest is read first, as a tensor, and compared when it arrives.
@@ -19,31 +20,36 @@ import io
 import itertools
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_adapters.checksums import CHECKSUMS, Verification
 from dcp_adapters.conversions import Conversions
 from dcp_adapters.convert import Conversion
+from dcp_adapters.coverage import coverage_problems, parts_of_target, stored_chunk
 from dcp_adapters.differences import Target, differences, recipe_differences, to_convert
 from dcp_adapters.expand import expand_flat, quantized_local
+from dcp_adapters.file_checks import check_archives, check_ordinary
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.own_entries import own_buffer
-from dcp_adapters.read_items import in_order, is_probe, original_index, probe_items
+from dcp_adapters.read_items import has_files, in_order, is_probe, original_index, probe_items
 from fsdp_hooks.torch_private import cpu_by_default, flatten_state_dict, set_element
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedLoadPlanner"]
 
 OWN = frozenset({MANIFEST, CHECKSUMS})
+MOST_TOLD = 20
 LOADS = itertools.count()  # names loads whose ranks plan each for itself; they count alike
 
 
@@ -134,7 +140,17 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         # and those of conversions are such.
         with cpu_by_default():
             plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
-        return dataclasses.replace(plan, items=[*plan.items, *self.conversions.read_items()])
+        items = [*plan.items, *self.conversions.read_items()]
+        parts = parts_of_target(self.state_dict, self.metadata) | self.conversions.parts()
+        problems = coverage_problems(items, parts, self.metadata)
+        if problems:
+            told = [f"  {problem}" for problem in problems[:MOST_TOLD]]
+            told += [f"  and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
+            raise ValueError(
+                "the checkpoint's .metadata is damaged; nothing has been loaded. Use another checkpoint:\n"
+                + "\n".join(told)
+            )
+        return dataclasses.replace(plan, items=items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator only: stock's, and a name for this load that all its ranks know."""
@@ -149,7 +165,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         converted = self.conversions.grouped(new_plan.items)
         apart = {id(item) for group in [own, *converted] for item in group}
         rest = [item for item in new_plan.items if id(item) not in apart]
-        probes = probe_items(self.metadata, new_plan)
+        self.to_look_at = _by_file(self.metadata, new_plan)
+        probes = probe_items(self.metadata, new_plan, _weakly(self._look))
         self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
@@ -229,8 +246,16 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             return
         entry = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        if tensor.shape == _stored_chunk(entry, index).sizes and tensor.dtype == entry.properties.dtype:
+        if tensor.shape == stored_chunk(entry, index).sizes and tensor.dtype == entry.properties.dtype:
             self.verification.see(name, index, tensor.detach().cpu())
+
+    def _look(self, path: Path, last: Any) -> None:
+        """Check a file that a reader is about to open, and its chunks; the probe tells if it is cut off."""
+        assert self.metadata is not None
+        with self._telling():
+            size = check_ordinary(path)
+            if size is not None and size >= last.offset + last.length:
+                check_archives(path, self.to_look_at.get(last.relative_path, {}), self.metadata)
 
     def _check_probe(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if len(value.read(1)) != 1:
@@ -249,19 +274,40 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 q.init_value = None
 
 
-def _stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    """The chunk that an index names, found where the index says that it is: there is one for each rank that saved."""
-    at = index.index
-    if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
-        return entry.chunks[at]
-    return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method of an object that it does not keep: readers keep the storage data that probes stand in."""
+    kept = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        live = kept()
+        if live is not None:
+            live(*args, **kwargs)
+
+    return call
+
+
+def _by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, dict[MetadataIndex, Any]]:
+    """The tensor chunks that a plan reads, with their places, by file; empty where the storage has no files."""
+    stored = metadata.storage_data
+    files: dict[str, dict[MetadataIndex, Any]] = {}
+    for item in plan.items if has_files(stored) else []:
+        if item.type is not LoadItemType.BYTE_IO:
+            info = stored[item.storage_index]
+            files.setdefault(info.relative_path, {})[item.storage_index] = info
+    return files
 
 
 def _unpickled(name: str, value: io.BytesIO) -> Any:
     try:
         return torch.load(value, weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "class" in line), error)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines()] if isinstance(error, pickle.UnpicklingError) else []
+        reason = next((line for line in lines if "GLOBAL" in line or "class" in line), None)
+        if reason is None:
+            raise ValueError(
+                f"{name}: this entry of the checkpoint is damaged, it can not be unpickled: {type(error).__name__}: "
+                f"{error}. Some tensors of the target may be loaded already: load another checkpoint"
+            ) from error
         raise ValueError(
             f"{name}: this entry of the checkpoint holds pickled objects that torch.load(weights_only=True) does not "
             f"allow ({reason}). If you trust the checkpoint, load it inside torch.serialization.safe_globals([...]) "

@@ -8,7 +8,8 @@ group of its own. Such aliases are entered into the storage data beside the orig
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch.distributed.checkpoint import LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-__all__ = ["in_order", "is_probe", "original_index", "probe_items"]
+from dcp_adapters.file_checks import CheckedPath
+
+__all__ = ["has_files", "in_order", "is_own_index", "is_probe", "original_index", "probe_items"]
 
 PROBE = "qtensor.probe"
 ORDERED = "qtensor.ordered"
@@ -47,6 +50,11 @@ def is_probe(item: ReadItem) -> bool:
     return item.storage_index.fqn == PROBE
 
 
+def is_own_index(index: MetadataIndex) -> bool:
+    """Whether it was entered into the storage data here; metadata that a reader kept has those of an earlier load."""
+    return index.fqn in {PROBE, ORDERED}
+
+
 def original_index(index: MetadataIndex) -> MetadataIndex:
     """The index of the stored chunk, behind an alias."""
     return index.original if isinstance(index, _Alias) and index.original is not None else index
@@ -55,7 +63,7 @@ def original_index(index: MetadataIndex) -> MetadataIndex:
 def in_order(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[ReadItem]:
     """The items of all groups, such that a reader reads group after group, each file of a group once."""
     stored = metadata.storage_data
-    if not _has_files(stored):
+    if not has_files(stored):
         return [item for group in groups for item in group]
     out: list[ReadItem] = []
     for group in groups:
@@ -69,17 +77,21 @@ def in_order(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[R
     return out
 
 
-def probe_items(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
-    """One-byte reads at the end of every file; none for readers that keep no files."""
+def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -> list[ReadItem]:
+    """One-byte reads at the end of every file; none for readers that keep no files.
+
+    `look` is called before a file is opened, where the reader tells its directory (see file_checks.py): with the path,
+    and the place of the last chunk in it.
+    """
     stored = metadata.storage_data
-    if not _has_files(stored):
+    if not has_files(stored):
         return []
     everything = len(stored) <= PROBE_ALL_BELOW
     ends: dict[str, Any] = {}
     indices = list(stored) if everything else {item.storage_index for item in plan.items}
     for index in indices:
-        if index.fqn in {PROBE, ORDERED}:
-            continue  # metadata that a reader kept has those of an earlier load
+        if is_own_index(index):
+            continue
         info = stored[index]
         last = ends.get(info.relative_path)
         if info.length and (last is None or info.offset + info.length > last.offset + last.length):
@@ -88,7 +100,7 @@ def probe_items(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
     for number, (path, info) in enumerate(sorted(ends.items())):
         index = MetadataIndex(PROBE, index=number, offset=torch.Size([number]))
         changes: dict[str, Any] = {
-            "relative_path": _OwnPath(path),
+            "relative_path": CheckedPath.of(str(path), partial(look, last=info)),
             "offset": info.offset + info.length - 1,
             "length": 1,
         }
@@ -100,7 +112,7 @@ def probe_items(metadata: Metadata, plan: LoadPlan) -> list[ReadItem]:
     return probes
 
 
-def _has_files(stored: Any) -> bool:
+def has_files(stored: Any) -> bool:
     """Whether the storage data says where in which file each chunk lies; a reader's records are all of one kind."""
     record = next(iter(stored.values()), None) if isinstance(stored, dict) else None
     return hasattr(record, "relative_path") and hasattr(record, "length")

@@ -30,9 +30,11 @@ from dcp_adapters.coordinator import PLAIN, Now, Record, merged_manifest, with_u
 from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.overwrite import clear, own_names
+from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.write_items import Layouts, PartLayout, lists_scalars, plain_item
 from fsdp_hooks.digest import digest
 from fsdp_hooks.torch_private import cpu_by_default, without_torch_function
+from fsdp_hooks.scale_sync import local_of
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedSavePlanner"]
@@ -215,6 +217,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         if not isinstance(value, Tensor):
             refuse_hidden(name, value)
         self.state_dict[name] = leaf = plain_leaf(value)
+        if isinstance(leaf, Tensor):
+            _refuse_without_bytes(name, local_of(leaf))
         if isinstance(leaf, DTensor) and not leaf.ndim and not lists_scalars(leaf):
             self.withheld.add(name)
 
@@ -225,6 +229,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         if not layouts:
             return
         parts, wide = settled_parts(name, q), q.tensor_wide()
+        for part in parts.values():
+            _refuse_without_bytes(name, part)
         for layout in layouts:
             entry = entries[layout.part]
             self.parts[entry] = parts[layout.part]
@@ -257,6 +263,13 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 f"the state dict holds {min(taken)!r} twice: as an entry and as a part of a quantized weight; rename "
                 "the entry"
             )
+
+
+def _refuse_without_bytes(name: str, local: Tensor) -> None:
+    """Here, before an older checkpoint is removed and any rank writes; a writer would fail on it later."""
+    reason = without_bytes(local)
+    if reason is not None:
+        raise ValueError(f"{name}: {reason}")
 
 
 def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:

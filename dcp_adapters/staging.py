@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.snapshot_memory import SnapshotMemory
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.torch_private import dtensor_like, without_torch_function
@@ -47,7 +48,8 @@ class QuantizedStager(AsyncStager):
     need a process group each, since all of them exchange plans. Threads that share a stager take turns.
 
     The snapshot holds quantized tensors as their parts, never dequantized; preserved initial values stay behind,
-    weights with storage="high_precision" become the dense tensors they are, parameters become tensors without
+    weights with storage="high_precision" become the dense tensors they are, tensors of other libraries' classes are
+    made anew around copies of their tensors (by `__tensor_flatten__`), parameters become tensors without
     gradients, and names that share one tensor share one copy.
 
     Args:
@@ -123,11 +125,34 @@ def _copied_into(lease: memoryview | None, offset: int, part: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Leaf:
-    """A tensor of the state dict, the tensor behind it that holds the bytes, and the indices of its parts."""
+    """A tensor of the state dict, the tensor behind it that holds the bytes, and the indices of its parts.
+
+    made: where it is of another library's class, its own tensors; it has no parts then.
+    """
 
     value: Tensor
     local: Tensor
     parts: list[int]
+    made: "Made | None" = None
+
+
+@dataclass(slots=True)
+class Made:
+    """A tensor of another library's class, by the protocol through which torch.compile takes such apart.
+
+    inner: its tensors by the name of the attribute, as leaves or of such a class in turn. context: what else it is.
+    """
+
+    value: Tensor
+    inner: dict[str, Any]
+    context: Any
+
+    def staged(self, copies: list[Tensor]) -> Tensor:
+        """The tensor again, around copies."""
+        inner = {name: _staged(leaf, copies) for name, leaf in self.inner.items()}
+        kind: Any = type(self.value)
+        made: Tensor = kind.__tensor_unflatten__(inner, self.context, self.value.size(), self.value.stride())
+        return made
 
 
 @dataclass
@@ -161,12 +186,20 @@ class Survey:
                 "of the state dict, or give it a __deepcopy__"
             ) from error
 
+    def _made(self, name: str, local: Tensor) -> Made | None:
+        """How a tensor of another library's class is made of its tensors; None for any that does not say."""
+        if is_plain(local) or not hasattr(local, "__tensor_flatten__") or without_bytes(local) is not None:
+            return None
+        names, context = local.__tensor_flatten__()
+        return Made(local, {inner: self._leaf(f"{name}.{inner}", getattr(local, inner)) for inner in names}, context)
+
     def _leaf(self, name: str, value: Tensor) -> Leaf:
         local = value.to_local() if isinstance(value, DTensor) else value
         if isinstance(local, HighPrecisionWeight):
             local = local.dense
         if not isinstance(local, QuantizedTensor):
-            return Leaf(value, local, [self._add(name, "", local)])
+            made = self._made(name, local)
+            return Leaf(value, local, [self._add(name, "", local)] if made is None else [], made)
         if local.arrangement.flat is not None:
             raise ValueError(
                 f"{name}: a {'transposed' if local.arrangement.transposed else 'reshaped'} view, "
@@ -193,21 +226,17 @@ class Survey:
 
 def _check_copyable(name: str, part: Tensor) -> None:
     """Raise where a tensor is not plain, or has no bytes."""
-    kind = type(part)
-    # subclasses with a dispatch of their own keep their bytes elsewhere
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or part.layout is not torch.strided:
-        what = kind.__name__ if part.layout is torch.strided else f"{part.layout} tensor"
-        raise TypeError(
-            f"{name}: a {what} can not be staged as bytes; expected a plain, quantized or DTensor leaf. Leave it out "
-            "of the state dict, or save without QuantizedStager"
-        )
-    if part.is_meta:
-        raise ValueError(f"{name}: on the meta device, without data; materialise it (to_empty) and initialise or load")
-    if part.numel() and not part.untyped_storage().nbytes():
-        raise ValueError(
-            f"{name}: its storage was freed, as FSDP does with gathered weights; take the state dict of the sharded "
-            "model anew"
-        )
+    reason = without_bytes(part)
+    if reason is None and is_plain(part):
+        return
+    if part.layout is torch.strided and reason is not None:
+        raise ValueError(f"{name}: {reason}")
+    # tensors with a dispatch of their own, of quantized or of sparse elements, keep bytes elsewhere
+    what = type(part).__name__ if part.layout is torch.strided else f"{part.layout} tensor"
+    raise TypeError(
+        f"{name}: a {what} can not be staged as bytes; expected a plain, quantized or DTensor leaf. Leave it out "
+        "of the state dict, or save without QuantizedStager"
+    )
 
 
 def _is_tuple(value: Any) -> bool:
@@ -241,6 +270,8 @@ def _staged(leaf: Leaf, copies: list[Tensor]) -> Tensor:
         parts = {name: copies[index] for name, index in zip(local.parts(), leaf.parts, strict=True)}
         # a snapshot has no padding rows and is no part of a larger tensor
         staged: Tensor = local.with_parts(parts, arrangement=Arrangement(shards=local.arrangement.shards))
+    elif leaf.made is not None:
+        staged = leaf.made.staged(copies)
     else:
         staged = copies[leaf.parts[0]]
     return dtensor_like(staged, leaf.value) if isinstance(leaf.value, DTensor) else staged

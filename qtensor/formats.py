@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from qtensor.recipes import Recipe
 
@@ -236,6 +237,8 @@ def part_problems(parts: Mapping[str, Tensor], recipe: Recipe) -> list[str]:
             problems.append(f"{name!r} is {got.dtype} {tuple(got.shape)}, expected {spec.dtype} {want}")
         elif got.device != parts["payload"].device:
             problems.append(f"{name!r} is on {got.device}, the payload on {parts['payload'].device}")
+        elif isinstance(got, DTensor):
+            problems.append(f"{name!r} is a DTensor; a DTensor goes around a quantized tensor, not inside of it")
     return problems
 
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
 from fsdp_hooks.torch_private import is_tracing, make_wrapper, tree_map, without_torch_function
@@ -387,12 +388,18 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
         The formulas stand in the module of the format.
 
     Raises:
-        TypeError: x is quantized already, not floating point, or recipe is no recipe.
+        TypeError: x is quantized already, a DTensor, not floating point, or recipe is no recipe.
         ValueError: the shape does not fit the blocks.
     """
     registration = registered(recipe)
     if isinstance(x, QuantizedTensor):
         raise TypeError(f"quantize expects a dense tensor, got {describe(x.shape, x.recipe)}; call .dequantize() first")
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"quantize expects a plain tensor, got a DTensor {tuple(x.shape)} {tuple(map(str, x.placements))}; "
+            "quantize the full one and distribute that (distribute_tensor(quantize(full, recipe), mesh, placements)), "
+            "or load the dense values into a quantized model (load_state_dict)"
+        )
     if x.dtype not in APPEARANCE_DTYPES:
         raise TypeError(f"quantize expects bfloat16, float16 or float32, got {x.dtype}")
     check_shape(x.shape, recipe)

@@ -115,7 +115,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     to = target_named(arguments.to, _options(arguments.option))
-    source = StoredCheckpoint(arguments.source, check=True)
+    source = StoredCheckpoint(arguments.source, check=arguments.checksums)
     plan = plan_conversion(source.tensors, to, arguments.include, arguments.exclude)
     for pattern in plan.idle:
         print(f"{PROGRAM}: warning: --exclude {pattern} matches no tensor", file=sys.stderr)
@@ -138,6 +138,7 @@ def _export(arguments: argparse.Namespace) -> int:
         prefix=arguments.prefix,
         fused_scales=arguments.fused_scales,
         max_shard_size=arguments.max_shard_size,
+        verify_checksums=arguments.checksums,
         progress=arguments.progress,
     )
     files = sorted(out.glob("*.safetensors"))
@@ -261,6 +262,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option", metavar="KEY=VALUE", action="append", default=[], help="a field of the recipe (repeatable)"
     )
+    _add_checksums(parser)
     _add_progress(parser)
     parser.set_defaults(run=_convert)
 
@@ -279,12 +281,22 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         help="where linears that engines fuse have different NVFP4 global scales: fail, or round them again",
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file; default: %(default)s")
+    _add_checksums(parser)
     _add_progress(parser)
     parser.set_defaults(run=_export)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def _add_checksums(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-checksums",
+        dest="checksums",
+        action="store_false",
+        help="do not compare what is read with the checkpoint's checksums",
+    )
 
 
 def _add_progress(parser: argparse.ArgumentParser) -> None:

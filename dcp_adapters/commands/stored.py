@@ -146,11 +146,6 @@ class StoredCheckpoint:
         """One stored tensor, a part or a dense one, its chunks joined."""
         record = self.metadata.state_dict_metadata[entry]
         assert isinstance(record, TensorStorageMetadata)
-        covered = sum(math.prod(chunk.sizes) for chunk in record.chunks)
-        if covered != math.prod(record.size):
-            raise CheckpointUnusable(
-                f"{self.path}: {entry} has {math.prod(record.size)} elements, its chunks hold {covered}"
-            )
         whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(record.size)), sizes=record.size)
         target = torch.empty(record.size, dtype=record.properties.dtype, device="cpu")
         self._read(entry, create_read_items_for_chunk_list(entry, record, [whole]), {entry: target})
@@ -284,6 +279,8 @@ class _Into(DefaultLoadPlanner):
         index = read_item.storage_index
         if self.checksums:
             stored = self.checksums.get(chunk_key(index))
-            if stored is not None and stored != digest_of(data):
-                where = f" at {tuple(index.offset)}" if index.offset else ""
-                raise CheckpointUnusable(f"{index.fqn}{where} is damaged: its bytes do not have the checksum stored")
+            where = f"{index.fqn} at {tuple(index.offset)}" if index.offset else index.fqn
+            if stored is None:
+                raise CheckpointUnusable(f"{where} has no row in {CHECKSUMS}: it is not what was saved")
+            if stored != digest_of(data):
+                raise CheckpointUnusable(f"{where} is damaged: its bytes do not have the checksum stored")

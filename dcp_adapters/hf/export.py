@@ -50,6 +50,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     prefix: str | None = None,
     fused_scales: str = "raise",
     max_shard_size: int | str = "5GB",
+    verify_checksums: bool = True,
     progress: bool = True,
 ) -> Path:
     """Write quantized weights as safetensors with the JSON that inference engines read.
@@ -73,6 +74,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         fused_scales: "raise", linears that engines fuse (q, k, v; gate, up) must share their NVFP4 global scale;
             "requantize", those with a smaller one are rounded again under the largest.
         max_shard_size: bytes of a file, as a number or as "5GB"; a weight with its scales is never split.
+        verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
         progress: a bar on rank 0, if it has a terminal.
 
     Returns:
@@ -92,8 +94,9 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     described = on_first(None, lambda: _described(out_dir, config, state_dict_or_checkpoint))
 
     def prepare() -> tuple[Source, ExportPlan, tuple[str, ...]]:
-        first = source_of(state_dict_or_checkpoint, prefix)
-        source = Joined([first] if rest is None else [first, source_of(rest, None, like=first.records)])
+        first = source_of(state_dict_or_checkpoint, prefix, check=verify_checksums)
+        others = [] if rest is None else [source_of(rest, None, like=first.records, check=verify_checksums)]
+        source = Joined([first, *others])
         scales = dict(_scales(source))
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
         request = Request(chosen, scales, producer, limit, described.tied, fused_scales == "requantize")

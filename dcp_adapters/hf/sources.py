@@ -23,6 +23,8 @@ from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.names import pieces_of, plain_name
 from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, is_quantized
 from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
+from dcp_adapters.plain_memory import is_plain
+from fsdp_hooks.scale_sync import local_of
 from qtensor.recipes import Recipe
 
 __all__ = [
@@ -99,6 +101,11 @@ class LiveSource(Source):
             if value.is_meta:
                 raise ValueError(f"{name} is on the meta device, it has no values; load the weights first")
             values[name] = plain_leaf(value).detach()
+            if quantized_local(value) is None and not is_plain(local_of(values[name])):
+                raise ValueError(
+                    f"{name} is a {type(local_of(value)).__name__}, of which an export knows no bytes; expected dense "
+                    "tensors and those of this library: dequantize it first"
+                )
         self.records = {name: _record(value) for name, value in values.items()}
         self._parts = {name: expand_leaf(name, value) or {"": value} for name, value in values.items()}
 
@@ -132,7 +139,7 @@ class LiveSource(Source):
 
 
 class CheckpointSource(Source):
-    """The tensors of a DCP checkpoint on disk, checked against its checksums where it has some.
+    """The tensors of a DCP checkpoint on disk; `check`: against its checksums, where it has some.
 
     Raises:
         CheckpointUnusable: it can not be read.
@@ -140,9 +147,14 @@ class CheckpointSource(Source):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], prefix: str | None = None, like: Collection[str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        prefix: str | None = None,
+        like: Collection[str] | None = None,
+        *,
+        check: bool = True,
     ) -> None:
-        self._stored = StoredCheckpoint(path, check=True)
+        self._stored = StoredCheckpoint(path, check=check)
         tensors, paths = self._stored.tensors, self._stored.paths
         if prefix is None:
             places = {name: paths.get(next(iter(tensor.entries.values())), (name,)) for name, tensor in tensors.items()}
@@ -236,12 +248,15 @@ class Joined(Source):
         return self._of[name].replicas(name)
 
 
-def source_of(value: Any, prefix: str | None, like: Collection[str] | None = None) -> Source:
-    """The source of what `export_hf` was given; `like` as of LiveSource. Raises TypeError for anything else."""
+def source_of(value: Any, prefix: str | None, like: Collection[str] | None = None, *, check: bool = True) -> Source:
+    """The source of what `export_hf` was given; `like` as of LiveSource, `check` as of CheckpointSource.
+
+    Raises TypeError for anything else.
+    """
     if isinstance(value, str | os.PathLike):
         path = Path(value)
         if (path / ".metadata").is_file() or not any(path.glob("*.safetensors")):
-            return CheckpointSource(path, prefix, like)
+            return CheckpointSource(path, prefix, like, check=check)
         return DirectorySource(path)
     if not isinstance(value, Mapping) and hasattr(value, "state_dict"):  # a module, the result of a calibration
         value = value.state_dict()

@@ -11,7 +11,6 @@ Stock's reader loads the whole chunk into memory of its own, whatever part of it
 Chunks whose elements are not contiguous in the record are left to it.
 """
 
-import ctypes
 import math
 import struct
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from dcp_adapters.plain_memory import is_plain, memory_of
 from dcp_adapters.safe.tensor_archive import FileSlice, Header
 
 __all__ = ["Elements", "data_start"]
@@ -73,7 +73,7 @@ class Elements:
         first, rows = (offsets[0], sizes[0]) if sizes else (0, 1)
         begin = self.begin + first * math.prod(self.shape[1:]) * self.dtype.itemsize
         whole_rows = tuple(sizes[1:]) == self.shape[1:]
-        if whole_rows and target.is_cpu and target.dtype == self.dtype and target.is_contiguous():
+        if whole_rows and target.dtype == self.dtype and _has_room(target):
             _fill(self.stream, begin, target)
             return
         held = torch.empty((rows, *self.shape[1:]) if sizes else (), dtype=self.dtype, device="cpu")
@@ -83,9 +83,15 @@ class Elements:
         target.copy_(held)
 
 
+def _has_room(target: Tensor) -> bool:
+    """Whether elements can be read into the target's memory; tensors of other libraries' classes have none."""
+    straight = target.is_cpu and is_plain(target) and target.is_contiguous()
+    return straight and not target.is_conj() and not target.is_neg()
+
+
 def _fill(stream: IO[bytes], begin: int, tensor: Tensor) -> None:
     """Read into the memory of a contiguous CPU tensor."""
-    memory = memoryview((ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())).cast("B")
+    memory = memoryview(memory_of(tensor)).cast("B")
     stream.seek(begin)
     done = 0
     while done < len(memory):

@@ -15,8 +15,10 @@ torch.load(weights_only=True).
 """
 
 import os
+import pickle
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from dcp_adapters.safe.metadata_checks import (
     Fault,
     file_faults,
     holding_faults,
+    length_faults,
     named,
     record_faults,
     shapes_of,
@@ -80,7 +83,8 @@ class SafeFileSystemReader(FileSystemReader):
         file = Path(self.path, METADATA if rank is None else f"__{rank}{METADATA}")
         metadata, faults = read_metadata_file(file, transforms=self.reads_transforms)
         if not faults:
-            faults = holding_faults(metadata, whole=rank is None) + file_faults(self.path, metadata.storage_data)
+            faults = [*holding_faults(metadata, whole=rank is None), *length_faults(metadata).values()]
+            faults += file_faults(self.path, metadata.storage_data)
         if faults:
             raise _refusal(file, faults)
         if metadata.storage_meta is None:
@@ -109,14 +113,19 @@ class SafeFileSystemReader(FileSystemReader):
             for item in items:
                 info = self.storage_data[item.storage_index]
                 header = headers.get((str(info.relative_path), info.offset, info.length))
-                if item.type is LoadItemType.BYTE_IO or header is None or header.first is None:
+                if item.type is LoadItemType.BYTE_IO:
                     super().read_data(LoadPlan([item]), planner)
+                    continue
+                if header is None or header.first is None:
+                    with _named(path, item, (IndexError, KeyError, EOFError, pickle.UnpicklingError)):
+                        super().read_data(LoadPlan([item]), planner)
                     continue
                 target = planner.resolve_tensor(item).detach()
                 if target.shape != item.lengths:
                     raise AssertionError(f"{item.storage_index}: {tuple(item.lengths)} into {tuple(target.shape)}")
-                elements = Elements.of(stream, info.offset, info.length, header)
-                elements.read(item.storage_offsets, item.lengths, target)
+                with _named(path, item, (ValueError, EOFError, OSError)):
+                    elements = Elements.of(stream, info.offset, info.length, header)
+                    elements.read(item.storage_offsets, item.lengths, target)
                 planner.commit_tensor(item, target)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
@@ -149,6 +158,18 @@ class SafeFileSystemReader(FileSystemReader):
                         )
                     headers[name, offset, length] = header
         return headers
+
+
+@contextmanager
+def _named(path: Path, item: ReadItem, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    """An error of one of these kinds says which chunk could not be read, and what has become of the target."""
+    try:
+        yield
+    except kinds as error:
+        told = f"{path}: {named(original_index(item.storage_index))}: it can not be read: "
+        state = "Some tensors of the target may be loaded already: load another checkpoint"
+        kind = OSError if isinstance(error, OSError) else EOFError if isinstance(error, EOFError) else ValueError
+        raise kind(f"{told}{type(error).__name__}: {error}. {state}") from error
 
 
 def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:

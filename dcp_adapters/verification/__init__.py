@@ -2,7 +2,6 @@
 
 verify.py            the walk over all chunks
 report.py            findings and counts
-tiling.py            do the chunks of a tensor cover it, once
 manifest_checks.py   do manifest and entries agree
 part_values.py       could a quantizer have written these scales and payloads
 """

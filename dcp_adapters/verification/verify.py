@@ -1,7 +1,7 @@
 """Whether a checkpoint is complete and sound, told without a model and without a process group.
 
     metadata      it is there, its records make sense, every chunk has a file
-    tensors       chunks cover each one exactly (tiling.py)
+    tensors       chunks cover each one exactly (dcp_adapters/tiling.py)
     manifest      both copies agree; every entry has its parts in the right dtype and shape; no part without an entry
     files         there, inside of the directory, long enough; chunks do not share bytes
     chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
@@ -28,16 +28,18 @@ from dcp_adapters.safe.metadata_checks import (
     chunks_of,
     cut_off,
     holding_faults,
+    length_faults,
     look_at,
     named,
     shapes_of,
+    shared_places,
+    shares_bytes,
 )
 from dcp_adapters.safe.reader import read_metadata_file
 from dcp_adapters.safe.tensor_archive import FileSlice, read_header
 from dcp_adapters.verification.manifest_checks import manifest_faults
 from dcp_adapters.verification.part_values import value_fault
 from dcp_adapters.verification.report import Finding, Report
-from dcp_adapters.verification.tiling import tiling_fault
 from qtensor.formats import PartSpec, specs_of
 
 __all__ = ["Finding", "Report", "verify"]
@@ -90,17 +92,13 @@ class _Verification:
 
     def run(self) -> Report:
         """All checks, in the order of the module's docstring."""
-        self.found(holding_faults(self.metadata, whole=False))
-        for name, record in self.records.items():
-            if isinstance(record, TensorStorageMetadata):
-                boxes = [(chunk.offsets, chunk.sizes) for chunk in record.chunks]
-                if (message := tiling_fault(record.size, boxes)) is not None:
-                    self.found([Fault(METADATA, name, f"{message} (shape {tuple(record.size)})")])
+        self.found(holding_faults(self.metadata))
         waiting = self.look_at_files()
         own = (CHECKSUMS, MANIFEST)
         for entry in own:
             self.read_chunks([index for index in waiting if index.fqn == entry])
             (self.take_checksums if entry == CHECKSUMS else self.take_manifest)()
+        self.found([fault for index, fault in length_faults(self.metadata).items() if not self.is_archive(index)])
         self.read_chunks([index for index in waiting if index.fqn not in own])
         self.compare_rows()
         tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
@@ -141,14 +139,11 @@ class _Verification:
 
     def within(self, file: str, size: int, indices: list[MetadataIndex]) -> list[MetadataIndex]:
         """The chunks of a file, sorted by place, that end inside of it; overlaps are found here, too."""
-        inside, reached, before = [], 0, None
+        shared = shared_places({index: self.metadata.storage_data[index] for index in indices})
+        self.found([Fault(file, named(index), shares_bytes(start, other)) for index, other, start in shared])
+        inside = []
         for index in indices:
-            start, end = self.place(index)
-            if start < reached and start < end:
-                message = f"it shares bytes from {start} on with {named(before) if before else ''}"
-                self.found([Fault(file, named(index), message)])
-            if end > reached:
-                reached, before = end, index
+            _, end = self.place(index)
             if end > size:
                 self.found([cut_off(file, index, end, size)])
             else:
@@ -195,7 +190,11 @@ class _Verification:
         """One chunk: what it is, its checksum, its values."""
         record = self.records[index.fqn]
         data: Tensor | io.BytesIO
-        if isinstance(record, TensorStorageMetadata):
+        if self.is_archive(index):
+            what = "a tensor of another library's class: its checksum is compared, its values are not looked at"
+            self.found([Fault(info.relative_path, named(index), what)], "warning")
+            data = io.BytesIO(chunk.read())
+        elif isinstance(record, TensorStorageMetadata):
             header, size = read_header(chunk, "its archive"), self.sizes[index]
             if (header.dtype, header.shape) != (record.properties.dtype, size):
                 raise ValueError(f"the file holds {header}, {METADATA} says {record.properties.dtype} {size}")
@@ -214,10 +213,14 @@ class _Verification:
             if message is not None:
                 self.found([Fault(info.relative_path, named(index), message)])
 
+    def is_archive(self, index: MetadataIndex) -> bool:
+        """Whether the table has the bytes of a chunk's archive, which holds a tensor of another library's class."""
+        return self.rows is not None and chunk_key(index, archive=True) in self.rows
+
     def compare(self, index: MetadataIndex, file: str, data: Tensor | io.BytesIO) -> None:
         """A chunk's bytes and its row in the table."""
         assert self.rows is not None
-        expected = self.rows.get(chunk_key(index))
+        expected = self.rows.get(chunk_key(index, archive=self.is_archive(index)))
         if expected is None:
             self.found([Fault(file, named(index), f"{CHECKSUMS} has no row for it")])
         elif (digest := digest_of(data)) != expected:
@@ -263,7 +266,7 @@ class _Verification:
 
     def compare_rows(self) -> None:
         """Rows that belong to no chunk."""
-        chunks = {chunk_key(index) for index in self.known}
+        chunks = {chunk_key(index, archive=archive) for index in self.known for archive in (False, True)}
         left = [key.hex() for key in self.rows or () if key not in chunks]
         if left:
             message = f"{len(left)} rows belong to no chunk of the checkpoint: {', '.join(left[:SHOWN])}"

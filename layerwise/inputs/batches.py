@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dcp_adapters.checksums import memory_of
+from dcp_adapters.plain_memory import memory_of
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.stand_ins import forward_of
 from layerwise.inputs.stores import Kept, Store, is_plain
@@ -147,7 +147,7 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
 def _add(digest: xxhash.xxh3_64, tensor: Tensor) -> None:
     digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
     if is_plain(tensor) and tensor.numel():
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         digest.update(memory_of(data))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.checksums import memory_of
+from dcp_adapters.plain_memory import memory_of
 
 __all__ = ["INPUTS_ON", "Kept", "Store", "is_plain", "version"]
 
@@ -93,7 +93,7 @@ class _OnDisk(Kept):
         base, self._shape = _unexpanded(tensor)
         # Written in the order of memory, so that the strides come back too.
         self._order = sorted(range(base.dim()), key=lambda dim: (-base.stride()[dim], -base.shape[dim]))
-        memory = base.permute(self._order).to("cpu").contiguous()
+        memory = base.resolve_conj().resolve_neg().permute(self._order).to("cpu").contiguous()
         self._stored = memory.shape
         path.write_bytes(memory_of(memory))
         weakref.finalize(self, path.unlink, missing_ok=True)

@@ -230,10 +230,10 @@ EDITS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         lambda m: bias(m).chunks.append(ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 1]))),
         "is not inside of the tensor's",
     ),
-    "a gap": (lambda m: bias(m).chunks.pop(), r"bias: its shape \(8,\) has 8 elements, its chunks hold 5"),
+    "a gap": (lambda m: bias(m).chunks.pop(), r"bias: no chunk holds the elements from \(5,\) on \(shape \(8,\)\)"),
     "a giant": (
         lambda m: setattr(bias(m), "size", torch.Size([2**60])),
-        rf"bias: its shape \({2**60},\) has {2**60} elements, its chunks hold 8",
+        r"bias: no chunk holds the elements from \(8,\) on",
     ),
     "a giant chunk": (
         lambda m: (setattr(bias(m), "size", torch.Size([2**60])), chunk(m, 5, 2**60 - 5)),
@@ -407,7 +407,7 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     "compressed": (lambda: compressed(archive(PIECE)), "records are compressed; DCP stores tensors as they are"),
     "no archive": (lambda: b"x" * 1000, "no archive of a tensor: File is not a zip file; use another checkpoint"),
     "no record": (lambda: without(archive(PIECE), "data/0"), "a tensor of 6 bytes in a record of 0; use another"),
-    "no description": (lambda: without(archive(PIECE), "data.pkl"), "no archive of a tensor: 'data.pkl'"),
+    "no description": (lambda: without(archive(PIECE), "data.pkl"), "no archive of a tensor: KeyError: 'data.pkl'"),
     "another dtype": (
         lambda: archive(PIECE.half()),
         r"bias at \(5,\): the file holds torch.float16 \(3,\), .metadata says torch.bfloat16 \(3,\); use another",
@@ -502,7 +502,7 @@ def test_the_manifest_entry_is_read_where_there_is_no_planner_data(checkpoint: C
 def test_a_manifest_entry_of_another_kind_is_refused_before_room_is_made(checkpoint: Checkpoint) -> None:
     with checkpoint.editing() as metadata:
         manifest_entry(giant)(metadata)
-    with pytest.raises(ValueError, match=f"{MANIFEST}: its shape .* has {2**60} elements"):
+    with pytest.raises(ValueError, match=f"{MANIFEST}: no chunk holds the elements from"):
         read_manifest(checkpoint.path)
     text = (
         rf"the entry {MANIFEST} claims to be torch.uint8 \({2**60},\) and \d+ bytes of it are stored, expected one dim"
@@ -516,7 +516,7 @@ def test_a_manifest_entry_that_can_not_be_read_is_a_value_error(checkpoint: Chec
         manifest_entry(lambda m: None)(metadata)
         index = MetadataIndex(MANIFEST, (0,))
         info = metadata.storage_data[index]
-        metadata.storage_data[index] = StorageInfo(FIRST, info.offset - 1, info.length)
+        metadata.storage_data[index] = StorageInfo(FIRST, info.offset + 1, info.length - 1)
     text = f"{checkpoint.path}: the entry {MANIFEST} can not be read: ValueError: .*: no archive of a tensor"
     with pytest.raises(ValueError, match=text):
         read_manifest(checkpoint.path)

@@ -124,10 +124,10 @@ def test_a_chunk_without_a_row_is_found(tmp_path: Path) -> None:
     save({"b": values((64, 64), 1)}, tmp_path)
     reader = dcp.FileSystemReader(tmp_path)
     metadata = reader.read_metadata()
-    metadata.storage_data[MetadataIndex("c", torch.Size([0, 0]))] = metadata.storage_data[
+    metadata.storage_data[MetadataIndex("c", torch.Size([0, 0]))] = metadata.storage_data.pop(
         MetadataIndex("b", torch.Size([0, 0]))
-    ]
-    metadata.state_dict_metadata["c"] = metadata.state_dict_metadata["b"]
+    )
+    metadata.state_dict_metadata["c"] = metadata.state_dict_metadata.pop("b")
     reader.read_metadata = lambda: metadata
     with pytest.raises(BaseException, match=r"c: its chunk.* has no row in the checksum table"):
         load({"c": torch.zeros(64, 64, dtype=torch.bfloat16)}, None, reader=reader, verify_checksums=True,

@@ -30,6 +30,7 @@ RAISED_IN = {
     "its planner has been given to another save": "tests/dcp_adapters/test_async.py",
     "snapshots are still alive": "tests/dcp_adapters/test_staging.py",
     "this entry of the checkpoint holds pickled objects": "tests/dcp_adapters/test_verified_load.py",
+    "the checkpoint's .metadata is damaged": "tests/dcp_adapters/test_coverage.py",
     "theirs differ": "tests/dcp_adapters/hf/test_export.py",
     "the same format, or none": "tests/dcp_adapters/hf/test_plan.py",
     "holds NaN": "tests/dcp_adapters/hf/test_export.py",

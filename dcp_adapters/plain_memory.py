@@ -1,0 +1,58 @@
+"""Which tensors have bytes of their own to look at, and those bytes.
+
+A wrapper subclass, of this library or another's, answers `data_ptr()` with 0, whatever it says of its storage; so do
+tensors whose storage was freed. Quantized (torch.quantize_per_tensor) tensors have codes there, sparse and meta ones
+nothing, and behind a conjugate or negative view stand other values than it has. Whoever reads or writes memory by its
+address asks here first.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+FREED = "its storage was freed, as FSDP does with gathered weights; take the state dict of the sharded model anew"
+
+__all__ = ["is_plain", "memory_of", "without_bytes"]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but elements in a storage, on whatever device.
+
+    Parameters, and subclasses that only watch functions, are, too.
+    """
+    return (
+        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
+
+
+def without_bytes(tensor: Tensor) -> str | None:
+    """Why a tensor has no bytes that could be saved, and what to do; None where it has some, or its class has."""
+    if tensor.is_meta:
+        return "on the meta device, without data; materialise it (to_empty) and initialise or load"
+    if tensor.layout is not torch.strided:
+        return f"a {tensor.layout} tensor, which has no storage; save its to_dense(), or its indices and values"
+    if is_plain(tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
+        return FREED
+    return None
+
+
+def memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
+    """The bytes of a contiguous CPU tensor, as a view that neither copies nor needs numpy; keep the tensor.
+
+    Raises:
+        ValueError: it has no bytes of its own, or other ones than its values.
+    """
+    count = tensor.numel() * tensor.itemsize
+    if not is_plain(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"a {type(tensor).__name__} {tuple(tensor.shape)} on {tensor.device} has no contiguous bytes in memory; "
+            "expected a plain CPU tensor"
+        )
+    address = tensor.data_ptr()
+    if count and not address:
+        raise ValueError(f"a tensor {tuple(tensor.shape)} without memory: {FREED}")
+    return (ctypes.c_char * count).from_address(address) if count else (ctypes.c_char * 0)()

@@ -1,0 +1,80 @@
+"""Whether the chunks of a tensor cover it exactly: no gap, no overlap, nothing outside.
+
+Chunks that are cut along one dim alone, as nearly all are, follow each other when they are sorted: one walk tells.
+
+For any others, comparing chunks with each other is quadratic in their number. Instead, each box adds +1 or -1 at its
+corners (+ at the one where all coordinates are lower bounds, the sign changing with each upper bound), which is the
+mixed derivative of "how many boxes cover this point". Boxes cover the tensor exactly once if, and only if, all corners
+cancel against those of the whole tensor. At the first corner that does not, in row-major order, a gap or an overlap
+begins.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+__all__ = ["Box", "inside", "tiling_fault"]
+
+MOST_CUT_DIMS = 16  # 2^16 corners a chunk
+
+Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
+
+
+def inside(size: Sequence[int], box: Box) -> bool:
+    """Whether a box lies inside of a tensor of shape `size`; an empty one may lie at its end."""
+    offsets, sizes = box
+    return len(size) == len(offsets) == len(sizes) and all(
+        offset >= 0 <= extent and offset + extent <= full
+        for full, offset, extent in zip(size, offsets, sizes, strict=True)
+    )
+
+
+def tiling_fault(size: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """What is wrong with `boxes` as a partition of a tensor of shape `size`; None where nothing is.
+
+    Empty boxes cover nothing.
+    """
+    outside = next((box for box in boxes if not inside(size, box)), None)
+    full = [box for box in boxes if 0 not in box[1]]
+    if outside is not None or 0 in size:
+        return outside and f"a chunk of {tuple(outside[1])} at {tuple(outside[0])} is not inside of it"
+    if not size:
+        return None if len(full) == 1 else f"{len(full)} chunks of a tensor without dims, expected one"
+    # dims along which no chunk is cut say nothing about gaps
+    cut = [dim for dim in range(len(size)) if any(sizes[dim] != size[dim] for _, sizes in full)]
+    if len(cut) > MOST_CUT_DIMS:
+        return f"chunks are cut along {len(cut)} dims, expected at most {MOST_CUT_DIMS}"
+    if len(cut) == 1 and _follow(size[cut[0]], [(offsets[cut[0]], sizes[cut[0]]) for offsets, sizes in full]):
+        return None
+    return _corner_fault(size, full, cut)
+
+
+def _corner_fault(size: Sequence[int], full: Sequence[Box], cut: Sequence[int]) -> str | None:
+    """The answer for boxes that are cut along these dims."""
+    corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    for offsets, sizes in full:
+        _add(corners, [(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut], 1)
+    _add(corners, [(0, size[dim]) for dim in cut], -1)
+    wrong = min((corner for corner, count in corners.items() if count), default=None)
+    if wrong is None:
+        return None
+    at = dict(zip(cut, wrong, strict=True))
+    place = tuple(at.get(dim, 0) for dim in range(len(size)))
+    if corners[wrong] < 0:
+        return f"no chunk holds the elements from {place} on"
+    return f"{corners[wrong] + 1} chunks hold the elements from {place} on"
+
+
+def _follow(end: int, pieces: list[tuple[int, int]]) -> bool:
+    """Whether pieces (start, length) follow each other from 0 to the end."""
+    reached = 0
+    for start, length in sorted(pieces):
+        if start != reached:
+            return False
+        reached += length
+    return reached == end
+
+
+def _add(corners: defaultdict[tuple[int, ...], int], bounds: list[tuple[int, int]], weight: int) -> None:
+    for ends in itertools.product((0, 1), repeat=len(bounds)):
+        corners[tuple(bound[end] for bound, end in zip(bounds, ends, strict=True))] += weight * (-1) ** sum(ends)
