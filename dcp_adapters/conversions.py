@@ -71,7 +71,7 @@ class Conversions:
 
     def begin(self, load_id: str) -> None:
         """Open the groups, under a name that all ranks of this load know; write what needs no reading."""
-        for group in in_order([group for one in self.agreed for group in one.groups]):
+        for group in in_order([(one.label,) for one in self.agreed], [one.groups for one in self.agreed]):
             store = dist.PrefixStore(f"qtensor.conversion.{load_id}", group.get_group_store())
             place = dist.get_rank(group), dist.get_world_size(group)
             self.groups[group] = ProcessGroupGloo(store, *place, timeout=self.timeout)

@@ -55,9 +55,14 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
     return Channel(dist.get_rank(group), dist.get_process_group_ranks(group), reduce)
 
 
-def in_order(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """Distinct groups in an order that all ranks derive alike, so that none waits for one that waits for it."""
-    return sorted(dict.fromkeys(groups), key=lambda group: (dist.get_process_group_ranks(group), group.group_name))
+def in_order(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGroup]]) -> list[dist.ProcessGroup]:
+    """The distinct groups of labelled values in an order that all ranks derive alike: by label, then as listed.
+
+    So no two ranks wait for each other in different groups; and a value that several dims of a mesh cut goes over them
+    in one order everywhere, as it must: a maximum over rows and then columns is one over all, any mixture is not.
+    """
+    order = sorted(range(len(labels)), key=lambda index: labels[index])
+    return list(dict.fromkeys(group for index in order for group in groups[index]))
 
 
 def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channel: Channel) -> tuple[list[Tensor], int]:

@@ -99,15 +99,14 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
         raise ValueError(
             "sync_scales: the parameters are on the meta device; call to_empty() and initialise or load them first"
         )
-    groups = [own for _, _, own in shared]
+    labels, groups = [(label_of(name, param),) for name, param, _ in shared], [own for _, _, own in shared]
     with torch.no_grad():
         shards: list[Any] = [local_of(param) for _, param, _ in shared]
         try:
             claims = [shard.scale_claim() for shard in shards]
         except Exception:
-            tell_groups(groups, shards[0].device)
+            tell_groups(labels, groups, shards[0].device)
             raise
-        labels = [(label_of(name, param),) for name, param, _ in shared]
         agreed, collectives = max_over_groups(what, labels, claims, groups)
         for shard, claim in zip(shards, agreed, strict=True):
             shard.adopt_scale(claim)
@@ -184,7 +183,7 @@ def max_over_groups(
         for group in own:
             members.setdefault(group, []).append(index)
     trouble: RanksDifferError | None = None
-    for group in in_order(list(members)):
+    for group in in_order(labels, groups):
         indices = members[group]
         if trouble is not None:
             tell_failure(channel_of(group), result[0].device)
@@ -203,9 +202,9 @@ def max_over_groups(
     return result, count
 
 
-def tell_groups(groups: Iterable[Sequence[dist.ProcessGroup]], device: torch.device) -> None:
+def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGroup]], device: torch.device) -> None:
     """In the place of `max_over_groups`, on a rank that failed before: the others raise instead of waiting for it."""
-    for group in in_order([group for own in groups for group in own]):
+    for group in in_order(labels, groups):
         tell_failure(channel_of(group), device)
 
 

@@ -74,7 +74,9 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
         claims = _claims([entry for entry in entries if entry.key in shared])
     except Exception:
         if shared:
-            tell_groups(shared.values(), next(local.device for key, _, local in weights if key in shared))
+            own = [weight for weight in weights if weight[0] in shared]
+            labels = [(label_of(key, param),) for key, param, _ in own]
+            tell_groups(labels, [shared[key] for key, _, _ in own], own[0][2].device)
         raise
     agreed = _agreed(entries, claims, shared) if claims else {}
     for entry in entries:

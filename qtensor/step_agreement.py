@@ -9,18 +9,16 @@ those are compared where they are, without a host sync.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_hooks.exchange import Label
 from fsdp_hooks.scale_sync import SharesScales, cuts_of, max_over_groups, tell_groups
 from qtensor.batches import shared_amaxes
 from qtensor.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from fsdp_hooks.exchange import Label
 
 __all__ = ["Outcome", "Trained", "agree", "tell"]
 
@@ -71,9 +69,12 @@ class _Terms(NamedTuple):
     members: dict[tuple[dist.ProcessGroup, ...], list[int]]
     claiming: list[tuple[str, Any, list[dist.ProcessGroup]]]
 
-    def all_groups(self) -> list[list[dist.ProcessGroup]]:
-        """In the order of what is exchanged."""
-        return [*self.groups, *map(list, self.members), *(own for _, _, own in self.claiming)]
+    def labelled(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
+        """Labels and groups of what is exchanged, in this order."""
+        labels: list[Label] = [("amax", trained[number].label) for number in self.sharing]
+        labels += [("moved", *(trained[number].label for number in numbers)) for numbers in self.members.values()]
+        labels += [("claim", label) for label, _, _ in self.claiming]
+        return labels, [*self.groups, *map(list, self.members), *(own for _, _, own in self.claiming)]
 
 
 def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesScales]]) -> _Terms:
@@ -107,10 +108,8 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesS
     except Exception:
         tell(trained, dense)
         raise
-    labels: list[Label] = [("amax", trained[number].label) for number in sharing]
-    labels += [("moved", *(trained[number].label for number in numbers)) for numbers in members.values()]
-    labels += [("claim", label) for label, _, _ in claiming]
-    agreed, _ = max_over_groups(WHAT, labels, values, terms.all_groups())
+    labels, over = terms.labelled(trained)
+    agreed, _ = max_over_groups(WHAT, labels, values, over)
     amaxes: list[Tensor | None] = [None] * len(trained)
     for number, amax in zip(sharing, agreed, strict=False):
         amaxes[number] = amax
@@ -125,7 +124,7 @@ def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesSc
     """In the place of `agree`, on a rank that failed: the others raise instead of waiting for it."""
     devices = [one.master.device for one in trained] + [param.device for _, param, _ in dense]
     if devices:
-        tell_groups(_terms(trained, dense).all_groups(), devices[0])
+        tell_groups(*_terms(trained, dense).labelled(trained), devices[0])
 
 
 def _moved(trained: Sequence[Trained]) -> Tensor:
