@@ -122,7 +122,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: `param_groups` hold other parameters than those it was built with; nothing has been written.
                 On all ranks of a group, where they do not list the same parameters, or where the inner optimizer failed
-                on one of them: no parameter has been written, but masters may have moved, so load a checkpoint.
+                on one of them: no quantized parameter has been written, but masters may have moved and parameters of
+                other kinds been written, so load a checkpoint.
         """
         assert self._inner is not None
         self._refuse_exchanged()
@@ -339,9 +340,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _write_back(self, stepped: list[Tensor]) -> None:
         """Masters -> parameters, and take note of what they hold now."""
         trained, dense, plain = self._agreeing(set(stepped))
-        outcome = agree(trained, dense) if trained or dense else None
         written = self._copy(plain)
-        if outcome is not None:
+        if trained or dense:
+            outcome = agree(trained, dense)
             # a host sync, rare once all have been written
             wait = any(one.fresh or not one.stepped for one in trained)
             written |= self._requantize(trained, outcome.amaxes, outcome.moves() if wait else [True] * len(trained))
