@@ -183,8 +183,9 @@ def _differ(what: str) -> None:
         net = model()
         state = net.state_dict()
         mesh = net.a.weight.device_mesh
-        for name in NAMES[: 1 + second]:
-            state[f"{name}.weight"] = placed(value(name, 64), mesh)
+        given = {f"{name}.weight": placed(value(name, 64), mesh) for name in NAMES}
+        for name in [*given][: 1 + second]:
+            state[name] = given[name]
         net.load_state_dict(state)
 
 
