@@ -12,10 +12,14 @@ SafeFileSystemReader, and with another reader the others give up after `timeout`
 the middle of a collective for that: the reduction has a gloo group of its own, which meets in the store of the
 weights' group under a name that belongs to this load. (dist.new_group names a group after how many there are, which is
 not the same on all ranks of a job with experts or pipelines.)
+
+The order is that of the names, not that of the state dicts, which may differ from rank to rank; that all ranks of a
+group convert the same tensors is part of the agreement (see fsdp_hooks.exchange).
 """
 
 import contextlib
 import datetime as dt
+import functools
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -28,17 +32,18 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from dcp_adapters.convert import Conversion
+from fsdp_hooks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
 
 __all__ = ["Conversions"]
 
 
 class Conversions:
-    """The conversions of one rank, in the order of the state dict, which is the same on all ranks of a mesh."""
+    """The conversions of one rank."""
 
     def __init__(self, conversions: Iterable[Conversion], metadata: Metadata, timeout: dt.timedelta) -> None:
         self.metadata, self.timeout = metadata, timeout
-        self.all = list(conversions)
-        self.agreed = [one for one in self.all if one.groups]  # the same on all ranks of a group
+        self.all = sorted(conversions, key=lambda one: one.name)
+        self.agreed = [one for one in self.all if one.groups]  # all ranks of a group have the same in theirs
         self.by_entry: dict[str, Conversion] = {}
         self.lock = threading.Lock()  # readers commit from several threads
         self.groups: dict[dist.ProcessGroup, ProcessGroupGloo] = {}  # of the weights -> of this load
@@ -70,7 +75,7 @@ class Conversions:
 
     def begin(self, load_id: str) -> None:
         """Open the groups, under a name that all ranks of this load know; write what needs no reading."""
-        for group in dict.fromkeys(group for one in self.agreed for group in one.groups):
+        for group in in_order([(one.label,) for one in self.agreed], [one.groups for one in self.agreed]):
             store = dist.PrefixStore(f"qtensor.conversion.{load_id}", group.get_group_store())
             place = dist.get_rank(group), dist.get_world_size(group)
             self.groups[group] = ProcessGroupGloo(store, *place, timeout=self.timeout)
@@ -112,8 +117,9 @@ class Conversions:
 
     def _tell_failure(self) -> None:
         with contextlib.suppress(Exception):  # the error that led here is the one to report
-            none = [torch.zeros(one.shared_scales, dtype=torch.float32, device="cpu") for one in self.agreed]
-            self._reduced(none, failed=True)
+            for group, own in self.groups.items():
+                tell_failure(_channel(group, own), torch.device("cpu"))
+        self.groups.clear()  # closes them
 
     def _agree_if_complete(self) -> None:
         with self.lock:
@@ -125,37 +131,48 @@ class Conversions:
         except BaseException:
             self._tell_failure()
             raise
-        amaxes, failures = self._reduced(own, failed=False)
-        if failures:
-            raise RuntimeError(
-                f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first: another "
-                "rank failed to read its part, see its error; these tensors were left as they were"
-            )
-        for one, amax in zip(self.agreed, amaxes, strict=True):
+        for one, amax in zip(self.agreed, self._reduced(own), strict=True):
             one.finish(amax)
 
-    def _reduced(self, amaxes: list[Tensor], *, failed: bool) -> tuple[list[Tensor], bool]:
-        """Maxima over the groups of each conversion, and whether a rank of these groups has failed."""
-        flag = torch.tensor([float(failed)], dtype=torch.float32, device="cpu")
-        maxima = [amax.cpu() for amax in amaxes]
+    def _reduced(self, amaxes: list[Tensor]) -> list[Tensor]:
+        """Maxima over the groups of each conversion. All groups take part, also where one has told of a failure."""
+        what = f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first"
+        maxima, trouble = [amax.cpu() for amax in amaxes], None
         try:
             for group, own in self.groups.items():
+                channel = _channel(group, own)
+                if trouble is not None:
+                    tell_failure(channel, torch.device("cpu"))
+                    continue
                 members = [number for number, one in enumerate(self.agreed) if group in one.groups]
-                fused = torch.cat([*(maxima[number] for number in members), flag])
-                all_reduce_max(own, fused)
-                *pieces, flag = fused.split([maxima[number].numel() for number in members] + [1])
-                maxima = [*maxima]
+                labels = [(self.agreed[number].label,) for number in members]
+                try:
+                    pieces, _ = largest(what, labels, [maxima[number] for number in members], channel)
+                except RanksDifferError as error:
+                    trouble = error
+                    continue
                 for number, piece in zip(members, pieces, strict=True):
                     maxima[number] = piece
         except RuntimeError as error:
             raise RuntimeError(
-                f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first: the other "
-                f"ranks' amaxes did not come within {self.timeout}; one of them may have failed to read its part, see "
-                "its error. These tensors were left as they were"
+                f"{what}: the other ranks' amaxes did not come within {self.timeout}; one of them may have failed to "
+                "read its part, see its error. These tensors were left as they were"
             ) from error
         finally:
             self.groups.clear()  # closes them
-        return [value.to(amax.device) for value, amax in zip(maxima, amaxes, strict=True)], bool(flag)
+        if trouble is not None and trouble.failed is None:
+            raise trouble
+        if trouble is not None:
+            raise RuntimeError(
+                f"{what}: another rank failed to read its part, see the error of rank {trouble.failed}; these tensors "
+                "were left as they were"
+            )
+        return [value.to(amax.device) for value, amax in zip(maxima, amaxes, strict=True)]
+
+
+def _channel(group: dist.ProcessGroup, own: ProcessGroupGloo) -> Channel:
+    """This load's group in the place of the weights' one."""
+    return Channel(dist.get_rank(group), dist.get_process_group_ranks(group), functools.partial(all_reduce_max, own))
 
 
 def all_reduce_max(group: ProcessGroupGloo, tensor: Tensor) -> None:

@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.expand import plain_leaf, quantized_local
 from dcp_adapters.manifest import TensorEntry
 from dcp_adapters.write_items import Box, box_of, part_box
-from fsdp_hooks.scale_sync import groups_sharing, local_of
+from fsdp_hooks.scale_sync import groups_sharing, label_of, local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
+from fsdp_hooks.versions import count_writes
 from qtensor import kernels
 from qtensor.blocks import canonical_nan
 from qtensor.formats import PartSpec, block_multiple, row_multiple, specs_of
@@ -47,6 +48,7 @@ class Conversion:
             tensor, or the local dense one. box: this rank's piece. values: the widened piece that decides its bytes.
         region: the further widened piece to read.
         groups: process groups over which a shared scale of the target is agreed; empty where there is none.
+        label: what all ranks of these groups must have alike.
         inputs: entry -> the piece of it that has been read so far; filled in from `buffer`.
         outstanding: read items that have not arrived.
     """
@@ -58,6 +60,7 @@ class Conversion:
     values: Box
     region: Box
     groups: list[dist.ProcessGroup]
+    label: str = ""
     inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     outstanding: int = 0
 
@@ -85,7 +88,8 @@ class Conversion:
             return None
         values = box if q is None else widened(box, value.shape, rows=row_multiple(q.recipe))
         region = values if source is None else widened(values, value.shape, columns=block_multiple(source.recipe))
-        return Conversion(name, source, target, box, values, region, groups_sharing(value) if q is not None else [])
+        groups = groups_sharing(value) if q is not None else []
+        return Conversion(name, source, target, box, values, region, groups, label_of(name, value) if groups else "")
 
     @property
     def shared_scales(self) -> int:
@@ -152,6 +156,7 @@ class Conversion:
             for name, part in parts.items()
         }
         q.store(own)
+        count_writes([q])
         if self.source is None and q.init_value is not None:
             q.init_value.copy_(narrowed(values, self.values, self.box))  # the value it was quantized from
         else:

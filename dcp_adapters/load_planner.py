@@ -38,12 +38,13 @@ from dcp_adapters.conversions import Conversions
 from dcp_adapters.convert import Conversion
 from dcp_adapters.coverage import coverage_problems, parts_of_target, stored_chunk
 from dcp_adapters.differences import Target, differences, recipe_differences, to_convert
-from dcp_adapters.expand import expand_flat, quantized_local
+from dcp_adapters.expand import expand_flat, plain_leaf, quantized_local
 from dcp_adapters.file_checks import check_archives, check_ordinary
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.own_entries import own_buffer
 from dcp_adapters.read_items import has_files, in_order, is_probe, original_index, probe_items
 from fsdp_hooks.torch_private import cpu_by_default, flatten_state_dict, set_element
+from fsdp_hooks.versions import count_writes
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedLoadPlanner"]
@@ -121,6 +122,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             if (q := quantized_local(value)) is not None and f"{name}.payload" in metadata.state_dict_metadata
         }
         self.vectors = _vectors(self.quantized)
+        self.wrapped = [value for value in self.state_dict.values() if _is_wrapped(value)]
         self.state_dict = expand_flat(self.state_dict)
         self.awaits_manifest = self.manifest is None and bool(self.quantized)
         if self.awaits_manifest:
@@ -267,11 +269,17 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             )
 
     def _passed(self, checks: int) -> None:
-        """Behind the last check preserved initial values are forgotten: the load makes them stale."""
+        """Behind the last check the load is a write: it counts as one, and preserved initial values are stale."""
         self.checks -= checks
         if not self.checks:
             for q in self.quantized.values():
                 q.init_value = None
+            count_writes(self.wrapped)  # the readers write into their parts
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether a leaf holds its bytes in tensors inside it."""
+    return quantized_local(value) is not None or plain_leaf(value) is not value
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -33,8 +33,8 @@ from dcp_adapters.overwrite import clear, own_names
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.write_items import Layouts, PartLayout, lists_scalars, plain_item
 from fsdp_hooks.digest import digest
-from fsdp_hooks.torch_private import cpu_by_default, without_torch_function
 from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import cpu_by_default, without_torch_function
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["QuantizedSavePlanner"]

@@ -3,11 +3,14 @@
 A mesh dim over which shards must agree is one whose placement cuts the weight along a dim that some scale does not
 extend along: every sharded dim for a tensor-wide scale, the one that cuts K for a scale a row, none for scales of
 blocks (replicas hold equal bytes already). The values of all weights are laid end to end and reduced together, once for
-each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP. Which group that is, is read from
-the DTensor at the moment of use and stored nowhere.
+each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP, and a second for those of them with
+more values than fit into the first (some thousands). Which group that is, is read from the DTensor at the moment of use
+and stored nowhere. Values are matched by what they belong to, not by the order in which a rank lists them; see
+exchange.py.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +20,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
+from fsdp_hooks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
+from fsdp_hooks.versions import count_writes
 
-__all__ = ["SharesScales", "cuts_of", "groups_sharing", "local_of", "max_over_groups", "sync_scales"]
+__all__ = [
+    "SharesScales",
+    "agree_on_scales",
+    "cuts_of",
+    "groups_sharing",
+    "label_of",
+    "local_of",
+    "max_over_groups",
+    "sync_scales",
+    "tell_groups",
+]
 
 
 class SharesScales:
@@ -26,6 +41,10 @@ class SharesScales:
 
     def shares_scale_along(self, dim: int) -> bool:
         """Whether pieces cut along tensor dim `dim` have a scale in common."""
+        raise NotImplementedError
+
+    def scale_kind(self) -> str:
+        """How it is quantized, for the proof that all ranks mean the same weight."""
         raise NotImplementedError
 
     def scale_claim(self) -> Tensor:
@@ -37,7 +56,7 @@ class SharesScales:
         raise NotImplementedError
 
 
-def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
+def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> int:
     """Make every shared scale agreed, by re-encoding the shards whose scale differs onto the largest one.
 
     Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard), and with
@@ -47,40 +66,81 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor]) -> int:
 
     Args:
         model_or_params: a module, or parameters (DTensors or plain; what is not quantized, or shares no scale with
-            other shards, is passed over).
+            other shards, is passed over). Those of a module, and pairs of a name and a parameter, are matched by their
+            names; parameters alone by shape, dtype, recipe and placements, and those alike in all of them by their
+            order, which must be the same on all ranks then.
 
     Returns:
-        The number of all-reduces: one for each distinct group with anything to agree on, 0 in a single process.
+        The number of all-reduces: one for each distinct group with anything to agree on (two where its values do not
+        fit into one message, some thousands), 0 in a single process.
 
     Raises:
         ValueError: such parameters are on the meta device, or are gathered.
+        RuntimeError: on all ranks of a group, where they have different weights, or one of them failed; nothing has
+            been written.
     """
-    params = parameters_at_rest(model_or_params) if isinstance(model_or_params, torch.nn.Module) else model_or_params
-    params = [param for param in params if _can_share(param)]
-    if any(_is_gathered(param) for param in params):
+    if isinstance(model_or_params, torch.nn.Module):
+        named = parameters_at_rest(model_or_params)
+    else:
+        named = [one if isinstance(one, tuple) else ("", one) for one in model_or_params]
+    return agree_on_scales("sync_scales", named)
+
+
+def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
+    """`sync_scales` of (name, parameter), where "" is no name, for the operation `what`."""
+    named = [(name, param) for name, param in named if _can_share(param)]
+    if any(_is_gathered(param) for _, param in named):
         raise ValueError(
             "sync_scales: the parameters are those gathered for a forward, not the shards; call reshard() on their "
             "FSDP modules, and take model.parameters() anew"
         )
-    shared = [(param, groups) for param in params if (groups := groups_sharing(param))]
-    if any(param.is_meta for param in params):
+    shared = [(name, param, groups) for name, param in named if (groups := groups_sharing(param))]
+    if any(param.is_meta for _, param in named):
         raise ValueError(
             "sync_scales: the parameters are on the meta device; call to_empty() and initialise or load them first"
         )
+    labels, groups = [(label_of(name, param),) for name, param, _ in shared], [own for _, _, own in shared]
     with torch.no_grad():
-        shards: list[Any] = [local_of(param) for param, _ in shared]
-        agreed, collectives = max_over_groups([shard.scale_claim() for shard in shards], [g for _, g in shared])
+        shards: list[Any] = [local_of(param) for _, param, _ in shared]
+        try:
+            claims = [shard.scale_claim() for shard in shards]
+        except Exception:
+            tell_groups(labels, groups, shards[0].device)
+            raise
+        agreed, collectives = max_over_groups(what, labels, claims, groups)
         for shard, claim in zip(shards, agreed, strict=True):
             shard.adopt_scale(claim)
+        # dense shards (storage="high_precision") keep their values
+        encoded = [isinstance(shard, AllGatherHooks) for shard in shards]
+        count_writes(param for (_, param, _), yes in zip(shared, encoded, strict=True) if yes)
     return collectives
 
 
-def parameters_at_rest(module: torch.nn.Module) -> Iterator[Tensor]:
-    """The parameters of a module, sharded: a forward without backward leaves some gathered, such as a root's own."""
+def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """(name, parameter) of a module, sharded: a forward without backward leaves some gathered, such as a root's own.
+
+    Of several names of one parameter the least: which comes first may be up to the rank.
+    """
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
-    yield from module.parameters()
+    names: dict[Tensor, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names[param] = min(name, names.get(param, name))
+    return [(name, param) for param, name in names.items()]
+
+
+def label_of(name: str, param: Tensor) -> str:
+    """What all ranks must have alike for a parameter that shares scales, in words."""
+    local: Any = local_of(param)
+    placements = param.placements if isinstance(param, DTensor) else None
+    text = _described(param.shape, param.dtype, placements, local.scale_kind())
+    return f"{name}: {text}" if name else text
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(shape: torch.Size, dtype: torch.dtype, placements: tuple[Any, ...] | None, kind: str) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {kind}, placed {placements}"
 
 
 def _is_gathered(param: Tensor) -> bool:
@@ -100,28 +160,52 @@ def local_of(param: Tensor) -> Tensor:
 
 
 def max_over_groups(
-    values: Sequence[Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
+    what: str, labels: Sequence[Label], values: Sequence[Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
 ) -> tuple[list[Tensor], int]:
     """Elementwise maximum of each tensor over the groups that belong to it.
 
     Args:
-        values: fp32, 1-D, on one device; the same order and sizes on every rank of a group.
+        what: the operation, for errors.
+        labels: what each tensor is about, see exchange.py; they decide which tensors of other ranks it meets.
+        values: fp32, 1-D, on one device.
         groups: for each of them the groups it is reduced over, none or more.
 
     Returns:
         The maxima (the tensors themselves where there is no group), and the number of all-reduces it took.
+
+    Raises:
+        RuntimeError: ranks of a group have different labels, or one of them failed (`tell_groups`): on all ranks of
+            that group, and of those that they meet afterwards.
     """
-    result = list(values)
+    result, count = list(values), 0
     members: dict[dist.ProcessGroup, list[int]] = {}
     for index, own in enumerate(groups):
         for group in own:
             members.setdefault(group, []).append(index)
-    for group, indices in members.items():
-        fused = torch.cat([result[index] for index in indices])
-        dist.all_reduce(fused, op=dist.ReduceOp.MAX, group=group)
-        for index, piece in zip(indices, fused.split([result[index].numel() for index in indices]), strict=True):
+    trouble: RanksDifferError | None = None
+    for group in in_order(labels, groups):
+        indices = members[group]
+        if trouble is not None:
+            tell_failure(channel_of(group), result[0].device)
+            continue
+        try:
+            own_labels, own_values = [labels[index] for index in indices], [result[index] for index in indices]
+            pieces, calls = largest(what, own_labels, own_values, channel_of(group))
+        except RanksDifferError as error:
+            trouble = error
+            continue
+        count += calls
+        for index, piece in zip(indices, pieces, strict=True):
             result[index] = piece
-    return result, len(members)
+    if trouble is not None:
+        raise trouble
+    return result, count
+
+
+def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGroup]], device: torch.device) -> None:
+    """In the place of `max_over_groups`, on a rank that failed before: the others raise instead of waiting for it."""
+    for group in in_order(labels, groups):
+        tell_failure(channel_of(group), device)
 
 
 def groups_sharing(param: Tensor) -> list[dist.ProcessGroup]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.digest import digest
+from fsdp_hooks.versions import count_writes
 
 __all__ = ["holding", "unsharded"]
 
@@ -225,6 +226,7 @@ def _write_back(slot: _Slot) -> None:
         # quantized as a whole, so that all shards agree on a tensor-wide scale
         now = own.copy_(now)  # type: ignore[attr-defined]
     _local(slot.sharded).copy_(_own_rows(slot, now))
+    count_writes([slot.sharded])
 
 
 def _own_rows(slot: _Slot, full: Tensor) -> Tensor:

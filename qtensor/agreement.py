@@ -27,6 +27,10 @@ class AgreedScales(SharesScales):
         """Whether pieces cut along `dim` share a scale: tensor-wide scales along every dim, scales a row along K."""
         return shares_scale_along(self.recipe, dim, self.ndim)
 
+    def scale_kind(self: Any) -> str:
+        """The recipe, as it is stored."""
+        return repr(self.recipe.stored)
+
     @torch.no_grad()
     def scale_claim(self: Any) -> Tensor:
         """fp32 [4 n + history]: see the module's docstring; n scales are shared."""

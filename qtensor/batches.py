@@ -83,7 +83,8 @@ def _batches(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], alone:
     """
     kinds: dict[object, list[int]] = {}
     for number, (shard, value) in enumerate(zip(shards, values, strict=True)):
-        if _is_plain(shard) and value.shape == shard.shape and value.numel() < SMALL:
+        # a shard without rows has no amax to be stacked
+        if _is_plain(shard) and value.shape == shard.shape and 0 < value.numel() < SMALL:
             kind = (shard.recipe, tuple(value.shape), value.dtype, value.device, alone[number])
             kinds.setdefault(kind, []).append(number)
         else:

@@ -28,6 +28,7 @@ from torch import Tensor
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.scale_sync import SharesScales
 from fsdp_hooks.torch_private import is_tracing, make_wrapper, tree_map, without_torch_function
+from fsdp_hooks.versions import count_writes
 from qtensor import kernels
 from qtensor.formats import check_shape, describe, registered, shares_scale_along, tensor_wide
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
@@ -121,6 +122,10 @@ class HighPrecisionWeight(SharesScales, Tensor):
         """The name of the tensor-wide scale of a gathered weight, None without one."""
         return tensor_wide(self.recipe)
 
+    def scale_kind(self) -> str:
+        """The recipe of its gathers."""
+        return f"dense, gathered as {self.recipe.stored!r}"
+
     @torch.no_grad()
     def scale_claim(self) -> Tensor:
         """fp32 [shared scales]: the amaxes of this shard."""
@@ -173,6 +178,8 @@ class HighPrecisionWeight(SharesScales, Tensor):
         if func is aten.split.Tensor:
             refuse_resharding_to_a_smaller_mesh(args[0], args[1])
         result = func(*dense(args), **dense(kwargs))
+        if func.__name__.startswith(("_foreach_", "_fused_")) and isinstance(args[0], list | tuple):
+            count_writes(one for one in args[0] if result is None and isinstance(one, HighPrecisionWeight))
         if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
             return args[0]  # written in place
         if func not in _KEEPS or not isinstance(args[0], HighPrecisionWeight):

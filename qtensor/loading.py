@@ -8,8 +8,8 @@ quantized ones. A local tensor never learns the mesh it is part of; the hook see
 and all of them at once, so that the agreement is one collective. Every module around quantized weights has the hook,
 so that any of them can be loaded alone; those inside find their entries quantized already, and have nothing to do.
 
-It is collective where dense entries belong to weights that share scales: all ranks must load the same names. Entries
-that are quantized with the parameter's recipe pass through untouched.
+It is collective where dense entries belong to weights that share scales: all ranks must load the same names, in any
+order. Entries that are quantized with the parameter's recipe pass through untouched.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import Arrangement
-from fsdp_hooks.scale_sync import groups_sharing, local_of, max_over_groups
+from fsdp_hooks.scale_sync import groups_sharing, label_of, local_of, max_over_groups, tell_groups
 from fsdp_hooks.torch_private import dtensor_around
 from qtensor import kernels
 from qtensor.high_precision import HighPrecisionWeight
@@ -66,32 +67,53 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()  # a forward without backward leaves weights gathered; torch's own hook comes later
-    entries = list(_entries(module, state_dict, prefix))
-    groups = [groups_sharing(entry.param) for entry in entries]
-    shared = [index for index, own in enumerate(groups) if own]
-    agreed: dict[int, Tensor] = {}
-    found = [dense for index in shared if (dense := entries[index].dense) is not None]
-    if found:
-        claims = [entries[index].claim(found[0].device) for index in shared]
-        maxima, _collectives = max_over_groups(claims, [groups[index] for index in shared])
-        agreed = dict(zip(shared, maxima, strict=True))
-    for index, entry in enumerate(entries):
+    weights = sorted(_weights(module, state_dict, prefix), key=lambda weight: weight[0])  # an order of all ranks
+    shared = {key: groups for key, param, _ in weights if (groups := groups_sharing(param))}
+    try:
+        entries = [_Entry(*weight, _dense_part(*weight, state_dict)) for weight in weights]
+        claims = _claims([entry for entry in entries if entry.key in shared])
+    except Exception:
+        if shared:
+            own = [weight for weight in weights if weight[0] in shared]
+            labels = [(label_of(key, param),) for key, param, _ in own]
+            tell_groups(labels, [shared[key] for key, _, _ in own], own[0][2].device)
+        raise
+    agreed = _agreed(entries, claims, shared) if claims else {}
+    for entry in entries:
         if entry.dense is not None:
-            state_dict[entry.key] = _like(entry.param, _quantized(entry, agreed.get(index)))
+            state_dict[entry.key] = _like(entry.param, _quantized(entry, agreed.get(entry.key)))
 
 
-def _entries(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[_Entry]:
+def _weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor, Any]]:
+    """(key in the state dict, parameter, local tensor) of every weight of ours."""
     for fqn, param in module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
         local = local_of(param)
         if isinstance(local, QuantizedTensor | HighPrecisionWeight):
             # activation checkpointing's wrapper takes its own name out of the keys
-            key = fqn if fqn in state_dict else fqn.replace("_checkpoint_wrapped_module.", "")
-            yield _Entry(key, param, local, _dense_part(key, state_dict.get(key), param, local))
+            yield fqn if fqn in state_dict else fqn.replace("_checkpoint_wrapped_module.", ""), param, local
 
 
-def _dense_part(key: str, value: Any, param: Tensor, local: Any) -> Tensor | None:
+def _claims(entries: list[_Entry]) -> list[Tensor]:
+    """One for each entry that shares scales; none at all where not one of them is dense."""
+    found = [entry.dense for entry in entries if entry.dense is not None]
+    return [entry.claim(found[0].device) for entry in entries] if found else []
+
+
+def _agreed(
+    entries: list[_Entry], claims: list[Tensor], shared: Mapping[str, list[dist.ProcessGroup]]
+) -> dict[str, Tensor]:
+    """Key -> the amaxes of all ranks. They must load the same entries in the same kind."""
+    own = [entry for entry in entries if entry.key in shared]
+    kinds = ["not dense in the state dict" if entry.dense is None else "dense in the state dict" for entry in own]
+    labels = [(f"{label_of(entry.key, entry.param)}, {kind}",) for entry, kind in zip(own, kinds, strict=True)]
+    groups = [shared[entry.key] for entry in own]
+    maxima, _collectives = max_over_groups("load_state_dict", labels, claims, groups)
+    return {entry.key: maximum for entry, maximum in zip(own, maxima, strict=True)}
+
+
+def _dense_part(key: str, param: Tensor, local: Any, state_dict: Mapping[str, Any]) -> Tensor | None:
     """This rank's part of an entry that has to be quantized; None for one that torch handles as it is."""
-    value = _placed(key, value, param)
+    value = _placed(key, state_dict.get(key), param)
     if value is None:
         return None
     part = _values(local_of(value), local)

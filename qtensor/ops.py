@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement
+from fsdp_hooks.versions import count_writes
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered
 from qtensor.rounding import armed
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
@@ -332,7 +333,10 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(*(overload("_foreach_", name) for name in _FOREACH))
 def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The _foreach_ twins: quantized members requantize, plain ones are updated as usual."""
+    """The _foreach_ twins: quantized members requantize, plain ones are updated as usual.
+
+    torch counts the in-place writes of the other operations here, but leaves those of a list to their handler.
+    """
     generator, operands = generator_for(args[0]), args[1:]
     if generator is None:
         if func in _LERP:
@@ -346,6 +350,7 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if isinstance(q, QuantizedTensor):
             with armed(generator):
                 q.write(value)
+    count_writes(q for q in args[0] if isinstance(q, QuantizedTensor))
 
 
 def refuse_data(q: Tensor, value: Tensor) -> None:

@@ -22,17 +22,19 @@ gradient in fp32 is not copied.
 ordinary optimizer); `state[p]` holds "master_weight" beside the inner optimizer's own entries.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import SharesScales, local_of, sync_scales
+from fsdp_hooks.scale_sync import SharesScales, agree_on_scales, label_of, local_of
 from fsdp_hooks.torch_private import without_torch_function
+from fsdp_hooks.versions import count_writes
 from qtensor.batches import write_each
 from qtensor.masters import Room, digests_of, in_fp32, master_of, outside_writes, refill, shard_of
-from qtensor.step_agreement import Trained, agree
+from qtensor.step_agreement import Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["MasterWeightOptimizer"]
@@ -66,11 +68,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer_cls: the optimizer that updates the masters, such as torch.optim.AdamW.
-        params: parameters or parameter groups, as for any torch optimizer; DTensors after fully_shard.
+        params: parameters or parameter groups, as for any torch optimizer; DTensors after fully_shard. Those that are
+            given with names (`model.named_parameters()`) are matched by name over the ranks; those without by group,
+            shape, dtype, recipe and placements, and by their order where all of these are alike.
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
         ValueError: a parameter is on the meta device.
+        RuntimeError: on all ranks of a group, where they do not list the same parameters.
     """
 
     def __init__(
@@ -79,12 +84,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._group: dict[Tensor, int] = {}  # the number of each parameter's group
+        self._labels: dict[Tensor, str] = {}  # what ranks tell parameters that share scales apart by
         self._fresh: set[Tensor] = set()
         self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
         super().__init__(params, {})
         everything = [param for group in self.param_groups for param in group["params"]]
         _refuse_meta(everything)
-        sync_scales(everything)
+        self._sync(self.param_groups)
         groups = [self._master_group(number) for number in range(len(self.param_groups))]
         self._inner = optimizer_cls(groups, **optimizer_kwargs)
         self.defaults = self._inner.defaults
@@ -95,12 +101,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Add a group of parameters; a collective where they have tensor-wide scales."""
         if self._inner is not None:
             given = param_group["params"]
-            _refuse_meta([given] if isinstance(given, Tensor) else (given := list(given)))
+            given = [given] if isinstance(given, Tensor) else list(given)
+            _refuse_meta(one[1] if isinstance(one, tuple) else one for one in given)
             param_group = {**param_group, "params": given}
         super().add_param_group(param_group)
         if self._inner is not None:
             group = self.param_groups[-1]
-            sync_scales(group["params"])
+            self._sync([group])
             self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
             group.update(_options(self._inner.param_groups[-1]))
 
@@ -114,6 +121,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: `param_groups` hold other parameters than those it was built with; nothing has been written.
+                On all ranks of a group, where they do not list the same parameters, or where the inner optimizer failed
+                on one of them: no quantized parameter has been written, but masters may have moved and parameters of
+                other kinds been written, so load a checkpoint.
         """
         assert self._inner is not None
         self._refuse_exchanged()
@@ -121,11 +131,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._follow_outside_writes()
-        with without_torch_function():  # attributes of a subclass go through it
-            # the gradient that a frozen parameter may still have is of no step
-            stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
-        self._step_masters(stepped)
+        try:
+            self._follow_outside_writes()
+            with without_torch_function():  # attributes of a subclass go through it
+                # the gradient that a frozen parameter may still have is of no step
+                stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
+            self._step_masters(stepped)
+        except Exception:
+            with contextlib.suppress(Exception):  # the error that led here is the one to report
+                tell(*self._agreeing(set())[:2])
+            raise
         self._write_back(stepped)
         self._publish_state()
         return loss
@@ -211,6 +226,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for param in group["params"]:
             self._masters[param] = master_of(param)
             self._group[param] = number
+        for name, param in zip(_names(group), group["params"], strict=True):
+            if isinstance(local_of(param), SharesScales):
+                self._labels[param] = label_of(name, param)
         self._start_anew(group["params"])
         options = _options(group)
         return {**options, "params": [self._masters[param] for param in group["params"]]}
@@ -293,11 +311,17 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             refill(self._masters[param], param)
         self._start_anew(changed)
 
-    def _write_back(self, stepped: list[Tensor]) -> None:
-        """Masters -> parameters, and take note of what they hold now."""
-        with_grad = set(stepped)
+    def _sync(self, groups: list[dict[str, Any]]) -> None:
+        """Make the scales of groups' parameters agreed."""
+        named = [(name, param) for group in groups for name, param in zip(_names(group), group["params"], strict=True)]
+        agree_on_scales("MasterWeightOptimizer", named)
+
+    def _agreeing(
+        self, with_grad: set[Tensor]
+    ) -> tuple[list[Trained], list[tuple[str, Tensor, SharesScales]], list[tuple[Tensor, Tensor, Tensor]]]:
+        """What a step writes: quantized; storage="high_precision"; plain (parameter, shard, local master)."""
         trained: list[Trained] = []
-        dense: list[tuple[Tensor, SharesScales]] = []  # storage="high_precision"
+        dense: list[tuple[str, Tensor, SharesScales]] = []
         plain: list[tuple[Tensor, Tensor, Tensor]] = []
         with without_torch_function():
             for param, master in self._masters.items():
@@ -305,18 +329,24 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 if isinstance(shard, QuantizedTensor):
                     if param.requires_grad:
                         facts = param in with_grad, param in self._fresh
-                        trained.append(Trained(param, shard, shard_of(master), *facts))
+                        trained.append(Trained(self._labels[param], param, shard, shard_of(master), *facts))
                     continue
                 if master is not param and param in with_grad:
                     plain.append((param, shard, shard_of(master)))
                 if isinstance(shard, SharesScales) and param.requires_grad:
-                    dense.append((param, shard))
+                    dense.append((self._labels[param], param, shard))
+        return trained, dense, plain
+
+    def _write_back(self, stepped: list[Tensor]) -> None:
+        """Masters -> parameters, and take note of what they hold now."""
+        trained, dense, plain = self._agreeing(set(stepped))
         written = self._copy(plain)
         if trained or dense:
             outcome = agree(trained, dense)
             # a host sync, rare once all have been written
             wait = any(one.fresh or not one.stepped for one in trained)
             written |= self._requantize(trained, outcome.amaxes, outcome.moves() if wait else [True] * len(trained))
+        count_writes(written)
         low = (param for param, master in self._masters.items() if master is not param)
         self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
 
@@ -346,6 +376,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _names(group: dict[str, Any]) -> list[str]:
+    """The names of a group's parameters, "" where they were given without."""
+    return list(group.get("param_names") or [""] * len(group["params"]))
 
 
 def _refuse_meta(params: Iterable[Tensor]) -> None:

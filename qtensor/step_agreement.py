@@ -3,27 +3,32 @@
     [amaxes of quantized shards that share scales .., 1 or 0 for each quantized parameter .., claims of dense shards ..]
 
 All trainable parameters that are gathered quantized take part every time, so that ranks never differ in what they
-reduce. Whether a master moved is known without a look at it, but for fresh parameters (see optim.py): those are
-compared where they are, without a host sync.
+reduce; where they do, or where one of them failed in its step, all raise before a byte is written (see
+fsdp_hooks.exchange). Whether a master moved is known without a look at it, but for fresh parameters (see optim.py):
+those are compared where they are, without a host sync.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import SharesScales, cuts_of, max_over_groups
+from fsdp_hooks.exchange import Label
+from fsdp_hooks.scale_sync import SharesScales, cuts_of, max_over_groups, tell_groups
 from qtensor.batches import shared_amaxes
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Outcome", "Trained", "agree"]
+__all__ = ["Outcome", "Trained", "agree", "tell"]
+
+WHAT = "MasterWeightOptimizer.step"
 
 
 class Trained(NamedTuple):
     """A trainable quantized parameter in a step; `fresh`: its master was made from the bytes."""
 
+    label: str  # what all ranks must have alike
     param: Tensor
     shard: QuantizedTensor
     master: Tensor  # fp32, local
@@ -50,39 +55,76 @@ class Outcome(NamedTuple):
         return [bool(found[number]) for number in range(len(self.order))]
 
 
-def agree(trained: Sequence[Trained], dense: Sequence[tuple[Tensor, SharesScales]]) -> Outcome:
-    """Over all shards; a collective. Dense shards (storage="high_precision") adopt theirs."""
-    values: list[Tensor] = []
-    groups: list[list[dist.ProcessGroup]] = []
-    sharing: list[int] = []
-    members: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+class _Terms(NamedTuple):
+    """What a step exchanges, known without a look at any value: the same on all ranks of a group.
+
+    Attributes:
+        sharing: numbers of the parameters that share scales, and `groups` over which.
+        members: the groups that cut a parameter -> numbers of those that they cut, in the order of their labels.
+        claiming: dense shards that share scales: label, shard, groups.
+    """
+
+    sharing: list[int]
+    groups: list[list[dist.ProcessGroup]]
+    members: dict[tuple[dist.ProcessGroup, ...], list[int]]
+    claiming: list[tuple[str, Any, list[dist.ProcessGroup]]]
+
+    def labelled(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
+        """Labels and groups of what is exchanged, in this order."""
+        labels: list[Label] = [("amax", trained[number].label) for number in self.sharing]
+        labels += [("moved", *(trained[number].label for number in numbers)) for numbers in self.members.values()]
+        labels += [("claim", label) for label, _, _ in self.claiming]
+        return labels, [*self.groups, *map(list, self.members), *(own for _, _, own in self.claiming)]
+
+
+def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesScales]]) -> _Terms:
+    terms = _Terms([], [], {}, [])
     for number, (one, cuts) in enumerate(zip(trained, cuts_of([one.param for one in trained]), strict=True)):
-        members.setdefault(tuple(group for _, group in cuts), []).append(number)
-        own = [group for dim, group in cuts if one.shard.shares_scale_along(dim)]
-        if own:
-            sharing.append(number)
-            groups.append(own)
-    values += shared_amaxes(
-        [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
-    )
-    for spread, numbers in members.items():
-        values.append(_moved([trained[number] for number in numbers]))
-        groups.append(list(spread))
-    claiming = []
-    for (_, shard), cuts in zip(dense, cuts_of([param for param, _ in dense]), strict=True):
+        terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
+        if own := [group for dim, group in cuts if one.shard.shares_scale_along(dim)]:
+            terms.sharing.append(number)
+            terms.groups.append(own)
+    for numbers in terms.members.values():
+        numbers.sort(key=lambda number: trained[number].label)
+    for (label, _, shard), cuts in zip(dense, cuts_of([param for _, param, _ in dense]), strict=True):
         if own := [group for dim, group in cuts if shard.shares_scale_along(dim)]:
-            claiming.append(shard)
-            values.append(shard.scale_claim())
-            groups.append(own)
-    agreed, _ = max_over_groups(values, groups)
+            terms.claiming.append((label, shard, own))
+    return terms
+
+
+def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesScales]]) -> Outcome:
+    """Over all shards; a collective. Dense shards (storage="high_precision": label, parameter, shard) adopt theirs.
+
+    Raises:
+        RuntimeError: on all ranks of a group: they do not list the same parameters, or one of them called `tell`.
+    """
+    terms = _terms(trained, dense)
+    sharing, members, claiming = terms.sharing, terms.members, terms.claiming
+    shards, masters = [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
+    try:
+        values = shared_amaxes(shards, masters)
+        values += [_moved([trained[number] for number in numbers]) for numbers in members.values()]
+        values += [shard.scale_claim() for _, shard, _ in claiming]
+    except Exception:
+        tell(trained, dense)
+        raise
+    labels, over = terms.labelled(trained)
+    agreed, _ = max_over_groups(WHAT, labels, values, over)
     amaxes: list[Tensor | None] = [None] * len(trained)
     for number, amax in zip(sharing, agreed, strict=False):
         amaxes[number] = amax
     flags = agreed[len(sharing) : len(sharing) + len(members)]
-    for shard, claim in zip(claiming, agreed[len(sharing) + len(members) :], strict=True):
+    for (_, shard, _), claim in zip(claiming, agreed[len(sharing) + len(members) :], strict=True):
         shard.adopt_scale(claim)
     order = [number for numbers in members.values() for number in numbers]
     return Outcome(amaxes, order, torch.cat(flags) if flags else torch.zeros(0, dtype=torch.float32, device="cpu"))
+
+
+def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesScales]]) -> None:
+    """In the place of `agree`, on a rank that failed: the others raise instead of waiting for it."""
+    devices = [one.master.device for one in trained] + [param.device for _, param, _ in dense]
+    if devices:
+        tell_groups(*_terms(trained, dense).labelled(trained), devices[0])
 
 
 def _moved(trained: Sequence[Trained]) -> Tensor:

@@ -22,9 +22,9 @@ from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.names import pieces_of, plain_name
 from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, is_quantized
-from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
 from dcp_adapters.plain_memory import is_plain
 from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
 from qtensor.recipes import Recipe
 
 __all__ = [

@@ -48,7 +48,7 @@ class _Piece:
 def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, int]:
     """64 bits for each tensor of a state dict, the same for every sharding and on all ranks.
 
-    Call it on all ranks of the group (None: the default one, if there is one) with the same names in the same order.
+    Call it on all ranks of the group (None: the default one, if there is one) with the same names, in any order.
     Replicas are taken to be equal; of a plain tensor rank 0's values count. A quantized tensor's digest is that of its
     parts and its recipe.
 
@@ -57,7 +57,9 @@ def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None 
             does not span the mesh.
     """
     pieces: list[list[tuple[str, _Piece]]] = []
-    for name, value in named.items():
+    order = sorted(named)
+    for name in order:
+        value = named[name]
         problem = placement_problem(value)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
@@ -65,7 +67,8 @@ def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None 
         pieces.append([(part, _piece(tensor, counts=is_first(group))) for part, tensor in tensors.items()])
     sums = _summed([piece for parts in pieces for _, piece in parts], group)
     digests = {}
-    for (name, value), parts in zip(named.items(), pieces, strict=True):
+    for name, parts in zip(order, pieces, strict=True):
+        value = named[name]
         values = {part: _digest(f"{name}.{part}".rstrip("."), piece, *next(sums)) for part, piece in parts}
         q = quantized_local(value)
         if q is None:
@@ -73,7 +76,7 @@ def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None 
         else:
             text = json.dumps([q.recipe.to_json(), str(q.dtype), values], sort_keys=True)
             digests[name] = xxhash.xxh3_64_intdigest(text.encode())
-    return digests
+    return {name: digests[name] for name in named}
 
 
 def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:

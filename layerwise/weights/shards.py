@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like
+from fsdp_hooks.versions import count_writes
 from qtensor.formats import format_of, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -92,6 +93,7 @@ def store(result: Tensor, param: Tensor) -> None:
         shard.init_value = None  # that of the weight before
     else:
         shard.copy_(own.dequantize(shard.dtype))
+    count_writes([param])
 
 
 def _own_rows(param: Tensor) -> tuple[int, int]:
