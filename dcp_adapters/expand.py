@@ -4,8 +4,12 @@
 
 The parts alias the live bytes, and keep the mesh and the placements of the weight, except that a mesh dim which cuts
 the weight along a dim the part does not extend along replicates the part (0-dim scales; `[N, 1]` scales under column
-cuts). So stock DCP deduplicates, validates, reshards and writes them, and reading into them writes the weight. Both
-planners stand on this one function.
+cuts). So stock DCP deduplicates, validates, reshards and writes them, and reading into them writes the weight.
+
+    settled_parts  the parts of one local tensor; the save planner, which has the layout of every part, takes them as
+                   they are
+    expand_leaf    one leaf, its parts as DTensors where it is one; exports stand on it
+    expand         a state dict, leaf by leaf; the load planner stands on it, as expand_flat
 """
 
 from collections.abc import Mapping

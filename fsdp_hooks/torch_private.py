@@ -4,6 +4,7 @@ Each has its reason beside it, and `tests/test_torch_private.py` fails when upst
 the packages may import a torch name that starts with an underscore.
 """
 
+import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "flatten_state_dict",
     "foreach_copy",
     "hook_tables",
+    "is_described",
     "is_tracing",
     "is_watched",
     "local_itself",
@@ -73,6 +75,15 @@ def is_tracing() -> bool:
         or TracingContext.try_get() is not None
         or torch.compiler.is_exporting()
     )
+
+
+def is_described() -> bool:
+    """Whether torch, about to make a fake tensor, called the method that asks this.
+
+    torch.export.export(strict=False) describes a model's weights before it enters any state that `is_tracing` could
+    see. Only the caller tells.
+    """
+    return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 
 def is_watched() -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.scale_sync import SharesScales
-from fsdp_hooks.torch_private import is_tracing, make_wrapper, tree_map, without_torch_function
+from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor import kernels
 from qtensor.formats import check_shape, describe, registered, shares_scale_along, tensor_wide
@@ -225,7 +225,7 @@ class HighPrecisionWeight(SharesScales, Tensor):
 
         `data_ptr()` is 0 all the same: stagers then copy the attributes, and do not set the wrapper onto a storage.
         """
-        return super().untyped_storage() if is_tracing() else self.dense.untyped_storage()
+        return super().untyped_storage() if is_tracing() or is_described() else self.dense.untyped_storage()
 
 
 # Results that FSDP2, DTensor and nn.Module take for the weight itself, or a part of it. Everything else gives the plain

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.digest import digests
 from fsdp_hooks.scale_sync import local_of
@@ -19,7 +19,31 @@ from fsdp_hooks.torch_private import dtensor_like, local_itself
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Room", "digests_of", "in_fp32", "master_of", "outside_writes", "refill", "shard_of"]
+__all__ = ["Room", "check_trainable", "digests_of", "in_fp32", "master_of", "outside_writes", "refill", "shard_of"]
+
+
+def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[Tensor]) -> None:
+    """Raise where an optimizer of this kind can not step masters of these parameters; what is no tensor torch refuses.
+
+    Raises:
+        ValueError: a parameter is on the meta device.
+        NotImplementedError: torch.optim.Adafactor and a sharded parameter, which no torch so far can step.
+    """
+    tensors = [param for param in params if isinstance(param, Tensor)]
+    if any(param.is_meta for param in tensors):
+        raise ValueError(
+            "MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them "
+            "first"
+        )
+    if kind is torch.optim.Adafactor and any(
+        isinstance(param, DTensor) and any(type(placement) is not Replicate for placement in param.placements)
+        for param in tensors
+    ):
+        raise NotImplementedError(
+            "MasterWeightOptimizer: torch.optim.Adafactor can not step sharded parameters (DTensors), with or without "
+            "masters: torch raises an error about aten.pow_ in the middle of its step; use another optimizer, such as "
+            "torch.optim.AdamW"
+        )
 
 
 def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
@@ -91,9 +115,9 @@ def refill(master: Tensor, param: Tensor) -> None:
     target = master.to_local() if isinstance(master, DTensor) else master
     if isinstance(local, QuantizedTensor):
         target.copy_(local.init_value if local.init_value is not None else local.dequantize(torch.float32))
+        target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
     else:
-        target.copy_(local)
-    target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
+        target.copy_(local)  # bit for bit: a step that adds nothing writes it back
 
 
 class Room:

@@ -19,7 +19,11 @@ look at all gradients together, or count its steps: it takes one step, and all c
 gradient in fp32 is not copied.
 
 `param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an
-ordinary optimizer); `state[p]` holds "master_weight" beside the inner optimizer's own entries.
+ordinary optimizer); `state[p]` holds "master_weight" beside the inner optimizer's own entries, from the first step or
+load on that p takes part in.
+
+Copied or pickled, it takes its masters and the inner optimizer along, and drops hooks, as torch's optimizers do: a copy
+of (model, optimizer) is tied as the originals are, a copy of the optimizer alone has parameters of its own.
 """
 
 import contextlib
@@ -33,13 +37,13 @@ from fsdp_hooks.scale_sync import SharesScales, agree_on_scales, label_of, local
 from fsdp_hooks.torch_private import without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor.batches import write_each
-from qtensor.masters import Room, digests_of, in_fp32, master_of, outside_writes, refill, shard_of
+from qtensor.master_states import MASTER, check_masters, saved_states
+from qtensor.masters import Room, check_trainable, digests_of, in_fp32, master_of, outside_writes, refill, shard_of
 from qtensor.step_agreement import Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
 
 __all__ = ["MasterWeightOptimizer"]
 
-MASTER = "master_weight"
 CHUNK = {"cpu": 2**22}  # elements; what the optimizer makes of them stays in reach of the cache
 CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
 APART = frozenset(
@@ -76,6 +80,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: a parameter is on the meta device.
         RuntimeError: on all ranks of a group, where they do not list the same parameters.
+        NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch's own can
+            not step either.
     """
 
     def __init__(
@@ -89,20 +95,34 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
         super().__init__(params, {})
         everything = [param for group in self.param_groups for param in group["params"]]
-        _refuse_meta(everything)
+        check_trainable(optimizer_cls, everything)
         self._sync(self.param_groups)
         groups = [self._master_group(number) for number in range(len(self.param_groups))]
         self._inner = optimizer_cls(groups, **optimizer_kwargs)
         self.defaults = self._inner.defaults
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_options(inner))
+        self._publish_state(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {
+            "_inner": self._inner,
+            "_masters": self._masters,
+            "_group": self._group,
+            "_labels": self._labels,
+            "_fresh": self._fresh,
+            # each by itself: as rows of one table every one of them would be pickled with the whole table
+            "_written": {param: digest.clone() for param, digest in self._written.items()},
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; a collective where they have tensor-wide scales."""
         if self._inner is not None:
             given = param_group["params"]
-            given = [given] if isinstance(given, Tensor) else list(given)
-            _refuse_meta(one[1] if isinstance(one, tuple) else one for one in given)
+            if not isinstance(given, Tensor | set):  # of which torch itself says that it has no order
+                given = list(given)  # may be a generator
+            named = [given] if isinstance(given, Tensor) else given
+            check_trainable(type(self._inner), [one[1] if isinstance(one, tuple) else one for one in named])
             param_group = {**param_group, "params": given}
         super().add_param_group(param_group)
         if self._inner is not None:
@@ -142,8 +162,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 tell(*self._agreeing(set())[:2])
             raise
         self._write_back(stepped)
-        self._publish_state()
+        self._publish_state(stepped)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's, with masters."""
+        self._forget_looks()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned.
@@ -156,13 +181,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         assert self._inner is not None
         params = [param for group in self.param_groups for param in group["params"]]
-        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        saved = {
-            param: state_dict["state"][index]
-            for param, index in zip(params, ids, strict=False)
-            if index in state_dict["state"]
-        }
-        self._check_masters(saved)
+        self._forget_looks()
+        saved = saved_states(params, state_dict)
+        check_masters(self._masters, saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for param, master in self._masters.items():
             if master is not param:
@@ -190,8 +211,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 ],
             }
         )
-        if saved:
-            self._publish_state()
+        self._publish_state(saved)
 
     def _refuse_exchanged(self) -> None:
         """Parameters that others put into the groups have no masters: a step would pass them over in silence."""
@@ -207,18 +227,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """The parameter ids of each group, numbered as Optimizer.state_dict numbers them."""
         numbers = iter(range(len(self._masters)))
         return [[next(numbers) for _ in group["params"]] for group in self.param_groups]
-
-    def _check_masters(self, saved: dict[Tensor, dict[str, Any]]) -> None:
-        for number, (param, values) in enumerate(saved.items()):
-            if self._masters[param] is param:
-                continue
-            found = values.get(MASTER)
-            if found is None or found.shape != param.shape:
-                what = "no master weight" if found is None else f"a master weight of shape {tuple(found.shape)}"
-                raise ValueError(
-                    f"MasterWeightOptimizer.load_state_dict: state {number} holds {what}, expected one of shape "
-                    f"{tuple(param.shape)}; was it saved by another optimizer?"
-                )
 
     def _master_group(self, number: int) -> dict[str, Any]:
         """The group of this number over masters."""
@@ -363,14 +371,25 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._fresh -= written
         return written
 
-    def _publish_state(self) -> None:
-        """Fill `state` with what state_dict() must hold; references only."""
+    def _forget_looks(self) -> None:
+        """Drop the empty states that a mere look at `state[p]` makes (torch takes such looks, too)."""
+        for param, master in self._masters.items():
+            if master is not param and not self.state.get(param, True):
+                del self.state[param]
+        if not any(self.state.values()):
+            self.state.clear()
+
+    def _publish_state(self, params: Iterable[Tensor]) -> None:
+        """Fill `state` with what state_dict() must hold; references only.
+
+        That is the masters of these parameters and of all that the inner optimizer has a state for.
+        """
         assert self._inner is not None
+        named = set(params)
         for param, master in self._masters.items():
             entries = self._inner.state.get(master)
-            if entries is None and param.grad is None:
-                continue
-            self.state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
+            if entries is not None or param in named:
+                self.state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -381,11 +400,3 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def _names(group: dict[str, Any]) -> list[str]:
     """The names of a group's parameters, "" where they were given without."""
     return list(group.get("param_names") or [""] * len(group["params"]))
-
-
-def _refuse_meta(params: Iterable[Tensor]) -> None:
-    if any(param.is_meta for param in params):
-        raise ValueError(
-            "MasterWeightOptimizer: parameters are on the meta device; call to_empty() and load or initialise them "
-            "first"
-        )

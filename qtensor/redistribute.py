@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement, ShardRows
 from qtensor.formats import describe
+from qtensor.joined import Joined, broadcast_flat
 from qtensor.ops import implements
 from qtensor.tensor import QuantizedTensor
 
@@ -39,7 +40,12 @@ def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.cat.default)
 def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces of one weight put together: what a gather of columns, and a cut along a strided dim, end with."""
+    """Pieces of one weight put together: what a gather of columns, and a cut along a strided dim, end with.
+
+    Flattened weights are joined for a broadcast, see joined.py.
+    """
+    if all(one.ndim == 1 for one in args[0]) and any(_is_flat(one) for one in args[0]):
+        return Joined(args[0])
     pieces, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0][0].ndim
     first = next(piece for piece in pieces if isinstance(piece, QuantizedTensor))
     alike = all(
@@ -105,14 +111,23 @@ def scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(torch.ops.c10d.broadcast_.default)
-def refuse_broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raises: a receiver that expects a dense tensor would take parts for values."""
+def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a flattened weight, as DistributedDataParallel sends it (joined.py), part by part.
+
+    Any other raises: a receiver that expects a dense tensor would take parts for values.
+    """
     q = next(arg for arg in args[0] if isinstance(arg, QuantizedTensor))
+    if _is_flat(q):
+        return args[0], broadcast_flat(func, args[0], args[1:], kwargs)
     raise NotImplementedError(
         f"broadcasting {describe(q.shape, q.recipe)} is not defined, for the other ranks may expect dense values: give "
         "every rank the full state dict and leave broadcast_from_rank0=False, load a checkpoint by dcp.load, or pass "
         "src_data_rank=None to distribute_tensor"
     )
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    return isinstance(tensor, QuantizedTensor) and tensor.ndim == 1 and tensor.arrangement.flat is not None
 
 
 def _plain(q: QuantizedTensor) -> list[Tensor]:

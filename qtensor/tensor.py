@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
-from fsdp_hooks.torch_private import is_tracing, make_wrapper, tree_map, without_torch_function
+from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from qtensor import kernels
 from qtensor.agreement import AgreedScales
 from qtensor.formats import (
@@ -332,7 +332,7 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Raises: a quantized tensor has no storage of its own, only its parts have."""
-        if is_tracing():
+        if is_tracing() or is_described():
             # a tracer describes every tensor it meets by its storage, and touches no byte of it
             return super().untyped_storage()
         raise self._without_storage()

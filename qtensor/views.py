@@ -77,6 +77,8 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, end, _ = slice(start, end).indices(q.shape[dim])
     if step != 1:
         raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
+    if (start, end) == (0, q.shape[dim]) and q.arrangement.flat is not None:
+        return q.alias(q.arrangement, q.shape)  # all of it, which can be viewed back
     piece = cut(q, dim, start, max(end, start))
     if dim == q.ndim - 1 and piece.shape != q.shape:
         piece.arrangement = piece.arrangement.but(severed=True)

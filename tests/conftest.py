@@ -21,11 +21,16 @@ os.environ.setdefault("QTENSOR_KERNELS", "eager")
 # Those compile in their own process: a pool of compilers is more processes that import torch than cores to run them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
 from tests import ranks
 from tests._rank_worker import TOLERATED_WARNINGS
+
+# How long an example takes depends on what else the machine does, and says nothing about what is tested.
+hypothesis.settings.register_profile("qtensor", deadline=None)
+hypothesis.settings.load_profile("qtensor")
 
 REPO = Path(__file__).resolve().parent.parent
 GOLDEN = Path(os.environ.get("QTENSOR_GOLDEN", REPO.parent / "shared" / "golden"))

@@ -293,6 +293,29 @@ def test_hook_tables_are_the_live_registries_of_forward_hooks() -> None:
     assert called == []
 
 
+def test_is_described_is_true_to_what_makes_a_fake_tensor_and_to_nobody_else() -> None:
+    seen = []
+
+    class Storage(torch.Tensor):
+        def untyped_storage(self) -> Any:
+            seen.append(torch_private.is_described())
+            return super().untyped_storage()
+
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2).as_subclass(Storage))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    model = Holder()
+    model.weight.untyped_storage()
+    assert seen == [False]
+    torch.export.export(model, (torch.ones(2),), strict=False)
+    assert True in seen[1:]
+
+
 def test_is_watched_sees_modes_and_function_transforms():
     seen: list[bool] = []
 

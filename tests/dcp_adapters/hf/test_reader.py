@@ -355,7 +355,7 @@ REFUSED = {
         "a target that is no pattern",
     ),
     **{
-        method: (
+        f"quant_method {method}": (  # a name of its own: some of these words are cases above
             ROW,
             {"quantization_config": {"quant_method": method}},
             f"its quant_method is {method!r}, which the library does not read; it reads compressed-tensors, modelopt,",
