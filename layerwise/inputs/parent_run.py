@@ -23,7 +23,7 @@ from layerwise.inputs.batches import Batch
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.calls import Call, Fixed, Link, Output, Shape, Statics, is_value, same_state, state_of_container
 from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
-from layerwise.inputs.stores import Kept, is_plain, version
+from layerwise.inputs.stores import Kept, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
 
 __all__ = ["BatchProgress", "ParentRun"]
@@ -81,7 +81,7 @@ class ParentRun:
         self.links: dict[int, tuple[Any, int, Link]] = {}
         self.sights: dict[int, _Sight] = {}
         self.again: dict[int, tuple[Placeholder, int, Kept]] = {}  # stand for what was computed in an earlier run
-        self.captured: list[_Sight | tuple[Tensor, int]] = []
+        self.captured: list[_Sight] = []
         self.assumed: dict[int, Shape] = {}
         self.zeros: dict[Any, Tensor] = {}
         self.escape: Escape | None = None
@@ -91,8 +91,7 @@ class ParentRun:
 
     def execute(self, model: nn.Module, statics: Statics) -> None:
         """Run the parent, in whose layers' places are stand-ins that call `called`."""
-        self.statics, self.model = statics, model
-        self.borrowed: set[int] | None = None
+        self.statics = statics
         for state in self.progress.batch.caches:
             state.restore()
         args, kwargs, used = self.progress.batch.call()
@@ -212,7 +211,7 @@ class ParentRun:
     def _source(self, index: int, name: str, leaf: Any) -> Link | Kept | Fixed:
         if id(leaf) in self.links:
             _, count, link = self.links[id(leaf)]
-            if not isinstance(leaf, Tensor) or version(leaf) == count:
+            if not isinstance(leaf, Tensor) or (version(leaf) == count and self._untouched(leaf, link)):
                 return link
         if id(leaf) in self.again:
             _, count, kept = self.again[id(leaf)]
@@ -223,8 +222,7 @@ class ParentRun:
                 raise self._refusal(name, leaf)
             raise EarlyStop
         if isinstance(leaf, Tensor):
-            self.captured.append((leaf, version(leaf)))
-            return self.statics.keep(leaf, borrowed=self._is_borrowed(leaf))
+            return self.statics.keep(leaf)
         if is_value(leaf) or (is_cache(leaf) and is_empty(leaf)):
             return Fixed(leaf if is_value(leaf) else None)
         sight = self._seen(leaf)
@@ -234,9 +232,15 @@ class ParentRun:
         self.captured.append(sight)
         return Fixed(sight.live, self._cache_state(sight.live))
 
+    def _untouched(self, leaf: Tensor, link: Link) -> bool:
+        """Whether an output's copy still holds what it held: what is written past torch raises no version."""
+        output = self.progress.outputs.get(link.layer)
+        return output is None or output.leaves[link.leaf].holds(leaf)
+
     def _remember(self, index: int, name: str, leaf: Any) -> None:
         """Find out which object of an earlier run this one is."""
-        if isinstance(leaf, Placeholder) and index == self.first - 1 and name in self.progress.met:
+        known = isinstance(leaf, Placeholder) and not leaf.is_inference()  # those count no writes
+        if known and index == self.first - 1 and name in self.progress.met:
             self.again[id(leaf)] = (leaf, version(leaf), self.progress.met[name])
         if isinstance(leaf, Tensor) or is_value(leaf) or self._seen(leaf) is not None:
             return
@@ -259,21 +263,9 @@ class ParentRun:
             self.progress.batch.caches.append(known)
         return known
 
-    def _is_borrowed(self, tensor: Tensor) -> bool:
-        """Whether it lies in a parameter's memory, which sharding frees."""
-        if self.borrowed is None:
-            params = [param for param in self.model.parameters() if is_plain(param) and param.numel()]
-            self.borrowed = {param.untyped_storage().data_ptr() for param in params}
-        return is_plain(tensor) and tensor.untyped_storage().data_ptr() in self.borrowed
-
     def _spoiled(self) -> bool:
-        """Whether the parent wrote, later on, into what it had called a layer with."""
-        return any(
-            not same_state(state_of_container(seen.value), seen.state)
-            if isinstance(seen, _Sight)
-            else version(seen[0]) != seen[1]
-            for seen in self.captured
-        )
+        """Whether the parent changed, later on, an object that it had called a layer with."""
+        return any(not same_state(state_of_container(seen.value), seen.state) for seen in self.captured)
 
     def _refusal(self, name: str = "", leaf: Any = None) -> NotImplementedError:
         fqn = self.fqns[self.first]

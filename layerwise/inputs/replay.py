@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.inputs.batches import Data, batches_of, keeper
+from layerwise.inputs.batches import Data, batches_of
 from layerwise.inputs.calls import Output, Statics, restore_container
 from layerwise.inputs.parent_run import BatchProgress, ParentRun
 from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
@@ -64,7 +64,7 @@ class Recorder:
         self._statics = Statics(self._store)
         self._run: ParentRun | None = None
         try:
-            batches = list(batches_of(model, data, keeper(self._store)))
+            batches = batches_of(model, data, self._statics.keep)
         except BaseException:
             self._store.close()
             raise

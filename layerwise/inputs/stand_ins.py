@@ -97,10 +97,12 @@ class TensorSpec:
         """A placeholder; all of one size share the memory that is in `zeros`, but count writes each for itself."""
         key = (self.shape.numel(), self.dtype, self.device)
         if key not in zeros:
-            zeros[key] = torch.zeros(self.shape.numel(), dtype=self.dtype, device=self.device)
+            with torch.inference_mode(mode=False):
+                zeros[key] = torch.zeros(self.shape.numel(), dtype=self.dtype, device=self.device)
         stride = self.stride or torch.empty(self.shape, device="meta").stride()
-        own = torch.empty(0, dtype=self.dtype, device=self.device)
-        own.set_(zeros[key].untyped_storage(), 0, self.shape, stride)
+        with torch.inference_mode(mode=False):  # or it would count no writes
+            own = torch.empty(0, dtype=self.dtype, device=self.device)
+            own.set_(zeros[key].untyped_storage(), 0, self.shape, stride)
         made = own.as_subclass(Placeholder)
         made.origins = frozenset({origin})
         return made
