@@ -9,7 +9,6 @@ their memory for the next one. Objects that can not be copied are looked at agai
 among the arguments is remembered as it was, see `caches`.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dcp_adapters.checksums import memory_of
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
-from layerwise.inputs.calls import is_value, state_of_container
+from layerwise.inputs.contents import add_tensor, content_hash
 from layerwise.inputs.stand_ins import forward_of
 from layerwise.inputs.stores import Kept, is_plain
 from layerwise.inputs.structure import Structure, flatten, paths, rebuild
 
 __all__ = ["Batch", "Data", "batches_of"]
-
-DEPTH = 4  # how far into objects to look for what was filled anew
 
 Data = Iterable[Any] | Callable[[nn.Module], Any]
 
@@ -145,7 +141,7 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
     for name, leaf in zip(names, leaves, strict=True):
         digest.update(f"{name}: ".encode())
         if isinstance(leaf, Tensor):
-            _add(digest, leaf)
+            add_tensor(digest, leaf)
             if not is_plain(leaf):
                 opaque.append(f"{name} ({type(leaf).__name__})")
         elif isinstance(leaf, bool | int | float | str | bytes | torch.dtype | torch.device | None):
@@ -156,38 +152,5 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
             if not is_cache(leaf) or not (past or is_empty(leaf)):
                 opaque.append(f"{name} ({type(leaf).__name__})")
             for tensor in past:
-                _add(digest, tensor)
+                add_tensor(digest, tensor)
     return digest.intdigest(), opaque
-
-
-def _add(digest: xxhash.xxh3_64, tensor: Tensor) -> None:
-    digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    if is_plain(tensor) and tensor.numel():
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memory_of(data))
-
-
-def content_hash(value: Any) -> int:
-    """A hash of what an object holds that is passed as it is: values, arrays and tensors, as far as DEPTH reaches."""
-    digest = xxhash.xxh3_64()
-    _add_content(digest, value, DEPTH)
-    return digest.intdigest()
-
-
-def _add_content(digest: xxhash.xxh3_64, value: Any, depth: int) -> None:
-    if isinstance(value, Tensor):
-        _add(digest, value)
-        return
-    if is_value(value):
-        digest.update(repr(value).encode())
-        return
-    digest.update(type(value).__qualname__.encode())
-    to_bytes = None if isinstance(value, type) else getattr(value, "tobytes", None)  # of arrays
-    if isinstance(value, bytearray) or callable(to_bytes):
-        digest.update(to_bytes() if callable(to_bytes) else bytes(value))
-    state = list(value) if isinstance(value, tuple | set | frozenset | deque) else state_of_container(value)
-    if state is None or not depth:
-        return
-    for key, held in state.items() if isinstance(state, dict) else enumerate(state):
-        digest.update(repr(key).encode() if is_value(key) else b"?")
-        _add_content(digest, held, depth - 1)

@@ -22,11 +22,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from layerwise.inputs.batches import Batch
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.calls import Call, Fixed, Link, Output, Shape, Statics, is_value, same_state, state_of_container
+from layerwise.inputs.contents import content_hash
 from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
 from layerwise.inputs.stores import Kept, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
 
-__all__ = ["BatchProgress", "ParentRun"]
+__all__ = ["BatchProgress", "ParentRun", "Sight"]
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class BatchProgress:
         live: objects that layers are called with, by the place where they were met first.
         met: tensors that the layer before the next to be recorded was called with, by name.
         left: containers that layers share, and what was in them after the call whose output was put last.
+        sights: objects that were met since the last `prepare`.
         cautious: the parent writes into what it passed to a layer, so each run records only one.
     """
 
@@ -55,16 +57,27 @@ class BatchProgress:
     live: dict[tuple[int, str], Any] = field(default_factory=dict)
     met: dict[str, Kept] = field(default_factory=dict)
     left: list[tuple[Any, Any]] = field(default_factory=list)
+    sights: list["Sight"] = field(default_factory=list)
     cautious: bool = False
 
 
 @dataclass
-class _Sight:
-    """An object that stand-ins were called with in this run: what layers get instead, and what it held then."""
+class Sight:
+    """An object that stand-ins were called with in this run: what layers get instead, and what it held then.
+
+    content: a hash of it; None where it is not looked at, since it was met in an earlier run.
+    """
 
     value: Any
     live: Any
     state: Any
+    where: tuple[int, str] = (0, "")
+    content: int | None = None
+
+    def holds(self) -> bool:
+        """Whether nobody changed it since, nor filled a tensor in it."""
+        same = same_state(state_of_container(self.value), self.state)
+        return same and (self.content is None or content_hash(self.value) == self.content)
 
 
 class ParentRun:
@@ -79,9 +92,9 @@ class ParentRun:
         self.next = 0  # the layer that is to be called next
         self.calls: list[Call] = []
         self.links: dict[int, tuple[Any, int, Link]] = {}
-        self.sights: dict[int, _Sight] = {}
+        self.sights: dict[int, Sight] = {}
         self.again: dict[int, tuple[Placeholder, int, Kept]] = {}  # stand for what was computed in an earlier run
-        self.captured: list[_Sight] = []
+        self.captured: list[Sight] = []
         self.assumed: dict[int, Shape] = {}
         self.zeros: dict[Any, Tensor] = {}
         self.escape: Escape | None = None
@@ -139,6 +152,7 @@ class ParentRun:
             for source in call.links():
                 self.progress.last_use[source] = max(index, self.progress.last_use.get(source, -1))
         self.progress.calls += self.calls
+        self.progress.sights += [seen for seen in self.captured if seen.content is not None]
         self.progress.assumed |= self.assumed
 
     def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,7 +241,8 @@ class ParentRun:
             return Fixed(leaf if is_value(leaf) else None)
         sight = self._seen(leaf)
         if sight is None:
-            sight = self.sights[id(leaf)] = _Sight(leaf, leaf, state_of_container(leaf))
+            content = None if is_cache(leaf) else content_hash(leaf)  # caches are set back by themselves
+            sight = self.sights[id(leaf)] = Sight(leaf, leaf, state_of_container(leaf), (index, name), content)
             self.progress.live[index, name] = leaf
         self.captured.append(sight)
         return Fixed(sight.live, self._cache_state(sight.live))
@@ -246,9 +261,9 @@ class ParentRun:
             return
         live = self.progress.live.get((index, name))
         if live is not None:
-            self.sights[id(leaf)] = _Sight(leaf, live, state_of_container(leaf))
+            self.sights[id(leaf)] = Sight(leaf, live, state_of_container(leaf))
 
-    def _seen(self, value: Any) -> _Sight | None:
+    def _seen(self, value: Any) -> Sight | None:
         """What is known of an object in this run, unless the parent changed it since: then it speaks for itself."""
         sight = self.sights.get(id(value))
         return sight if sight is not None and same_state(state_of_container(value), sight.state) else None
@@ -265,7 +280,7 @@ class ParentRun:
 
     def _spoiled(self) -> bool:
         """Whether the parent changed, later on, an object that it had called a layer with."""
-        return any(not same_state(state_of_container(seen.value), seen.state) for seen in self.captured)
+        return any(not seen.holds() for seen in self.captured)
 
     def _refusal(self, name: str = "", leaf: Any = None) -> NotImplementedError:
         fqn = self.fqns[self.first]
