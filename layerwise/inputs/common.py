@@ -47,6 +47,7 @@ class Common:
         index, name = sight.where
         kind: Any = type(sight.live).__name__
         return NotImplementedError(
-            f"{name} of layer {self._fqns[index]} is a {kind} that {what}; a layer is run on one batch after the "
-            "other, so each forward of the model has to make its own, with tensors of its own, or pass these as arguments"
+            f"{name} of layer {self._fqns[index]} is a {kind} that {what}; a layer is run on one batch after "
+            "the other, so each forward of the model has to make its own, with tensors of its own, or pass these as "
+            "arguments"
         )
