@@ -116,6 +116,11 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return dst
     generator = generator_for([dst])
     values = src.decoded(torch.float32) if isinstance(src, QuantizedTensor) else src
+    if values.dtype.is_floating_point and values.dtype.itemsize == 1:
+        raise TypeError(
+            f"copy_ into {describe(dst.shape, dst.recipe)} got {values.dtype}: codes without their scale, not values; "
+            "dequantize them first, or read the files they come from with dcp_adapters.import_hf"
+        )
     with armed(generator):
         dst.write(values.to(dst.device).expand(dst.shape))
     return dst
