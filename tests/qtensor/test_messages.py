@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501, ISC004 - a message is easier to read in long lines
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from qtensor import (
     NVFP4BlockScaling,
     QuantizedTensor,
     quantize,
+    quantize_,
     quantized_model_init,
 )
 from qtensor.formats import register
