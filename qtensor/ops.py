@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, registered
 from qtensor.rounding import armed
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
@@ -116,11 +116,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return dst
     generator = generator_for([dst])
     values = src.decoded(torch.float32) if isinstance(src, QuantizedTensor) else src
-    if values.dtype.is_floating_point and values.dtype.itemsize == 1:
-        raise TypeError(
-            f"copy_ into {describe(dst.shape, dst.recipe)} got {values.dtype}: codes without their scale, not values; "
-            "dequantize them first, or read the files they come from with dcp_adapters.import_hf"
-        )
+    check_values(values, f"copy_ into {describe(dst.shape, dst.recipe)}")
     with armed(generator):
         dst.write(values.to(dst.device).expand(dst.shape))
     return dst

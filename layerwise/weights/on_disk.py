@@ -55,7 +55,8 @@ class OnDisk:
 
     def _check(self, names: Mapping[int, Sequence[str]], wanted: Mapping[str, Wanted]) -> None:
         shapes = {name: self.files.shape_of(name) for name in wanted}
-        missing, path = [], self.files.path
+        path = self.files.path
+        missing: list[str] = []
         for tensor, own in names.items():
             found = [name for name in own if shapes[name] is not None]
             missing += [] if found else own
