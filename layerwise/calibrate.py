@@ -1,6 +1,7 @@
 """`calibrate`: from a model and some data to quantized weights, one layer held at a time, resumable anywhere.
 
     plan       options, layers and targets; refused here if anything does not fit                     (plan.py)
+    agreement  all ranks are about to do the same                                                     (agreement.py)
     batches    what the model is called with, normalised and kept                                     (inputs/)
     run        each stage held -> calibrated -> released -> own rows kept -> shards -> checkpoint     (run.py, stage.py)
     result     quantized weights beside the shards, and a report                                      (result.py)
@@ -8,16 +9,18 @@
 Ranks go through the same stages together; how many batches each of them has is its own affair.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_hooks.alike import alike, is_first
+from layerwise.agreement import check_agreed
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.gptq import GPTQ
@@ -27,7 +30,7 @@ from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.events import Event, observing
 from layerwise.inputs.passes import Batches
-from layerwise.plan import Options, planned
+from layerwise.plan import Options, Plan, planned
 from layerwise.result import CalibrationResult, result_of
 from layerwise.run import Run
 from qtensor.recipes import Recipe
@@ -93,24 +96,25 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         The result; see `CalibrationResult.state_dict` and `.report`.
 
     Raises:
-        ValueError, TypeError: options, patterns, shapes or a checkpoint that do not fit; nothing has been changed.
+        ValueError, TypeError: options, patterns, shapes or a checkpoint that do not fit, or are not alike on all ranks;
+            nothing has been changed.
         NotImplementedError: a model whose layers depend on each other in a way that can not be replayed, by name.
         RuntimeError: weights were changed where the change would be lost; inputs that are not finite; a factorisation
             that failed. Finished layers keep their results, and the model is sharded and usable.
     """
-    options = Options(
-        recipe=recipe,
-        algorithm=algorithm,
-        inputs=inputs,
-        layer_inputs=layer_inputs,
-        inputs_on=inputs_on,
-        save_every=save_every,
-        device=None if device is None else torch.device(device),
-        weights=weights,
-    )
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     watched = on_event is not None or type(algorithm) not in OWN_ALGORITHMS
     with alike(group):  # files may be missing on some ranks
+        options = Options(
+            recipe=recipe,
+            algorithm=algorithm,
+            inputs=inputs,
+            layer_inputs=layer_inputs,
+            inputs_on=inputs_on,
+            save_every=save_every,
+            device=None if device is None else torch.device(device),
+            weights=weights,
+        )
         plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
     decides = {
         "stages": [stage.name for stage in plan.stages],
@@ -118,6 +122,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         "inputs": inputs,
         "layer_inputs": "quantized" if options.quantized_onward else "unquantized",
     }
+    check_agreed(group, _told(plan, decides, options, checkpoint=checkpoint_dir is not None))
     bar = progress and is_first(group)
     with (
         _evaluating(model),
@@ -127,6 +132,27 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         run = Run(plan, observer, batches)
         run.finish(checkpoint_dir, save_every, decides)
     return result_of(plan.stages, run.outcomes, recipe, range(run.resumed), static=inputs == "static")
+
+
+def _told(plan: Plan, decides: Mapping[str, Any], options: Options, *, checkpoint: bool) -> dict[str, list[str]]:
+    """What all ranks have to do alike; each item in words."""
+    text = {
+        name: json.dumps(made.to_json())
+        for name, made in (("recipe", options.recipe), ("algorithm", options.algorithm))
+    }
+    text |= {"inputs": decides["inputs"], "layer_inputs": decides["layer_inputs"]}
+    text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
+    named: Iterable[tuple[str, Tensor]] = plan.model.named_parameters()
+    if checkpoint:  # which has their digests
+        named = [*named, *plan.model.named_buffers()]
+    return {
+        "the options": [f"{name}={value}" for name, value in text.items()],
+        "the layers and their order": decides["stages"],
+        "the weights to quantize and their order": decides["targets"],
+        "the model's parameters and their order": [
+            f"{name} {value.dtype} {list(value.shape)}" for name, value in named
+        ],
+    }
 
 
 @contextmanager

@@ -23,6 +23,7 @@ __all__ = [
     "PartSpec",
     "block_multiple",
     "check_shape",
+    "check_values",
     "describe",
     "format_of",
     "logical_shape",
@@ -190,6 +191,15 @@ def shares_scale_along(recipe: Recipe, dim: int, ndim: int) -> bool:
     True along every dim for a tensor-wide scale, along K for a scale a row, never for scales of blocks.
     """
     return not all(spec.extends_along(dim, ndim) for spec in specs_of(recipe))
+
+
+def check_values(value: torch.Tensor, into: str) -> None:
+    """Raise TypeError where a dense tensor can only be codes of a quantization: cast, they would pass for values."""
+    if value.dtype.itemsize == 1:
+        raise TypeError(
+            f"{into} got {value.dtype}: codes without their scale, not values; dequantize them first, or read the "
+            "files they come from with dcp_adapters.import_hf"
+        )
 
 
 def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, full: bool = True) -> None:

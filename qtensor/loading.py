@@ -26,6 +26,7 @@ from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.scale_sync import groups_sharing, label_of, local_of, max_over_groups, tell_groups
 from fsdp_hooks.torch_private import dtensor_around
 from qtensor import kernels
+from qtensor.formats import check_values
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
@@ -112,11 +113,18 @@ def _agreed(
 
 
 def _dense_part(key: str, param: Tensor, local: Any, state_dict: Mapping[str, Any]) -> Tensor | None:
-    """This rank's part of an entry that has to be quantized; None for one that torch handles as it is."""
+    """This rank's part of an entry that has to be quantized; None for one that torch handles as it is.
+
+    Raises:
+        TypeError: it holds codes.
+        ValueError: it is cut otherwise.
+    """
     value = _placed(key, state_dict.get(key), param)
     if value is None:
         return None
     part = _values(local_of(value), local)
+    if part is not None:
+        check_values(part, key)
     if part is None or not part.is_floating_point():
         return None
     if part.numel() != local.numel():

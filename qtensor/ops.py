@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.versions import count_writes
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, registered
 from qtensor.rounding import armed
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
@@ -117,6 +117,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return dst
     generator = generator_for([dst])
     values = src.decoded(torch.float32) if isinstance(src, QuantizedTensor) else src
+    check_values(values, f"copy_ into {describe(dst.shape, dst.recipe)}")
     with armed(generator):
         dst.write(values.to(dst.device).expand(dst.shape))
     return dst

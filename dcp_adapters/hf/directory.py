@@ -57,15 +57,24 @@ class Directory:
     notes: Mapping[str, list[str]] = field(default_factory=dict)
 
 
-def read_directory(path: str | os.PathLike[str]) -> Directory:
+def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> Directory:
     """Read all of the directory but its tensors.
+
+    Args:
+        path: the directory.
+        any_name: it may also be one safetensors file, whose JSON stands beside it, or a directory of files with other
+            names and without an index.
 
     Raises:
         FileNotFoundError: there are no safetensors, or files that the index names are missing.
         ValueError: files that are damaged, contradict each other or lead out of the directory.
     """
     root = Path(path)
-    files, assigned = _files(root)
+    named = _named_otherwise(root) if any_name else None
+    if named is not None:
+        root, files, assigned = named[0], named[1], None
+    else:
+        files, assigned = _files(root)
     missing = [name for name in files if not (root / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{root}: {INDEX} names files that are not there: {listed(missing)}")
@@ -81,10 +90,15 @@ def read_directory(path: str | os.PathLike[str]) -> Directory:
                 problems.append(f"{tensor.name}: it is in {file}, and {said}")
             elif other is None:
                 tensors[tensor.name] = tensor
+            else:  # a file has a name once
+                problems.append(
+                    f"{tensor.name}: it is in {other.file} and in {file}, and no {INDEX} says which is meant"
+                )
     lost = [name for name in assigned or () if name not in tensors]
     problems += [f"{name}: {INDEX} says {(assigned or {})[name]}, which lacks it" for name in lost]
     if problems:
-        raise ValueError(f"{root}: the index and the files disagree:{listed(problems, lines=True)}")
+        who = "the files" if assigned is None else "the index and the files"
+        raise ValueError(f"{root}: {who} disagree:{listed(problems, lines=True)}")
     quantization = _json(root / "hf_quant_config.json")
     return Directory(root, tensors, _json(root / "config.json") or {}, quantization, notes)
 
@@ -95,6 +109,16 @@ def listed(items: Iterable[str], *, lines: bool = False) -> str:
     more = [f"and {len(told) - MOST_SHOWN} more"] if len(told) > MOST_SHOWN else []
     shown = [*told[:MOST_SHOWN], *more]
     return "".join(f"\n  {item}" for item in shown) if lines else ", ".join(shown)
+
+
+def _named_otherwise(path: Path) -> tuple[Path, list[str]] | None:
+    """The directory and the files, where these are not the usual ones; None where they are, or there are none."""
+    if path.is_file():
+        return path.parent, [path.name]
+    if (path / SINGLE).exists() or (path / INDEX).exists():
+        return None
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    return (path, files) if files else None
 
 
 def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:

@@ -132,7 +132,7 @@ class _Presentation:
         self.directory, self.wanted, self.look = directory, wanted, look
         self.linears, self.dense, self.scales = dict(contents.linears), dict(contents.dense), dict(contents.scales)
         self.recipes = _recorded(directory)
-        self.appearance = _appearance(directory)
+        self.appearance = _appearance(directory) if self.linears else torch.bfloat16
         self.problems: list[str] = []
         self.out = Presented()
 

@@ -30,6 +30,7 @@ from qtensor.recipes import Recipe
 
 __all__ = ["ExportPlan", "FilePlan", "Output", "Written", "plan_export"]
 
+CODES = ("weight", "weight_packed", "qweight", "_blocks", "_scales")  # matrices of integers under these names are codes
 EMBEDDINGS = tuple(f".{module}.weight" for module in ("embed_tokens", "wte", "word_embeddings", "tok_embeddings"))
 
 
@@ -134,6 +135,7 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
             "nothing in the source is quantized: calibrate the model, convert the checkpoint (python -m dcp_adapters "
             "convert), or build it under quantized_model_init"
         )
+    _check_values(records)
     twins = _tied(records) if request.tied else {}
     turned = turned_experts({name: record.shape for name, record in records.items()})
     _check_linears(quantized, turned)
@@ -184,6 +186,27 @@ def _pieces(name: str, record: Record) -> list[Piece]:
             "bfloat16 --include ...)"
         )
     return pieces
+
+
+def _check_values(records: Mapping[str, Record]) -> None:
+    """Dense tensors are values: codes of another library's layout would be copied without what says so."""
+    codes = [
+        f"{name} ({str(record.dtype).removeprefix('torch.')})"
+        for name, record in records.items()
+        if record.recipe is None and _holds_codes(name, record)
+    ]
+    if codes:
+        raise ValueError(
+            f"{listed_names(codes)}: codes of a quantization that is not ours, whose scales the export would not "
+            "describe; dequantize them first, or read the directory they come from with import_hf"
+        )
+
+
+def _holds_codes(name: str, record: Record) -> bool:
+    dtype = record.dtype
+    if dtype.is_floating_point:
+        return dtype.itemsize == 1
+    return len(record.shape) > 1 and dtype.itemsize <= 4 and dtype != torch.bool and name.endswith(CODES)
 
 
 def _check_linears(quantized: Collection[str], turned: Collection[str]) -> None:

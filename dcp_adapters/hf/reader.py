@@ -8,6 +8,7 @@ So stock resharding, QuantizedLoadPlanner's comparison, conversion and agreement
 checkpoint. There is nothing to write such a checkpoint with: `export_hf` does that.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -30,11 +31,14 @@ from torch.futures import Future
 
 from dcp_adapters.commands.progress import progress
 from dcp_adapters.hf.directory import FileTensor, read_directory
-from dcp_adapters.hf.entries import Presented, Source, Wanted, presented
+from dcp_adapters.hf.entries import Entry, Presented, Source, Wanted, presented
+from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
 from dcp_adapters.read_failures import failures_told
 from fsdp_hooks.torch_private import cpu_by_default
+from qtensor.formats import specs_of
+from qtensor.tensor import QuantizedTensor
 
 __all__ = ["HuggingFaceReader", "OpenFiles"]
 
@@ -74,6 +78,8 @@ class HuggingFaceReader(StorageReader):
         wanted: what the target has, by state-dict name; a weight of all experts is put together from the experts'
             linears only where it is named here.
         show: a progress bar over the bytes that are read, on a terminal.
+        only_wanted: modules that hold nothing of `wanted` are left out, and files may have other names than the usual
+            ones, see `read_directory`.
 
     Raises:
         FileNotFoundError: there are no safetensors, or some are missing.
@@ -81,10 +87,16 @@ class HuggingFaceReader(StorageReader):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, wanted: Mapping[str, Wanted] | None = None, show: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        wanted: Mapping[str, Wanted] | None = None,
+        show: bool = False,
+        only_wanted: bool = False,
     ) -> None:
         super().__init__()
-        self.path, self.wanted, self.show = Path(path), dict(wanted or {}), show
+        self.path, self.wanted, self.show, self.only_wanted = Path(path), dict(wanted or {}), show, only_wanted
+        self.root = self.path.parent if only_wanted and self.path.is_file() else self.path
         self.made: Presented | None = None
         self.metadata: Metadata | None = None
 
@@ -96,12 +108,38 @@ class HuggingFaceReader(StorageReader):
     def presented(self) -> Presented:
         """What the directory holds, as entries of a checkpoint; read once."""
         if self.made is None:
-            directory = read_directory(self.path)
+            directory = read_directory(self.path, any_name=self.only_wanted)
+            if self.only_wanted:
+                directory = dataclasses.replace(directory, tensors=self._of_wanted(directory.tensors))
             counts = {name for name, want in self.wanted.items() if not want.dtype.is_floating_point}
-            with OpenFiles(self.path) as files:
+            with OpenFiles(self.root) as files:
                 contents = contents_of(directory, counts)
                 self.made = presented(directory, contents, self.wanted, lambda tensor: files.piece(tensor)[...])
         return self.made
+
+    def _of_wanted(self, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+        """The tensors of modules of which something is wanted, whatever else is in these."""
+        modules = {name.rpartition(".")[0] for name in self.wanted}
+        modules |= {piece.module for name, want in self.wanted.items() for piece in pieces_of(name, want.shape) or ()}
+        return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules}
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """That of a tensor, quantized or dense; None where there is none of this name."""
+        made = self.presented()
+        entry = made.tensors.get(name) or made.entries.get(name)
+        return None if entry is None else tuple(entry.shape)
+
+    def values(self, name: str) -> Tensor:
+        """A whole tensor on the CPU; a quantized one's values, in the dtype that is wanted of it or the directory's."""
+        made = self.presented()
+        quantized = made.tensors.get(name)
+        with OpenFiles(self.root) as files:
+            if quantized is None:
+                return _whole(made.entries[name], files)
+            parts = {
+                spec.name: _whole(made.entries[f"{name}.{spec.name}"], files) for spec in specs_of(quantized.recipe)
+            }
+        return QuantizedTensor.from_parts(parts, quantized.recipe, quantized.dtype).dequantize()
 
     def alike(self, name: str, other: str) -> bool:
         """Whether two dense tensors of the directory have equal bytes; compared in pieces of AT_ONCE."""
@@ -111,7 +149,7 @@ class HuggingFaceReader(StorageReader):
             return False
         shape = tensors[0].shape
         rows = max(1, AT_ONCE * shape[0] // max(1, math.prod(shape))) if shape else 1
-        with OpenFiles(self.path) as files:
+        with OpenFiles(self.root) as files:
             one, two = (files.piece(tensor) for tensor in tensors)
             boxes: list[Any] = [slice(at, at + rows) for at in range(0, shape[0], rows)] if shape else [...]
             return all(torch.equal(_bytes(one[box]), _bytes(two[box])) for box in boxes)
@@ -155,7 +193,7 @@ class HuggingFaceReader(StorageReader):
         """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
         with failures_told(planner):
             total = sum(item.lengths.numel() * self.itemsize[item.storage_index.fqn] for item in plan.items)
-            with OpenFiles(self.path) as files, progress(f"import {self.path.name}", total, enabled=self.show) as bar:
+            with OpenFiles(self.root) as files, progress(f"import {self.path.name}", total, enabled=self.show) as bar:
                 for item in plan.items:
                     source = self.storage[item.storage_index]
                     held = source.take(files.piece(source.tensor), item.storage_offsets, item.lengths)
@@ -171,6 +209,16 @@ class HuggingFaceReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a directory."""
         return Path(checkpoint_id).is_dir()
+
+
+def _whole(entry: Entry, files: OpenFiles) -> Tensor:
+    """All chunks of an entry, in memory of their own."""
+    out = torch.empty(entry.shape, dtype=entry.dtype)
+    for chunk in entry.chunks:
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole = chunk.source.take(files.piece(chunk.source.tensor), (0,) * len(chunk.sizes), chunk.sizes)
+        out[box or ...] = whole
+    return out
 
 
 def _bytes(tensor: Tensor) -> Tensor:

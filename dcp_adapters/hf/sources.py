@@ -21,7 +21,7 @@ from dcp_adapters.commands.stored import StoredCheckpoint
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse_hidden
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.names import pieces_of, plain_name
-from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, is_quantized
+from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, contents_of, is_quantized
 from dcp_adapters.plain_memory import is_plain
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
@@ -187,7 +187,7 @@ class DirectorySource(Source):
 
     Raises:
         FileNotFoundError: it has no safetensors files.
-        ValueError: it is quantized.
+        ValueError: it is quantized, or holds integers that may be codes.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -195,6 +195,7 @@ class DirectorySource(Source):
         codes = [name for name, tensor in directory.tensors.items() if tensor.dtype not in VALUES | COUNTS]
         if is_quantized(directory) or codes:
             raise ValueError(f"{directory.path} holds quantized weights; rest= takes a directory of dense ones")
+        contents_of(directory)  # refuses codes that are integers
         self._files = {name: directory.path / tensor.file for name, tensor in directory.tensors.items()}
         self.records = {
             name: Record(None, DTYPES[tensor.dtype], tensor.shape) for name, tensor in directory.tensors.items()

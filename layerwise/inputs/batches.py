@@ -4,7 +4,9 @@
     a callable                forward_loop(model): every call of the model inside it is a batch. The model computes
                               nothing there and returns None; its hooks run, so what FSDP casts is cast.
 
-Iterators are consumed once. A filled cache among the arguments is remembered as it was, see `caches`.
+Iterators are consumed once. A batch is what it is when it comes: its tensors are copied then, whatever is written into
+their memory for the next one. Objects that can not be copied are looked at again when all have come. A filled cache
+among the arguments is remembered as it was, see `caches`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,10 +17,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dcp_adapters.plain_memory import memory_of
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
+from layerwise.inputs.contents import add_tensor, content_hash
 from layerwise.inputs.stand_ins import forward_of
-from layerwise.inputs.stores import Kept, Store, is_plain
+from layerwise.inputs.stores import Kept, is_plain
 from layerwise.inputs.structure import Structure, flatten, paths, rebuild
 
 __all__ = ["Batch", "Data", "batches_of"]
@@ -45,46 +47,57 @@ class Batch:
     opaque: list[str]
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Kept]]]:
-        """The arguments, and which of their tensors comes from where.
-
-        Raises:
-            RuntimeError: their values have changed since they were taken.
-        """
+        """The arguments, to be written by whoever gets them, and which of their tensors comes from where."""
         taken: dict[int, Tensor] = {}
         used: list[tuple[Tensor, Kept]] = []
         for leaf in self.leaves:
             if isinstance(leaf, Kept) and id(leaf) not in taken:
-                taken[id(leaf)] = leaf.tensor(fresh=False)
+                taken[id(leaf)] = leaf.tensor()
                 used.append((taken[id(leaf)], leaf))
-        leaves = [taken.get(id(leaf), leaf) for leaf in self.leaves]
-        if _hash(leaves, paths(self.structure), self.caches)[0] != self.hash:
-            raise RuntimeError(
-                "a batch holds other values than when it was taken from data: whatever made it has filled the same "
-                "memory again since; give each batch memory of its own, or calibrate with inputs_on='cpu'"
-            )
-        args, kwargs = rebuild(self.structure, leaves)
+        args, kwargs = rebuild(self.structure, [taken.get(id(leaf), leaf) for leaf in self.leaves])
         return args, kwargs, used
 
 
-def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], Kept]) -> Iterator[Batch]:
-    """All batches of this rank; there may be none.
+def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], Kept]) -> list[Batch]:
+    """All batches of this rank, each as it was when it came; there may be none.
 
     Args:
         model: what is called; a forward_loop gets it.
         data: an iterable of batches or a forward_loop.
-        keep: where their tensors are kept.
+        keep: keeps their tensors, as copies.
 
     Raises:
         TypeError: `data`, or something in it, is not what a model can be called with.
+        ValueError: an object that is no tensor, in some batch, was filled anew for a later one.
     """
-    calls = _calls_in(model, data) if callable(data) else _calls_of(data)
-    for args, kwargs in calls:
+    batches: list[Batch] = []
+    objects: list[tuple[str, Any, int]] = []  # what is not copied, and its content
+
+    def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, structure = flatten((args, kwargs))
+        names = paths(structure)
         caches = [CacheState(leaf) for leaf in leaves if is_cache(leaf) and not is_empty(leaf)]
-        digest, opaque = _hash(leaves, paths(structure), caches)
-        yield Batch(
-            structure, [keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], caches, digest, opaque
-        )
+        digest, opaque = _hash(leaves, names, caches)
+        kept = [keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for name, leaf in zip(names, leaves, strict=True):
+            if not isinstance(leaf, Tensor):  # a cache is set back to the past it has now, unless that is written
+                past = [one for state in caches if state.cache is leaf for one in state.tensors()]
+                held = past or leaf
+                objects.append((f"{name} of batch {len(batches)} is a {type(leaf).__name__}", held, content_hash(held)))
+        batches.append(Batch(structure, kept, caches, digest, opaque))
+
+    if callable(data):
+        _calls_in(model, data, take)
+    else:
+        for args, kwargs in _calls_of(data):
+            take(args, kwargs)
+    for what, held, was in objects:
+        if content_hash(held) != was:
+            raise ValueError(
+                f"{what} that holds other values now than when its batch was taken from data: it was filled again for "
+                "a later batch, and only tensors are copied; make a new one for each batch"
+            )
+    return batches
 
 
 def _calls_of(data: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -107,11 +120,11 @@ def _calls_of(data: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, 
             )
 
 
-def _calls_in(model: nn.Module, loop: Callable[[nn.Module], Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
+def _calls_in(
+    model: nn.Module, loop: Callable[[nn.Module], Any], take: Callable[[tuple[Any, ...], dict[str, Any]], None]
+) -> None:
     def forward(*args: Any, **kwargs: Any) -> None:
-        calls.append((args, kwargs))
+        take(args, kwargs)  # at once: the loop may fill the same memory again
 
     with forward_of(model, forward), torch.no_grad():
         try:
@@ -119,7 +132,6 @@ def _calls_in(model: nn.Module, loop: Callable[[nn.Module], Any]) -> list[tuple[
         except Exception as error:
             error.add_note("inside forward_loop the model only records what it is called with, and returns None")
             raise
-    return calls
 
 
 def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tuple[int, list[str]]:
@@ -129,7 +141,7 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
     for name, leaf in zip(names, leaves, strict=True):
         digest.update(f"{name}: ".encode())
         if isinstance(leaf, Tensor):
-            _add(digest, leaf)
+            add_tensor(digest, leaf)
             if not is_plain(leaf):
                 opaque.append(f"{name} ({type(leaf).__name__})")
         elif isinstance(leaf, bool | int | float | str | bytes | torch.dtype | torch.device | None):
@@ -140,27 +152,5 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
             if not is_cache(leaf) or not (past or is_empty(leaf)):
                 opaque.append(f"{name} ({type(leaf).__name__})")
             for tensor in past:
-                _add(digest, tensor)
+                add_tensor(digest, tensor)
     return digest.intdigest(), opaque
-
-
-def _add(digest: xxhash.xxh3_64, tensor: Tensor) -> None:
-    digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    if is_plain(tensor) and tensor.numel():
-        data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memory_of(data))
-
-
-def keeper(store: Store) -> Callable[[Tensor], Kept]:
-    """`Store.keep` that keeps a tensor once that is in several batches; one with other values by then is another."""
-    known: dict[tuple[int, int], tuple[Tensor, Kept]] = {}
-
-    def keep(tensor: Tensor) -> Kept:
-        digest = xxhash.xxh3_64()  # not its version: who fills a buffer through numpy raises none
-        _add(digest, tensor)
-        key = (id(tensor), digest.intdigest())
-        if key not in known:
-            known[key] = (tensor, store.keep(tensor))
-        return known[key][1]
-
-    return keep

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from layerwise.inputs.caches import CacheState
 from layerwise.inputs.stand_ins import Escape, TensorSpec
-from layerwise.inputs.stores import Kept, Store, version
+from layerwise.inputs.stores import Kept, Store, is_plain
 from layerwise.inputs.structure import Structure, flatten, rebuild
 
 __all__ = [
@@ -84,7 +84,7 @@ class Call:
                 taken[key] = source.value
                 continue
             kept = output(source.layer).leaves[source.leaf] if isinstance(source, Link) else source
-            value = kept.tensor(fresh=True) if isinstance(kept, Kept) else kept
+            value = kept.tensor() if isinstance(kept, Kept) else kept
             floating = isinstance(value, Tensor) and value.is_floating_point()
             taken[key] = value.to(cast) if cast is not None and floating else value
         self._restore_containers()
@@ -155,7 +155,7 @@ class Output:
 
     def values(self) -> list[Any]:
         """Its leaves, tensors in memory of their own."""
-        taken = {id(leaf): leaf.tensor(fresh=True) for leaf in self.leaves if isinstance(leaf, Kept)}
+        taken = {id(leaf): leaf.tensor() for leaf in self.leaves if isinstance(leaf, Kept)}
         return [taken.get(id(leaf), leaf) for leaf in self.leaves]
 
 
@@ -202,32 +202,38 @@ def _placeholder(spec: Any, origin: int, zeros: dict[Any, Tensor]) -> Any:
 
 
 class Statics:
-    """Tensors that are no outputs of layers, each kept once however many calls it is passed to."""
+    """Tensors that are no outputs of layers, each kept once however many calls it is passed to.
+
+    Only where to look is told by a tensor's memory; whether it is kept already, by its bits, for a model may fill the
+    same memory anew.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Kept]]] = {}
+        self._known: dict[Any, weakref.ref[Kept]] = {}
 
     def known(self, tensor: Tensor, kept: Kept) -> None:
         """Say that a tensor is one that is kept already."""
-        self._known[id(tensor)] = (weakref.ref(tensor), version(tensor), weakref.ref(kept))
+        if is_plain(tensor):
+            self._known[_place(tensor)] = weakref.ref(kept)
 
-    def keep(self, tensor: Tensor, *, borrowed: bool) -> Kept:
-        """Keep it, or find that it is kept; what was written since is another tensor."""
-        if id(tensor) in self._known:
-            same, count, kept_ref = self._known[id(tensor)]
-            kept = kept_ref()
-            if same() is tensor and count == version(tensor) and kept is not None:
-                return kept
-        kept = self._store.keep(tensor, borrowed=borrowed)
-        self.known(tensor, kept)
+    def keep(self, tensor: Tensor) -> Kept:
+        """Keep it, or find that it is kept."""
+        found = self._known.get(_place(tensor)) if is_plain(tensor) else None
+        kept = None if found is None else found()
+        if kept is None or not kept.holds(tensor):
+            kept = self._store.keep(tensor)
+            self.known(tensor, kept)
         return kept
 
     def forget(self) -> None:
         """Drop what is no longer there."""
-        gone = [key for key, (tensor, _, kept) in self._known.items() if tensor() is None or kept() is None]
-        for key in gone:
+        for key in [key for key, kept in self._known.items() if kept() is None]:
             del self._known[key]
+
+
+def _place(tensor: Tensor) -> Any:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def same_state(one: Any, other: Any) -> bool:

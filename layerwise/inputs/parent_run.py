@@ -22,11 +22,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from layerwise.inputs.batches import Batch
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.calls import Call, Fixed, Link, Output, Shape, Statics, is_value, same_state, state_of_container
+from layerwise.inputs.contents import content_hash
 from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
-from layerwise.inputs.stores import Kept, is_plain, version
+from layerwise.inputs.stores import Kept, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
 
-__all__ = ["BatchProgress", "ParentRun"]
+__all__ = ["BatchProgress", "ParentRun", "Sight"]
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class BatchProgress:
         live: objects that layers are called with, by the place where they were met first.
         met: tensors that the layer before the next to be recorded was called with, by name.
         left: containers that layers share, and what was in them after the call whose output was put last.
+        sights: objects that were met since the last `prepare`.
         cautious: the parent writes into what it passed to a layer, so each run records only one.
     """
 
@@ -55,16 +57,27 @@ class BatchProgress:
     live: dict[tuple[int, str], Any] = field(default_factory=dict)
     met: dict[str, Kept] = field(default_factory=dict)
     left: list[tuple[Any, Any]] = field(default_factory=list)
+    sights: list["Sight"] = field(default_factory=list)
     cautious: bool = False
 
 
 @dataclass
-class _Sight:
-    """An object that stand-ins were called with in this run: what layers get instead, and what it held then."""
+class Sight:
+    """An object that stand-ins were called with in this run: what layers get instead, and what it held then.
+
+    content: a hash of it; None where it is not looked at, since it was met in an earlier run.
+    """
 
     value: Any
     live: Any
     state: Any
+    where: tuple[int, str] = (0, "")
+    content: int | None = None
+
+    def holds(self) -> bool:
+        """Whether nobody changed it since, nor filled a tensor in it."""
+        same = same_state(state_of_container(self.value), self.state)
+        return same and (self.content is None or content_hash(self.value) == self.content)
 
 
 class ParentRun:
@@ -79,9 +92,9 @@ class ParentRun:
         self.next = 0  # the layer that is to be called next
         self.calls: list[Call] = []
         self.links: dict[int, tuple[Any, int, Link]] = {}
-        self.sights: dict[int, _Sight] = {}
+        self.sights: dict[int, Sight] = {}
         self.again: dict[int, tuple[Placeholder, int, Kept]] = {}  # stand for what was computed in an earlier run
-        self.captured: list[_Sight | tuple[Tensor, int]] = []
+        self.captured: list[Sight] = []
         self.assumed: dict[int, Shape] = {}
         self.zeros: dict[Any, Tensor] = {}
         self.escape: Escape | None = None
@@ -91,8 +104,7 @@ class ParentRun:
 
     def execute(self, model: nn.Module, statics: Statics) -> None:
         """Run the parent, in whose layers' places are stand-ins that call `called`."""
-        self.statics, self.model = statics, model
-        self.borrowed: set[int] | None = None
+        self.statics = statics
         for state in self.progress.batch.caches:
             state.restore()
         args, kwargs, used = self.progress.batch.call()
@@ -140,6 +152,7 @@ class ParentRun:
             for source in call.links():
                 self.progress.last_use[source] = max(index, self.progress.last_use.get(source, -1))
         self.progress.calls += self.calls
+        self.progress.sights += [seen for seen in self.captured if seen.content is not None]
         self.progress.assumed |= self.assumed
 
     def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,7 +225,7 @@ class ParentRun:
     def _source(self, index: int, name: str, leaf: Any) -> Link | Kept | Fixed:
         if id(leaf) in self.links:
             _, count, link = self.links[id(leaf)]
-            if not isinstance(leaf, Tensor) or version(leaf) == count:
+            if not isinstance(leaf, Tensor) or (version(leaf) == count and self._untouched(leaf, link)):
                 return link
         if id(leaf) in self.again:
             _, count, kept = self.again[id(leaf)]
@@ -223,28 +236,34 @@ class ParentRun:
                 raise self._refusal(name, leaf)
             raise EarlyStop
         if isinstance(leaf, Tensor):
-            self.captured.append((leaf, version(leaf)))
-            return self.statics.keep(leaf, borrowed=self._is_borrowed(leaf))
+            return self.statics.keep(leaf)
         if is_value(leaf) or (is_cache(leaf) and is_empty(leaf)):
             return Fixed(leaf if is_value(leaf) else None)
         sight = self._seen(leaf)
         if sight is None:
-            sight = self.sights[id(leaf)] = _Sight(leaf, leaf, state_of_container(leaf))
+            content = None if is_cache(leaf) else content_hash(leaf)  # caches are set back by themselves
+            sight = self.sights[id(leaf)] = Sight(leaf, leaf, state_of_container(leaf), (index, name), content)
             self.progress.live[index, name] = leaf
         self.captured.append(sight)
         return Fixed(sight.live, self._cache_state(sight.live))
 
+    def _untouched(self, leaf: Tensor, link: Link) -> bool:
+        """Whether an output's copy still holds what it held: what is written past torch raises no version."""
+        output = self.progress.outputs.get(link.layer)
+        return output is None or output.leaves[link.leaf].holds(leaf)
+
     def _remember(self, index: int, name: str, leaf: Any) -> None:
         """Find out which object of an earlier run this one is."""
-        if isinstance(leaf, Placeholder) and index == self.first - 1 and name in self.progress.met:
+        known = isinstance(leaf, Placeholder) and not leaf.is_inference()  # those count no writes
+        if known and index == self.first - 1 and name in self.progress.met:
             self.again[id(leaf)] = (leaf, version(leaf), self.progress.met[name])
         if isinstance(leaf, Tensor) or is_value(leaf) or self._seen(leaf) is not None:
             return
         live = self.progress.live.get((index, name))
         if live is not None:
-            self.sights[id(leaf)] = _Sight(leaf, live, state_of_container(leaf))
+            self.sights[id(leaf)] = Sight(leaf, live, state_of_container(leaf))
 
-    def _seen(self, value: Any) -> _Sight | None:
+    def _seen(self, value: Any) -> Sight | None:
         """What is known of an object in this run, unless the parent changed it since: then it speaks for itself."""
         sight = self.sights.get(id(value))
         return sight if sight is not None and same_state(state_of_container(value), sight.state) else None
@@ -259,21 +278,9 @@ class ParentRun:
             self.progress.batch.caches.append(known)
         return known
 
-    def _is_borrowed(self, tensor: Tensor) -> bool:
-        """Whether it lies in a parameter's memory, which sharding frees."""
-        if self.borrowed is None:
-            params = [param for param in self.model.parameters() if is_plain(param) and param.numel()]
-            self.borrowed = {param.untyped_storage().data_ptr() for param in params}
-        return is_plain(tensor) and tensor.untyped_storage().data_ptr() in self.borrowed
-
     def _spoiled(self) -> bool:
-        """Whether the parent wrote, later on, into what it had called a layer with."""
-        return any(
-            not same_state(state_of_container(seen.value), seen.state)
-            if isinstance(seen, _Sight)
-            else version(seen[0]) != seen[1]
-            for seen in self.captured
-        )
+        """Whether the parent changed, later on, an object that it had called a layer with."""
+        return any(not seen.holds() for seen in self.captured)
 
     def _refusal(self, name: str = "", leaf: Any = None) -> NotImplementedError:
         fqn = self.fqns[self.first]

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.inputs.batches import Data, batches_of, keeper
+from layerwise.inputs.batches import Data, batches_of
 from layerwise.inputs.calls import Output, Statics, restore_container
+from layerwise.inputs.common import Common
 from layerwise.inputs.parent_run import BatchProgress, ParentRun
 from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
 from layerwise.inputs.stores import Store
@@ -63,8 +64,9 @@ class Recorder:
         self._store = Store(inputs_on)
         self._statics = Statics(self._store)
         self._run: ParentRun | None = None
+        self._common = Common([fqn for fqn, _ in self.layers])
         try:
-            batches = list(batches_of(model, data, keeper(self._store)))
+            batches = batches_of(model, data, self._statics.keep)
         except BaseException:
             self._store.close()
             raise
@@ -104,7 +106,8 @@ class Recorder:
         """Run the parent for all batches that need it; later layers are recorded on the way, as far as possible.
 
         Raises:
-            NotImplementedError: the model does something between its layers that cannot be replayed; names the layer.
+            NotImplementedError: the model does something between its layers that cannot be replayed, or fills an object
+                that it passes to them again for another batch; names the layer.
             RuntimeError: the outputs of the layer before were not put.
         """
         if not self.needs_parent(index):
@@ -118,6 +121,9 @@ class Recorder:
                     self._run.execute(self.model, self._statics)
                     self._run.commit()
                 progress.met = {}
+        for progress in self._progress:
+            self._common.meet(progress.sights)
+            progress.sights = []
         self._statics.forget()
 
     def inputs(
@@ -134,7 +140,9 @@ class Recorder:
 
         Raises:
             RuntimeError: it was not prepared, or is done.
+            NotImplementedError: layers changed an object that is the same for several batches.
         """
+        self._common.check()
         progress = self._progress[batch]
         call = progress.calls[index] if index < len(progress.calls) else None
         if call is None:
@@ -175,6 +183,9 @@ class Recorder:
         """Free the inputs of a layer, and the outputs that no layer after it takes.
 
         What layers share is then as the call left it whose output was put, however often the layer was called since.
+
+        Raises:
+            NotImplementedError: layers changed an object that is the same for several batches.
         """
         for progress in self._progress:
             for container, state in progress.left:
@@ -188,6 +199,7 @@ class Recorder:
             for source in [source for source in progress.outputs if source < index]:
                 if progress.last_use.get(source, -1) <= index:
                     del progress.outputs[source]
+        self._common.check()
         self._statics.forget()
 
     def run_tail(self, batch: int) -> Any:

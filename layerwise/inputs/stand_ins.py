@@ -29,6 +29,9 @@ WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itru
 WRITES |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 
 
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
 class EarlyStop(BaseException):
     """Leaves a model's forward; not an Exception, so that a parent that catches those lets it through."""
 
@@ -45,6 +48,7 @@ class Placeholder(Tensor):
     """A tensor without its values; `origins` are the indices of the layers it would come from."""
 
     origins: frozenset[int] = frozenset()
+    uncounted: bool = False  # it comes from `.data`, through which writes do not count
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,11 +59,13 @@ class Placeholder(Tensor):
         if name in READS or ("out" in kwargs and not isinstance(kwargs["out"], Placeholder)):
             raise Escape(origins)
         in_place = name in WRITES or (name.endswith("_") and not name.endswith("__"))
-        if in_place and isinstance(args[0], Tensor) and not isinstance(args[0], Placeholder):
+        if in_place and isinstance(args[0], Tensor) and (not isinstance(args[0], Placeholder) or args[0].uncounted):
             raise Escape(origins)
         result: Any = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        uncounted = func == DATA or any(found.uncounted for found in _placeholders((args, kwargs)))
         for made in _placeholders(result):
             made.origins |= origins
+            made.uncounted |= uncounted
         if in_place and isinstance(args[0], Placeholder):
             args[0].origins |= origins
         return result
@@ -97,10 +103,12 @@ class TensorSpec:
         """A placeholder; all of one size share the memory that is in `zeros`, but count writes each for itself."""
         key = (self.shape.numel(), self.dtype, self.device)
         if key not in zeros:
-            zeros[key] = torch.zeros(self.shape.numel(), dtype=self.dtype, device=self.device)
+            with torch.inference_mode(mode=False):
+                zeros[key] = torch.zeros(self.shape.numel(), dtype=self.dtype, device=self.device)
         stride = self.stride or torch.empty(self.shape, dtype=self.dtype, device="meta").stride()
-        own = torch.empty(0, dtype=self.dtype, device=self.device)
-        own.set_(zeros[key].untyped_storage(), 0, self.shape, stride)
+        with torch.inference_mode(mode=False):  # or it would count no writes
+            own = torch.empty(0, dtype=self.dtype, device=self.device)
+            own.set_(zeros[key].untyped_storage(), 0, self.shape, stride)
         made = own.as_subclass(Placeholder)
         made.origins = frozenset({origin})
         return made

@@ -1,11 +1,12 @@
 """Where tensors wait between their uses: on their device, in CPU memory, or in files of a temporary directory.
 
     store = Store("device" | "cpu" | "disk")
-    kept = store.keep(tensor)        # the tensor may be freed now, if it is not kept on its device
-    kept.tensor(fresh=True)          # on its device again, with the same values and strides
+    kept = store.keep(tensor)        # a copy: the tensor may be written or freed now
+    kept.tensor()                    # another, on its device again, with the same values and strides
 
 What is kept goes when the last reference to its `Kept` goes, files too. Files hold raw bytes. Tensors that are more
-than their bytes (DTensors, quantized or sparse ones) stay as they are in every store.
+than their bytes (DTensors, quantized or sparse ones) stay on their device in every store. Strides come back where
+elements fill their memory; of a slice with gaps the values come back, contiguous.
 """
 
 import tempfile
@@ -22,6 +23,7 @@ from dcp_adapters.plain_memory import memory_of
 __all__ = ["INPUTS_ON", "Kept", "Store", "is_plain", "version"]
 
 INPUTS_ON = ("device", "cpu", "disk")
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_plain(value: Any) -> bool:
@@ -48,43 +50,42 @@ def is_dense(tensor: Tensor) -> bool:
 class Kept:
     """One tensor that is kept; subclasses know where."""
 
-    def tensor(self, *, fresh: bool) -> Tensor:
-        """The tensor on its device.
+    def tensor(self) -> Tensor:
+        """The tensor on its device, in memory of its own, to be written by whoever gets it.
 
-        Args:
-            fresh: in memory of its own, to be written by whoever gets it. A tensor whose elements share memory (an
-                expanded mask) cannot be written anyway and is not copied.
-
-        Raises:
-            RuntimeError: somebody wrote into it, in place, since it was kept.
+        A tensor whose elements share memory (an expanded mask) comes back as such, and cannot be written.
         """
+        # no inference tensor, also in a model whose forward makes those: of these torch counts no writes
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._made()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has these very bits."""
+        with torch.no_grad():
+            return is_plain(tensor) and _same_bits(self._made(), tensor.detach())
+
+    def _made(self) -> Tensor:
         raise NotImplementedError
 
 
-class _OnDevice(Kept):
-    def __init__(self, tensor: Tensor) -> None:
-        self._held, self._version = tensor, version(tensor)
-
-    def tensor(self, *, fresh: bool) -> Tensor:
-        if version(self._held) != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self._held.shape)} was written in place after it was recorded; the model "
-                "reuses its memory, keep recorded inputs in other memory (inputs_on='cpu')"
-            )
-        return self._held.clone() if fresh and is_plain(self._held) and is_dense(self._held) else self._held
-
-
-class _OnCpu(Kept):
-    def __init__(self, tensor: Tensor) -> None:
+class _InMemory(Kept):
+    def __init__(self, tensor: Tensor, place: torch.device | str) -> None:
         self._home = tensor.device
         base, self._shape = _unexpanded(tensor)
-        self._held = base.to("cpu", copy=True)
+        self._held = base.to(place, copy=True)
 
-    def tensor(self, *, fresh: bool) -> Tensor:
-        here = self._held.to(self._home)
-        if fresh and here is self._held and here.shape == self._shape:
-            here = here.clone()
-        return here.expand(self._shape)
+    def _made(self) -> Tensor:
+        return self._held.to(self._home, copy=True).expand(self._shape)
+
+
+class _Whole(Kept):
+    """A tensor that is more than its bytes, where it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._held = tensor.clone()
+
+    def _made(self) -> Tensor:
+        return self._held.clone()
 
 
 class _OnDisk(Kept):
@@ -98,13 +99,23 @@ class _OnDisk(Kept):
         path.write_bytes(memory_of(memory))
         weakref.finalize(self, path.unlink, missing_ok=True)
 
-    def tensor(self, *, fresh: bool) -> Tensor:
+    def _made(self) -> Tensor:
         memory = torch.empty(self._stored, dtype=self._dtype, device="cpu")
         if memory.numel():
             with self._path.open("rb") as file:
                 file.readinto(memory_of(memory))
         back = sorted(range(len(self._order)), key=self._order.__getitem__)
         return memory.to(self._home).permute(back).expand(self._shape)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+        return False
+    (one, shape), (other, others) = _unexpanded(one), _unexpanded(other)
+    if shape != others or one.shape != other.shape:
+        return False
+    integers = INTEGERS.get(one.element_size(), torch.uint8)  # NaN and -0.0 are compared as what they are
+    return torch.equal(*(side.contiguous().reshape(-1).view(integers) for side in (one, other)))
 
 
 def _unexpanded(tensor: Tensor) -> tuple[Tensor, torch.Size]:
@@ -138,18 +149,17 @@ class Store:
         """Where the files are, once there was one to write."""
         return None if self._directory is None else Path(self._directory.name)
 
-    def keep(self, tensor: Tensor, *, borrowed: bool = False) -> Kept:
-        """Keep a tensor.
+    def keep(self, tensor: Tensor) -> Kept:
+        """Keep a tensor as it is now.
 
-        Args:
-            tensor: any tensor; it is not to be written until its last use.
-            borrowed: its memory belongs to somebody who may free it (a sharded parameter), so it is copied anyway.
+        It is copied, wherever it is kept: what looks like an input of its own may be a buffer that the next batch is
+        written into, by a data loader, through numpy, by a CUDA graph, and no counter of torch's tells of all of these.
         """
         tensor = tensor.detach()
-        if not is_plain(tensor) or self._inputs_on == "device":
-            return _OnDevice(tensor.clone() if borrowed else tensor)
-        if self._inputs_on == "cpu":
-            return _OnCpu(tensor)
+        if not is_plain(tensor):
+            return _Whole(tensor)
+        if self._inputs_on != "disk":
+            return _InMemory(tensor, tensor.device if self._inputs_on == "device" else "cpu")
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(prefix="layerwise-inputs-")
         return _OnDisk(tensor, Path(self._directory.name) / str(next(self._names)))

@@ -48,7 +48,7 @@ class _Piece:
 def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, int]:
     """64 bits for each tensor of a state dict, the same for every sharding and on all ranks.
 
-    Call it on all ranks of the group (None: the default one, if there is one) with the same names, in any order.
+    Call it on all ranks of the group (None: the default one, if there is one) with the same names, in whatever order.
     Replicas are taken to be equal; of a plain tensor rank 0's values count. A quantized tensor's digest is that of its
     parts and its recipe.
 
@@ -56,26 +56,27 @@ def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None 
         ValueError: a tensor is placed so that its pieces are no boxes of it; or pieces are missing, since the group
             does not span the mesh.
     """
-    pieces: list[list[tuple[str, _Piece]]] = []
-    order = sorted(named)
-    for name in order:
+    pieces: dict[str, list[tuple[str, _Piece]]] = {}
+    kinds: dict[str, list[Any]] = {}  # of the quantized ones
+    for name in sorted(named):  # sums are matched by their place
         value = named[name]
         problem = placement_problem(value)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
         tensors = expand_leaf(name, value) or {"": plain_leaf(value)}
-        pieces.append([(part, _piece(tensor, counts=is_first(group))) for part, tensor in tensors.items()])
-    sums = _summed([piece for parts in pieces for _, piece in parts], group)
-    digests = {}
-    for name, parts in zip(order, pieces, strict=True):
-        value = named[name]
-        values = {part: _digest(f"{name}.{part}".rstrip("."), piece, *next(sums)) for part, piece in parts}
+        pieces[name] = [(part, _piece(tensor, counts=is_first(group))) for part, tensor in tensors.items()]
         q = quantized_local(value)
-        if q is None:
-            digests[name] = values[""]
-        else:
-            text = json.dumps([q.recipe.to_json(), str(q.dtype), values], sort_keys=True)
+        if q is not None:
+            kinds[name] = [q.recipe.to_json(), str(q.dtype)]
+    sums = _summed([piece for parts in pieces.values() for _, piece in parts], group)
+    digests = {}
+    for name, parts in pieces.items():
+        values = {part: _digest(f"{name}.{part}".rstrip("."), piece, *next(sums)) for part, piece in parts}
+        if name in kinds:
+            text = json.dumps([*kinds[name], values], sort_keys=True)
             digests[name] = xxhash.xxh3_64_intdigest(text.encode())
+        else:
+            digests[name] = values[""]
     return {name: digests[name] for name in named}
 
 

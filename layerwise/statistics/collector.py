@@ -46,6 +46,7 @@ class _Seen:
 
     x: Tensor  # kept alive, so that its identity is its own
     measured: "_Measured"
+    was: Tensor | None = None  # its values then, where torch counts no writes
     names: list[str] = field(default_factory=list)
 
 
@@ -129,8 +130,8 @@ class Collector:
     def batch(self) -> Iterator[None]:
         """Around the forward of one batch. A batch that raises leaves nothing behind.
 
-        Use `torch.no_grad()` rather than `torch.inference_mode()`: torch does not count versions there, so an input
-        that is changed in place between two linears would be taken for the same.
+        Use `torch.no_grad()` rather than `torch.inference_mode()`: torch counts no writes there, so each input is
+        copied, to see whether it is changed in place between two linears.
         """
         seen: dict[tuple[int, ...], _Seen] = {}
         with Watch(self._targets, lambda product: self._take(seen, product)) as watch:
@@ -177,12 +178,12 @@ class Collector:
         if not product.rows.numel():
             return
         x = product.x
-        key = (id(x), 0 if x.is_inference() else x._version, *product.part)
+        key = _key(seen, product)
         # Statistics outlive the batch: no inference tensors, which could not be added to later.
         with torch.inference_mode(mode=False), torch.no_grad(), full_precision(x.device):
             if key not in seen:
                 rows = product.rows.detach().reshape(-1, product.rows.shape[-1])
-                seen[key] = _Seen(x, _measure(rows, self._needs))
+                seen[key] = _Seen(x, _measure(rows, self._needs), x.clone() if x.is_inference() else None)
             one = seen[key]
             one.names += [name for name in product.names if name not in one.names]
             sums = one.measured.sums
@@ -310,6 +311,19 @@ def partition(keys: Sequence[Names], names: Sequence[str]) -> list[tuple[Names, 
         if fate:
             groups.setdefault(fate, []).append(name)
     return [(tuple(members), list(fate)) for fate, members in groups.items()]
+
+
+def _key(seen: Mapping[tuple[int, ...], _Seen], product: Product) -> tuple[int, ...]:
+    """Which input of the batch a product takes: an object as it is at this moment."""
+    x = product.x
+    if not x.is_inference():
+        return id(x), x._version, *product.part
+    count = 0
+    while (known := seen.get((id(x), count, *product.part))) is not None:
+        if known.was is not None and torch.equal(known.was, x):
+            break
+        count += 1
+    return id(x), count, *product.part
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

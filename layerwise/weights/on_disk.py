@@ -3,77 +3,88 @@
 The model itself stays on the meta device from beginning to end; its calibrated weights are in the result only.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from dcp_adapters.hf.entries import Wanted
+from dcp_adapters.hf.names import plain_name
+from dcp_adapters.hf.reader import HuggingFaceReader
 from fsdp_hooks.torch_private import cpu_by_default
 from layerwise.weights.hold import modules_of
 
 __all__ = ["OnDisk"]
 
-INDEX = "model.safetensors.index.json"
-
 
 class OnDisk:
     """Weights of a model on the meta device.
 
+    What the files hold is read as `import_hf` does: quantized weights of the layouts that it knows are dequantized into
+    the model's dtype, and whatever else may be codes is refused.
+
     Args:
         path: a safetensors file, or a directory of them, with or without `model.safetensors.index.json`; tensors have
-            the names of the model's state dict.
+            the names of the model's state dict. `config.json` and `hf_quant_config.json` beside them count.
         model: the model; what of it is not on the meta device is left alone.
         device: where a stage gets its tensors (None: CPU).
 
     Raises:
         FileNotFoundError: there are no safetensors files.
-        ValueError: a parameter or buffer on the meta device is not in them, or has another shape there.
+        ValueError: a parameter or buffer on the meta device is not in them, or has another shape there; tensors that
+            are tied in the model differ; weights are quantized in a way that `import_hf` does not read; the files are
+            damaged or contradict each other.
     """
 
     def __init__(self, path: str | Path, model: nn.Module, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
-        self.files = _files_of(Path(path))
-        self.names: dict[int, str] = {}  # id of a tensor -> a name that the files have; tied tensors have several
-        shapes: dict[str, tuple[int, ...]] = {}
+        names: dict[int, list[str]] = {}  # id of a tensor -> its names; tied tensors have several
+        wanted: dict[str, Wanted] = {}
         for fqn, module in model.named_modules():
             for attribute, tensor in _meta_tensors(module):
-                name = f"{fqn}.{attribute}".lstrip(".")
-                shapes[name] = tuple(tensor.shape)
-                if name in self.files:
-                    self.names[id(tensor)] = name
-        self._check(model, shapes, Path(path))
+                name = plain_name(f"{fqn}.{attribute}".lstrip("."))
+                names.setdefault(id(tensor), []).append(name)
+                wanted[name] = Wanted(tuple(tensor.shape), tensor.dtype)
+        if not Path(path).is_file() and not any(Path(path).glob("*.safetensors")):
+            raise FileNotFoundError(f"calibrate: {path} holds no safetensors; expected the weights of the model there")
+        self.files = HuggingFaceReader(path, wanted=wanted, only_wanted=True)
+        self.names: dict[int, str] = {}
+        self._check(names, wanted)
 
-    def _check(self, model: nn.Module, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
-        missing = [
-            f"{fqn}.{attribute}".lstrip(".")
-            for fqn, module in model.named_modules()
-            for attribute, tensor in _meta_tensors(module)
-            if id(tensor) not in self.names
-        ]
+    def _check(self, names: Mapping[int, Sequence[str]], wanted: Mapping[str, Wanted]) -> None:
+        shapes = {name: self.files.shape_of(name) for name in wanted}
+        path = self.files.path
+        missing: list[str] = []
+        for tensor, own in names.items():
+            found = [name for name in own if shapes[name] is not None]
+            missing += [] if found else own
+            for name in found:
+                if shapes[name] != wanted[name].shape:
+                    raise ValueError(
+                        f"calibrate: {name} has shape {shapes[name]} in {path}, expected {wanted[name].shape}"
+                    )
+            for name in found[1:]:
+                if not self.files.alike(found[0], name):
+                    raise ValueError(
+                        f"calibrate: the model ties {name} to {found[0]}, and {path} has other values for "
+                        "it; untie them"
+                    )
+            self.names[tensor] = found[0] if found else ""
         if missing:
             raise ValueError(
                 f"calibrate: {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} of the model "
-                f"{'are' if len(missing) > 1 else 'is'} on the meta device and not in {path}; build what the files do "
-                "not hold (non-persistent buffers, say) on a real device"
+                f"{'are' if len(missing) > 1 else 'is'} on the meta device and not in {path}; build what "
+                "the files do not hold (non-persistent buffers, say) on a real device"
             )
-        for name in set(self.names.values()):
-            with safe_open(self.files[name], framework="pt") as tensors:
-                found = tuple(tensors.get_slice(name).get_shape())
-            if found != shapes[name]:
-                raise ValueError(f"calibrate: {name} has shape {found} in {path}, expected {shapes[name]}")
 
     def read(self, tensor: Tensor) -> Tensor:
         """The values of one tensor of the model, in its dtype, on the device."""
-        name = self.names[id(tensor)]
-        # safetensors makes tensors on the default device, and moves them from there unless that is the CPU
-        with cpu_by_default(), safe_open(self.files[name], framework="pt", device=str(self.device)) as tensors:
-            values: Tensor = tensors.get_tensor(name)
-        return values.to(tensor.dtype, copy=True)  # products depend on alignment, which files have none of
+        with cpu_by_default():  # safetensors makes tensors on the default device
+            values = self.files.values(self.names[id(tensor)])
+        return values.to(self.device, tensor.dtype)
 
     @contextmanager
     def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
@@ -101,18 +112,3 @@ def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for attribute, tensor in registry.items():
             if tensor is not None and tensor.is_meta:
                 yield attribute, tensor
-
-
-def _files_of(path: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
-    index = path / INDEX
-    if index.is_file():
-        return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * path.is_file()
-    found: dict[str, Path] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            found |= dict.fromkeys(tensors.keys(), file)
-    if not found:
-        raise FileNotFoundError(f"calibrate: {path} holds no safetensors; expected the weights of the model there")
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -148,6 +149,24 @@ def calibrated_on_meta(_: Path) -> object:
     with torch.device("meta"):
         model = Model()
     return calibrate(model, [batch()], recipe=NVFP4, progress=False)
+
+
+@earns("calibrate: the ranks disagree on")
+def calibrated_otherwise(_: Path) -> object:
+    layers = ["layers.0", "layers.1"][:: 1 - 2 * dist.get_rank()]
+    return calibrate(Model(), [batch()], recipe=NVFP4, layers=layers, progress=False)
+
+
+@earns("holds other values now")
+def one_object_for_all_batches(_: Path) -> object:
+    context = SimpleNamespace(number=0)
+
+    def batches() -> Iterator[Any]:
+        for number in range(2):
+            context.number = number
+            yield batch(), context
+
+    return calibrate(Model(), batches(), recipe=NVFP4, progress=False)
 
 
 @earns("tensor parallelism is not supported by calibrate")

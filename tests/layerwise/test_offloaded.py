@@ -215,7 +215,22 @@ def _loop(model: nn.Module) -> None:
         assert model(batch) is None
 
 
+def _refilled() -> Iterator[Tensor]:
+    """Pieces of one buffer that every batch is written into."""
+    buffer = torch.zeros(2, 8, dtype=torch.int64)
+    for batch in batches():
+        yield buffer[:, : batch.shape[1]].copy_(batch)
+    buffer.zero_()
+
+
+def _refilled_loop(model: nn.Module) -> None:
+    for batch in _refilled():
+        model(batch)
+
+
 DATA: dict[str, Any] = {
+    "one buffer": _refilled,
+    "a loop with one buffer": lambda: _refilled_loop,
     "tuples": [(batch,) for batch in batches()],
     "lists": [[batch] for batch in batches()],
     "keywords": [{"ids": batch} for batch in batches()],

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501, ISC004 - a message is easier to read in long lines
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from qtensor import (
     NVFP4BlockScaling,
     QuantizedTensor,
     quantize,
+    quantize_,
     quantized_model_init,
 )
 from qtensor.formats import register
@@ -120,6 +122,19 @@ SHAPE_MESSAGES = {
 @pytest.mark.parametrize(("shape", "recipe", "text"), SHAPE_MESSAGES.values(), ids=SHAPE_MESSAGES.keys())
 def test_shapes_that_do_not_fit_are_explained(shape: tuple[int, ...], recipe: Any, text: str) -> None:
     assert text_of(lambda: quantize(torch.ones(shape), recipe), ValueError) == text
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8])
+def test_codes_are_not_copied_into_a_weight_as_values(dtype: torch.dtype) -> None:
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    quantize_(model, MXFP8BlockScaling())
+    before = {name: part.clone() for name, part in model.weight.parts().items()}
+    text = f"got {dtype}: codes without their scale, not values; dequantize them first"
+    with pytest.raises(TypeError, match=re.escape(f"weight {text}")):
+        model.load_state_dict({"weight": torch.ones(64, 64).to(dtype)})
+    with pytest.raises(TypeError, match=re.escape(text)), torch.no_grad():
+        model.weight.copy_(torch.ones(64, 64).to(dtype))
+    assert all(torch.equal(part, before[name]) for name, part in model.weight.parts().items())
 
 
 def test_quantize_wants_a_dense_float_and_a_recipe() -> None:

@@ -268,6 +268,30 @@ def test_codes_are_not_taken_for_the_dense_rest(said: str, tmp_path: Path) -> No
         export_hf(model, tmp_path / "out", rest=tmp_path / "codes")
 
 
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("other.weight", torch.ones(4, 4).to(torch.float8_e4m3fn)),
+        ("other.bias", torch.ones(4).to(torch.float8_e5m2)),
+        ("other.weight", torch.ones(4, 4, dtype=torch.uint8)),
+        ("other.qweight", torch.ones(4, 4, dtype=torch.int32)),
+        ("other.down_proj_blocks", torch.ones(2, 4, 4, dtype=torch.uint8)),
+    ],
+)
+def test_foreign_codes_are_not_taken_for_dense_tensors(name: str, codes: torch.Tensor, tmp_path: Path) -> None:
+    model, given = model_of("nvfp4"), f"{name} ({str(codes.dtype).removeprefix('torch.')}): codes of a quantization"
+    with pytest.raises(ValueError, match=re.escape(given)):
+        export_hf({**model.state_dict(), name: codes}, tmp_path / "out")
+    with pytest.raises(ValueError, match=re.escape(given)):
+        export_hf(model, tmp_path / "out", rest={name: codes})
+    (tmp_path / "rest").mkdir()
+    save_file({name: codes}, tmp_path / "rest" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"rest: quantized in ways|rest holds quantized weights"):
+        export_hf(model, tmp_path / "out", rest=tmp_path / "rest")
+    counts = {"table": torch.ones(3, 3, dtype=torch.int32), "mask": torch.ones(3, 3, dtype=torch.bool)}
+    export_hf({**model.state_dict(), **counts}, tmp_path / "out")
+
+
 def test_what_the_source_lacks_comes_from_the_rest(tmp_path: Path) -> None:
     model = model_of("nvfp4")
     dense = {name: value for name, value in model.state_dict().items() if not isinstance(value, QuantizedTensor)}

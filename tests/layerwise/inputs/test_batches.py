@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from layerwise.inputs.replay import Recorder
 from tests.layerwise.inputs.parents import (
     Parent,
 )
-from tests.layerwise.inputs.replaying import assert_same, id_batches, plain, record, replay
+from tests.layerwise.inputs.replaying import assert_same, call, id_batches, plain, record, replay
 
 
 def _generator() -> Iterator[Tensor]:
@@ -119,40 +122,126 @@ def test_batches_are_known_by_their_content() -> None:
     assert len({*hashes, *others}) == 1 + len(other)
 
 
+def _copied(to: Tensor, values: Tensor) -> None:
+    to.copy_(values)
+
+
+def _through_numpy(to: Tensor, values: Tensor) -> None:
+    np.copyto(to.numpy(), values.numpy())
+
+
+def _through_data(to: Tensor, values: Tensor) -> None:
+    to.data.copy_(values)
+
+
 def _refilled(fill: Callable[[Tensor, Tensor], object]) -> Iterator[Tensor]:
-    """One tensor that every batch is written into."""
+    """One tensor that every batch is written into; and that is overwritten after the last."""
     buffer = torch.empty(2, 5, dtype=torch.int64)
     for number in range(3):
         fill(buffer, torch.full((2, 5), 3 * number + 1))
         yield buffer
+    fill(buffer, torch.zeros(2, 5, dtype=torch.int64))
 
 
-FILLS = {
-    "copy_": lambda to, values: to.copy_(values),
-    "numpy": lambda to, values: np.copyto(to.numpy(), values.numpy()),
-}
+def _refilled_mapping(fill: Callable[[Tensor, Tensor], object]) -> Iterator[dict[str, Any]]:
+    """One dict, of which a batch is a tensor in a list."""
+    batch: dict[str, Any] = {}
+    for ids in _refilled(fill):
+        batch.update(ids=ids, scale=float(ids[0, 0]))
+        yield batch
+    batch.clear()
 
 
-@pytest.mark.parametrize("fill", FILLS.values(), ids=[*FILLS])
-@pytest.mark.parametrize("inputs_on", ["cpu", "disk"])
-def test_a_buffer_that_every_batch_is_written_into_gives_every_batch_its_values(fill: Any, inputs_on: str) -> None:
+def _refilled_in_inference_mode(_: object) -> Iterator[Tensor]:
+    """A tensor whose writes torch does not count."""
+    with torch.inference_mode():
+        buffer = torch.empty(2, 5, dtype=torch.int64)
+    for number in range(3):
+        with torch.inference_mode():
+            buffer.fill_(3 * number + 1)
+        yield buffer
+
+
+@pytest.mark.parametrize("fill", [_copied, _through_numpy, _through_data])
+@pytest.mark.parametrize("inputs_on", ["device", "cpu", "disk"])
+@pytest.mark.parametrize("batches", [_refilled, _refilled_mapping, _refilled_in_inference_mode])
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_buffer_that_every_batch_is_written_into_gives_every_batch_its_values(
+    batches: Any, fill: Any, inputs_on: str, loop: bool
+) -> None:
     model = Parent()
-    results, _ = plain(model, [batch.clone() for batch in _refilled(fill)])
-    with record(model, _refilled(fill), inputs_on) as recorder:
-        assert_same(replay(recorder)[0], results, "the model")
+    apart = [copy.deepcopy(batch) for batch in batches(fill)]
+    results, outs = plain(model, apart)
+
+    def forward_loop(model: nn.Module) -> None:
+        for batch in batches(fill):
+            call(model, batch)
+
+    with record(model, apart) as recorder:
+        hashes = recorder.batch_hashes()
+    with record(model, forward_loop if loop else batches(fill), inputs_on) as recorder:
+        assert recorder.batch_hashes() == hashes
+        again, layer_outs, _ = replay(recorder)
+    assert len(set(hashes)) == 3
+    assert_same(layer_outs, outs, "outputs of layers")
+    assert_same(again, results, "the model")
+
+
+def test_a_model_that_writes_into_its_arguments_gets_the_same_ones_every_time() -> None:
+    class Overwrites(Parent):
+        def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+            out = super().forward(ids, scale)
+            ids.data.zero_()
+            return out
+
+        def body(self, hidden: Tensor, ids: Tensor) -> Tensor:
+            ids.data.add_(1)
+            return super().body(hidden, ids)
+
+    model, batches = Overwrites(), id_batches()
+    results, outs = plain(model, id_batches())
+    with record(model, batches) as recorder:
+        again, layer_outs, _ = replay(recorder)
+    assert_same(layer_outs, outs, "outputs of layers")
+    assert_same(again, results, "the model")
+    assert_same(batches, id_batches(), "whoever gave the batches has them as they were")
 
 
 @pytest.mark.parametrize(
-    ("fill", "message"),
+    "make",
     [
-        (FILLS["copy_"], "was written in place after it was recorded"),
-        (FILLS["numpy"], "a batch holds other values than when it was taken from data"),
+        lambda values: SimpleNamespace(inner={"ids": values}),
+        lambda values: UserDict(ids=values),
+        lambda values: SimpleNamespace(array=values.numpy()),
+        lambda values: SimpleNamespace(number=0),
     ],
-    ids=[*FILLS],
+    ids=["a tensor deep inside", "a mapping", "an array", "a number"],
 )
-def test_a_batch_that_was_overwritten_where_it_is_kept_is_refused(fill: Any, message: str) -> None:
-    with record(Parent(), _refilled(fill)) as recorder, pytest.raises(RuntimeError, match=message):
-        recorder.prepare(0)
+@pytest.mark.parametrize("loop", [False, True])
+def test_an_object_that_is_filled_again_is_refused(make: Any, loop: bool) -> None:
+    buffer = torch.zeros(3)
+    context = make(buffer)
+
+    def batches() -> Iterator[tuple[Tensor, Any]]:
+        for number in range(2):
+            buffer.data.fill_(number)
+            if hasattr(context, "number"):
+                context.number = number
+            yield torch.ones(1), context
+
+    def forward_loop(model: nn.Module) -> None:
+        for batch in batches():
+            model(*batch)
+
+    message = (
+        f"[0][1] of batch 0 is a {type(context).__name__} that holds other values now than when its batch was taken "
+        "from data: it was filled again for a later batch, and only tensors are copied; make a new one for each batch"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        record(Parent(), forward_loop if loop else batches())
+    again = [(torch.ones(1), make(torch.zeros(3))) for _ in range(2)] + [(torch.ones(1), context)] * 2
+    with record(Parent(), again) as recorder:
+        assert len(recorder) == 4, "the same object again, as it was, and others that are equal"
 
 
 class _More(Tensor):

@@ -109,6 +109,75 @@ def test_what_cannot_be_replayed_is_refused_by_name(model: Parent, message: str)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+class Talks(Parent):
+    """Its layers talk through a dict: a new one for each forward, or one that the model keeps; with a mask in it."""
+
+    class Adds(Layer):
+        def forward(self, hidden: Tensor, *, state: dict[str, Tensor]) -> Tensor:
+            out = super().forward(hidden, mask=state["mask"]) + state.get("sum", 0)
+            state["sum"] = out.mean()
+            return out
+
+    def __init__(self, *, keeps_dict: bool = False, keeps_mask: bool = False) -> None:
+        super().__init__([self.Adds() for _ in range(3)])
+        self.state: dict[str, Tensor] | None = {} if keeps_dict else None
+        self.mask = torch.ones(1) if keeps_mask else None
+
+    def body(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        state = {} if self.state is None else self.state
+        state.clear()
+        state["mask"] = torch.ones(1) if self.mask is None else self.mask
+        if self.mask is not None:
+            self.mask.data.fill_(float(ids.sum()))
+        for layer in self.layers:
+            hidden = layer(hidden, state=state)
+        return hidden
+
+
+class Rewrites(Parent):
+    """Changes hidden states where torch counts no writes."""
+
+    def body(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+            hidden.data[:, 0].mul_(2)
+        return hidden
+
+
+def test_a_dict_of_each_forward_is_its_own_batchs() -> None:
+    results, outs = plain(Talks(), id_batches())
+    with record(Talks(), id_batches()) as recorder:
+        again, layer_outs, _ = replay(recorder)
+    assert_same(layer_outs, outs, "outputs of layers")
+    assert_same(again, results, "the model")
+
+
+FILLED = (
+    "; a layer is run on one batch after the other, so each forward of the model has to make its own, with tensors of "
+    "its own, or pass these as arguments"
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Talks(keeps_mask=True),
+            "kwargs['state'] of layer layers.0 is a dict that the model fills again for a later batch" + FILLED,
+        ),
+        (
+            Talks(keeps_dict=True),
+            "kwargs['state'] of layer layers.0 is a dict that is the same for several batches, and layers change it"
+            + FILLED,
+        ),
+        (Rewrites(), "what the model computes before it calls layer layers.2 is computed from the output of layers.0"),
+    ],
+)
+def test_what_the_last_batch_would_be_seen_in_is_refused(model: Parent, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(message)), record(model, id_batches()) as recorder:
+        replay(recorder)
+
+
 # -- order and restoring ---------------------------------------------------------------------------------------
 
 

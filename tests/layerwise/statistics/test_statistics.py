@@ -150,18 +150,22 @@ def test_samples_are_rows_as_they_came() -> None:
     assert collector.samples("k.weight") is not None
 
 
-def test_an_input_that_changes_between_two_linears_is_another() -> None:
+@pytest.mark.parametrize("mode", [torch.inference_mode, nullcontext])
+def test_an_input_that_changes_between_two_linears_is_another(mode: Callable[[], AbstractContextManager[Any]]) -> None:
     net = Attention()
     x = _randn(6, K)
 
     def run(batch: Tensor) -> None:
-        net.q(batch)
-        batch.mul_(2)
-        net.k(batch)
+        with mode():
+            batch = batch.clone()
+            net.q(batch)
+            batch.mul_(2)
+            net.k(batch)
+            net.v(batch)
 
     groups = _collect(_targets(net), [x.clone()], run)
     _assert_describes(groups["q.weight",], [x])
-    _assert_describes(groups["k.weight",], [2 * x])
+    _assert_describes(groups["k.weight", "v.weight"], [2 * x])
 
 
 def test_batches_that_group_differently_are_complete_for_every_name() -> None:
