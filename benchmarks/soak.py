@@ -12,8 +12,9 @@ One round, with a process for each rank, all of them forked from one that has im
     load N and the interrupted one                        1 to 3 new ranks
 
 What the state holds is a function of the step alone, so every loaded byte is checked. N must load. The interrupted one
-must load as N+1, or as what the directory held before, or be refused on every rank with the name of the missing
-`.metadata`; other bytes are a loss. Prints a summary as JSON; the exit status is 1 if anything was lost.
+must load as N+1, or as what the directory held before; where it held no checkpoint it may be refused, on every rank and
+with the name of the missing `.metadata`. Other bytes are a loss. Prints a summary as JSON; the exit status is 1 if
+anything was lost.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class Soak:
             self._count(
                 "interrupted directory", "holds the new step" if last[0][1] == job.step else "holds the old step"
             )
-        elif not complete and killed and all(_names_metadata(answer, job.path) for answer in last):
+        elif not complete and before is None and killed and all(_names_metadata(answer, job.path) for answer in last):
             self._count("interrupted directory", "refused: no .metadata")
         else:
             self._fail(name, f"the interrupted one on {world} ranks, .metadata {complete}: {last}")

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -45,7 +44,8 @@ from benchmarks.soak_jobs import (
     Place,
     Save,
 )
-from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand, read_manifest
+from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, QuantizedSavePlanner, expand, read_manifest
+from dcp_adapters.atomic_writer import AtomicFiles
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 TIMEOUT = timedelta(seconds=GROUP_TIMEOUT)
@@ -161,10 +161,11 @@ class TracedPlanner(QuantizedSavePlanner):
         return super().resolve_data(write_item)
 
 
-class TracedFileSystem(FileSystem):
+class TracedFiles(AtomicFiles):
     """The file system, with a trace of the one rename of a save."""
 
     def __init__(self, trace: Trace) -> None:
+        super().__init__(syncs=True)
         self.trace = trace
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -173,12 +174,12 @@ class TracedFileSystem(FileSystem):
         self.trace.at(COMMITTED)
 
 
-class TracedWriter(dcp.FileSystemWriter):
-    """The writer, with a trace; overwrites in place as it does by default."""
+class TracedWriter(AtomicFileSystemWriter):
+    """The writer, with a trace."""
 
     def __init__(self, path: Path, trace: Trace) -> None:
         super().__init__(path)
-        self.trace, self.fs = trace, TracedFileSystem(trace)
+        self.trace, self.fs = trace, TracedFiles(trace)
 
     def stage(self, state_dict: Any) -> Any:
         self.trace.at(STAGING)

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["sync"]
+__all__ = ["named", "refuse_taken", "sync"]
 
 # Some network file systems can not sync a directory; there a removal is as durable as they make it.
 CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
@@ -22,3 +22,38 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def refuse_taken(final: Path) -> None:
+    """Raise unless a directory can be given this name: nothing has it, or an empty directory that would be replaced.
+
+    Raises:
+        FileExistsError, FileNotFoundError: it is taken, or has no directory to stand in.
+    """
+    if not final.name or (os.name == "posix" and final.is_mount()):  # not to be replaced, however empty
+        raise FileExistsError(f"{final} can not be replaced when all is written; give a new directory in it")
+    if final.is_symlink() or (final.exists() and not (final.is_dir() and not any(final.iterdir()))):
+        raise FileExistsError(f"{final} exists already; choose another name, nothing is overwritten")
+    if not final.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
+
+
+def named(begun: Path, final: Path) -> None:
+    """Give a finished directory its name, which an empty one may have; durable when it returns.
+
+    Raises:
+        FileExistsError: something has the name by now, of which nothing is overwritten.
+    """
+    try:
+        if final.is_symlink():
+            raise FileExistsError
+        if os.name != "posix" and final.is_dir():
+            final.rmdir()  # elsewhere no rename replaces a directory
+        begun.rename(final)  # on POSIX in one step, of an empty directory alone
+    except OSError as error:
+        if not isinstance(error, (FileExistsError, NotADirectoryError)) and error.errno != errno.ENOTEMPTY:
+            raise
+        raise FileExistsError(
+            f"{final} was made by another while this one was written; nothing is overwritten"
+        ) from error
+    sync(final.absolute().parent)

@@ -4,18 +4,19 @@
     create_local_plan    every rank         stock write items for the rest; beside all items, one byte an item for the
                                             recipe and the values of the tensor-wide scales
     create_global_plan   the coordinator    recipes and scales must agree over all ranks; the manifest and the checksum
-                                            table become two more entries; what is overwritten is removed
+                                            table become two more entries; what is not needed any more is removed
     finish_plan          every rank         stock; or the plan of an earlier save, see plan_cache.py
     resolve_data         every rank         stock, digested on the way out; the checksum table when it is asked for
 
 All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
-exchange. A chunk that a writer lost fails the save, too: see `_Committed`.
+exchange. A chunk that a writer lost fails the save, too: see committed.py.
 """
 
 import dataclasses
 import io
 import threading
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters import plan_cache
 from dcp_adapters.checksums import CHECKSUMS, ROW, Checksums
+from dcp_adapters.committed import Committed
 from dcp_adapters.coordinator import PLAIN, Now, Record, merged_manifest, with_unlisted
 from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
-from dcp_adapters.overwrite import clear, own_names
+from dcp_adapters.overwrite import clear, commit, make_room, own_names, prefix_of
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.write_items import Layouts, PartLayout, lists_scalars, plain_item
 from fsdp_hooks.digest import digest
@@ -51,6 +53,10 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         checksums: store an xxh3 digest of every chunk, made from the bytes as they are written. With them zip's own
             CRC32 can be off: what torch.serialization.set_crc32_options says where the planner is built holds in the
             other threads that write, too.
+        overwrite: what becomes of a checkpoint in the local directory that is saved into. "keep": it loads until the
+            new one is complete, and its files stay until the next save into the directory (or `remove_replaced`).
+            "delete_first": it goes before anything is written, so that there need not be room for two; what is
+            interrupted then leaves none.
         **kwargs: those of DefaultSavePlanner. enable_plan_caching=True spares the exchange of plans while the state
             dict keeps its names, shapes, placements and formats.
 
@@ -60,8 +66,13 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         RuntimeError: the storage writer lost a chunk (a writing thread that failed, say); no `.metadata` is written.
     """
 
-    def __init__(self, *, checksums: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, *, checksums: bool = True, overwrite: Literal["keep", "delete_first"] = "keep", **kwargs: Any
+    ) -> None:
+        if overwrite not in ("keep", "delete_first"):
+            raise ValueError(f'QuantizedSavePlanner: overwrite={overwrite!r} is not one of "keep", "delete_first"')
         super().__init__(**kwargs)
+        self.overwrite = overwrite
         self.with_checksums = checksums
         # an option of the calling thread, which the threads that write do not inherit
         self.crc32, self.built_by = torch.serialization.get_crc32_options(), threading.get_ident()
@@ -128,28 +139,29 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator only: check that ranks agree, plan as stock DCP does, add the manifest and the checksums."""
-        # so writers mark the plans of ranks that save without collectives
-        alone = all_plans[0].storage_data is not None
+        # so writers mark the plans of ranks that save without collectives; no file's name has a slash
+        marked = all_plans[0].storage_data
+        own = None if marked is None else prefix_of(marked) or "/"
         all_plans, token = plan_cache.restored(all_plans)
         all_plans = with_unlisted(all_plans, self.unlisted, self.mappings)
         manifest = merged_manifest(all_plans)
         known = plan_cache.lookup_global(token) if token else None
         if known is not None:
             self.parts[MANIFEST] = known.manifest_data
-            self.metadata = _fresh(known.metadata)
-            cleared = clear(self.checkpoint_id, alone=alone)
-            return [SavePlan([], planner_data=(cleared, None), usable=False) for _ in all_plans], self.metadata
+            self.metadata = self._fresh(known.metadata, alone=own is not None)
+            taken = self._make_room(own)
+            return [SavePlan([], planner_data=(taken, None), usable=False) for _ in all_plans], self.metadata
         plans, metadata, data = self._planned(all_plans, manifest)
         if self._enable_plan_caching:
             token = plan_cache.remember_global(plan_cache.Global(all_plans, plans, metadata, manifest, data))
-        cleared = clear(self.checkpoint_id, alone=alone)
-        plans = [dataclasses.replace(plan, planner_data=(cleared, (token, place))) for place, plan in enumerate(plans)]
-        self.global_plan, self.metadata = plans, _fresh(metadata)
+        taken = self._make_room(own)
+        plans = [dataclasses.replace(plan, planner_data=(taken, (token, place))) for place, plan in enumerate(plans)]
+        self.global_plan, self.metadata = plans, self._fresh(metadata, alone=own is not None)
         return plans, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The plan to write: the coordinator's, or the one kept from an earlier save."""
-        cleared, kept = new_plan.planner_data
+        taken, kept = new_plan.planner_data
         if not new_plan.usable:
             assert self.cached is not None
             plan_cache.remember_local(self.cached)
@@ -159,7 +171,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
         _refuse_bytes_in_safetensors(new_plan)
         if new_plan.items:
-            names = own_names(self.checkpoint_id, new_plan.storage_data, cleared=cleared)
+            names = own_names(self.checkpoint_id, new_plan.storage_data, taken=taken)
             items = [dataclasses.replace(item) for item in new_plan.items]  # this save's own, in cached plans, too
             new_plan = dataclasses.replace(new_plan, items=items, storage_data=names)
         self.plan = new_plan
@@ -193,6 +205,15 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 f"{write_item.index.fqn}: its planner has been given to another save while this one was being written; "
                 "give each save that may overlap another a QuantizedSavePlanner of its own"
             )
+
+    def _make_room(self, own: str | None) -> bool:
+        """Whether the directory held a checkpoint; what is to go of it has gone."""
+        return (make_room if self.overwrite == "keep" else clear)(self.checkpoint_id, own=own)
+
+    def _fresh(self, metadata: Metadata, *, alone: bool) -> Metadata:
+        """A record of its own for each save: writers fill in where things are stored."""
+        before = partial(commit, self.checkpoint_id, alone=alone)
+        return Committed(metadata.state_dict_metadata, metadata.planner_data, before=before)
 
     def _planned(self, all_plans: list[SavePlan], manifest: Manifest) -> tuple[list[SavePlan], Metadata, Tensor]:
         """Stock's global plan with our two entries, and the manifest as a tensor."""
@@ -283,46 +304,6 @@ def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:
             f"{names[0]}: safetensors files hold tensors alone, and {len(names)} entries of the state dict are none; "
             "save them elsewhere, or as tensors"
         )
-
-
-class _Committed(Metadata):
-    """Metadata that refuses to be written while a chunk of it has no place in the storage.
-
-    A writer hands the metadata its results and pickles it as the very last step of a save. Stock FileSystemWriter
-    loses the exception of a writing thread (thread_count >= 2) and with it the chunks of that thread: pickling is where
-    that can still fail the save. What reaches the disk is a plain Metadata, in which each name is written once: keys
-    that came from as many ranks are as many strings, and every rank that loads would read and keep them all.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = dict(vars(self))
-        if isinstance(self.storage_data, dict):
-            state["storage_data"] = self._by_shared_keys(self.storage_data)
-        return Metadata, (self.state_dict_metadata,), state
-
-    def _by_shared_keys(self, stored: dict[Any, Any]) -> dict[Any, Any]:
-        """`stored`, its keys equal but made of the names and offsets of `state_dict_metadata`; raises what is lost."""
-        placed = {}
-        for name, entry in self.state_dict_metadata.items():
-            chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
-            for number, chunk in enumerate(chunks):
-                index = MetadataIndex(name, index=None if chunk is None else number)
-                if chunk is not None:
-                    object.__setattr__(index, "offset", chunk.offsets)  # the constructor would copy it
-                if index not in stored:
-                    where = "" if chunk is None else f" at {tuple(chunk.offsets)}"
-                    raise RuntimeError(
-                        f"{name}{where}: the storage writer did not write it, although no error was reported; a "
-                        "writing thread may have failed (disk full?). The checkpoint is incomplete and gets no "
-                        ".metadata"
-                    )
-                placed[index] = stored[index]
-        return {**stored, **placed} if len(placed) < len(stored) else placed
-
-
-def _fresh(metadata: Metadata) -> Metadata:
-    """A record of its own for each save: writers fill in where things are stored."""
-    return _Committed(metadata.state_dict_metadata, metadata.planner_data)
 
 
 def _with_checksums(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorageMetadata]:

@@ -28,6 +28,7 @@ __all__ = [
     "format_of",
     "logical_shape",
     "part_problems",
+    "recipe_types",
     "register",
     "registered",
     "row_multiple",
@@ -49,6 +50,7 @@ class PartSpec:
         block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
             means that a whole row shares one element, stored with a last dim of 1.
         gathered: FSDP's all-gather sends it; products need it.
+        codes: what torch calls the numbers of a part that is stored as uint8; None where it has no name for them.
     """
 
     name: str
@@ -57,6 +59,12 @@ class PartSpec:
     block: int = 1
     length: int | None = None
     gathered: bool = True
+    codes: torch.dtype | None = None
+
+    @property
+    def numbers(self) -> torch.dtype | None:
+        """The floating dtype of the part's numbers; None: its format alone can tell what they are."""
+        return self.dtype if self.dtype.is_floating_point else self.codes
 
     def shape(self, logical: Sequence[int]) -> tuple[int, ...]:
         """Shape of the part of a tensor of shape `logical`."""
@@ -158,6 +166,11 @@ def registered(recipe: Recipe) -> Registration:
     return found
 
 
+def recipe_types() -> tuple[type[Recipe], ...]:
+    """The recipe types that have a format, in the order of their registration."""
+    return tuple(_registered)
+
+
 def format_of(recipe: Recipe) -> Format:
     """The numerics behind a recipe."""
     return registered(recipe).format
@@ -171,7 +184,7 @@ def specs_of(recipe: Recipe) -> tuple[PartSpec, ...]:
 
 @functools.cache
 def block_multiple(recipe: Recipe) -> int:
-    """What K must be a multiple of (1, 16 or 32)."""
+    """What K must be a multiple of: 1, or the elements of a block."""
     return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block))
 
 

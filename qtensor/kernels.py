@@ -41,7 +41,6 @@ __all__ = ["decode", "encode", "encode_rows", "encode_step", "row_amaxes", "shar
 
 CHUNK = {"cpu": 2**18}  # elements; in fp32 a few such temporaries stay in the cache of a core
 CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
-BLOCKS = (8, 16, 32)  # last dims of tiles: blocks of elements, and of packed ones
 
 
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
@@ -152,10 +151,10 @@ _row_amax = Kernel(_amax_of_rows, "amax_of_rows")
 
 @functools.cache
 def _encode_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
-    fmt = format_of(recipe)
+    fmt, block = format_of(recipe), block_multiple(recipe)
 
     def encode(x: Tensor, amax: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-        values = _untiled(x).to(torch.float32)
+        values = _untiled(x, block).to(torch.float32)
         quantizer = fmt.quantizer(values, recipe, amax)
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
@@ -166,9 +165,10 @@ def _encode_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
 @functools.cache
 def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
     fmt: Any = format_of(recipe)
+    block = block_multiple(recipe)
 
     def step(x: Tensor, *state: Tensor) -> tuple[dict[str, Tensor], None]:
-        return fmt.step(_untiled(x).to(torch.float32), recipe, *state), None
+        return fmt.step(_untiled(x, block).to(torch.float32), recipe, *state), None
 
     return Kernel(step, f"step_{_name(recipe, dtype)}")
 
@@ -176,9 +176,10 @@ def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
 @functools.cache
 def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool) -> Kernel:
     fmt, names = format_of(recipe), [spec.name for spec in _decoded_specs(recipe)]
+    block = _packed_block(recipe)
 
     def decode(payload: Tensor, *others: Tensor) -> Tensor:
-        parts = dict(zip(names, (_untiled(payload), *others), strict=True))
+        parts = dict(zip(names, (_untiled(payload, block), *others), strict=True))
         return _rounded_once(fmt.decode(parts, recipe), dtype)
 
     return Kernel(decode, f"decode_{_name(recipe, dtype)}{'_of_shards' if per_row else ''}")
@@ -241,14 +242,13 @@ def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
     return x.view(tiles)
 
 
-def _untiled(x: Tensor) -> Tensor:
+def _untiled(x: Tensor, block: int) -> Tensor:
     """The inverse, to be traced."""
     if x.ndim == 2:
         return x
-    for block in BLOCKS:
-        if x.shape[-1] == block:  # a branch on one number makes the block a constant of the compiled code
-            return x.flatten(-2).flatten(0, -2)
-    raise AssertionError(f"tiles of {x.shape[-1]}")
+    if x.shape[-1] != block:  # a branch on one number makes the block a constant of the compiled code
+        raise AssertionError(f"tiles of {x.shape[-1]}, expected {block}")
+    return x.flatten(-2).flatten(0, -2)
 
 
 def _pieces(flat: Tensor, recipe: Recipe | None, kernel: Kernel) -> Iterator[slice]:

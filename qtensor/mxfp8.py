@@ -63,7 +63,7 @@ class MXFP8BlockScaling(Recipe):
 class _MXFP8:
     def parts(self, recipe: MXFP8BlockScaling) -> tuple[PartSpec, ...]:
         dtype, _ = FLOAT8_ELEMENTS[recipe.element]
-        return PartSpec("payload", dtype), PartSpec("scale", torch.uint8, block=BLOCK)
+        return PartSpec("payload", dtype), PartSpec("scale", torch.uint8, block=BLOCK, codes=torch.float8_e8m0fnu)
 
     def shared_amax(self, x: Tensor, recipe: MXFP8BlockScaling) -> Tensor | None:
         return None

@@ -73,7 +73,7 @@ class NVFP4BlockScaling(Recipe):
 class _NVFP4:
     def parts(self, recipe: NVFP4BlockScaling) -> tuple[PartSpec, ...]:
         return (
-            PartSpec("payload", torch.uint8, block=2),
+            PartSpec("payload", torch.uint8, block=2, codes=torch.float4_e2m1fn_x2),
             PartSpec("scale", torch.float8_e4m3fn, block=BLOCK),
             PartSpec("global_scale", torch.float32, per_row=False),
         )

@@ -43,6 +43,7 @@ PUBLIC: dict[str, list[str]] = {
         "use_kernels",
     ],
     "dcp_adapters": [
+        "AtomicFileSystemWriter",
         "Manifest",
         "QuantizedLoadPlanner",
         "QuantizedSavePlanner",
@@ -52,6 +53,7 @@ PUBLIC: dict[str, list[str]] = {
         "export_hf",
         "import_hf",
         "read_manifest",
+        "remove_replaced",
     ],
     "layerwise": [
         "AWQ",

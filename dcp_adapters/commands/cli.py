@@ -254,7 +254,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     globs: dict[str, Any] = {"metavar": "GLOB", "action": "extend", "nargs": "+", "default": []}
     parser.add_argument("source", metavar="SRC", help="the checkpoint to convert")
-    parser.add_argument("destination", metavar="DST", help="the directory to write; must not exist")
+    parser.add_argument("destination", metavar="DST", help="the directory to write; must not exist, or be empty")
     names = f"{', '.join(SHORT_NAMES)}, the name of a recipe's type, or {', '.join(DTYPES)}"
     parser.add_argument("--to", metavar="FORMAT", required=True, help=names)
     parser.add_argument("--include", **globs, help="convert the tensors with these names (default: all quantized ones)")
@@ -269,7 +269,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT", help="the directory of the checkpoint")
-    parser.add_argument("destination", metavar="OUT", help="the directory to write; must not exist")
+    parser.add_argument("destination", metavar="OUT", help="the directory to write; must not exist, or be empty")
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="compressed-tensors", help="default: %(default)s")
     parser.add_argument("--config", metavar="PATH", help="the model's directory, or its config.json; engines need it")
     parser.add_argument("--rest", metavar="PATH", help="where to take tensors from that the checkpoint does not have")

@@ -23,14 +23,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from dcp_adapters.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.commands.inspect_checkpoint import kind_of, matches
 from dcp_adapters.commands.progress import Advance, unseen
 from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
-from dcp_adapters.durable import sync
+from dcp_adapters.durable import named, refuse_taken
 from dcp_adapters.save_planner import QuantizedSavePlanner
 from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of
 from qtensor.recipes import Recipe
@@ -110,28 +111,23 @@ def convert_checkpoint(
 
     Args:
         source: where from; open it with check=True to refuse damaged data instead of giving it fresh checksums.
-        destination: a directory that does not exist, in one that does.
+        destination: a directory that does not exist or is empty, in one that does.
         plan: from `plan_conversion`.
         advance: told the bytes of the source that are done.
 
     Raises:
-        FileExistsError, FileNotFoundError: the destination exists, or has no directory to stand in.
+        FileExistsError, FileNotFoundError: the destination is not empty, or has no directory to stand in.
         CheckpointUnusable: data of the source is missing or damaged. The destination does not exist then.
     """
     final = Path(destination)
-    if final.exists() or final.is_symlink():
-        raise FileExistsError(f"{final} exists already; choose another name, nothing is overwritten")
-    if not final.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
+    refuse_taken(final)
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         _write(source, partial, plan, advance)
-        sync(partial)
-        partial.rename(final)
+        named(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    sync(final.absolute().parent)
 
 
 def converted(value: Tensor, to: Target) -> Tensor:
@@ -177,7 +173,7 @@ def _write(source: StoredCheckpoint, directory: Path, plan: ConversionPlan, adva
     }  # written entry -> name of its tensor
     stream = EntryStream(source, plan, entries, advance)
     # one thread and no copying ahead: the writer asks for an entry, writes it, and asks for the next
-    writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
+    writer = AtomicFileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
     planner = _StreamingPlanner(stream, _paths(source, plan))
     try:
         with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent

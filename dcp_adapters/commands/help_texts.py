@@ -86,7 +86,7 @@ Write a copy of SRC with tensors in another format: from recipe to recipe, from 
 quantized. Without --include all quantized tensors are converted; with it the tensors that match, dense ones too (2 dims
 or more; dense tensors are quantized but never cast to another dtype). Everything else, optimizer state for example, is
 copied byte for byte. One tensor is in memory at a time, and is compared with its checksums, if SRC has some. DST must
-not exist, and appears only when it is complete.""",
+not exist, or be empty, and appears only when it is complete.""",
         examples="""\
 examples:
   %(prog)s step-1000 out --to bfloat16                      quantized weights to dense ones
@@ -98,8 +98,8 @@ examples:
         summary="write what inference engines load",
         about="""\
 Write the weights of a checkpoint as a Hugging Face directory that inference engines load: safetensors with the very
-bytes of the checkpoint, compared with its checksums if it has some, and the JSON that tells of them.
-OUT must not exist, and appears only when it is complete. One file is in memory at a time.""",
+bytes of the checkpoint, compared with its checksums if it has some, and the JSON that tells of them. OUT must not
+exist, or be empty, and appears only when it is complete. One file is in memory at a time.""",
         examples="""\
 examples:
   %(prog)s runs/step-1000 out --config model                 vLLM, SGLang, transformers

@@ -1,7 +1,8 @@
 """Recipes and dtypes by the names one types: `mxfp8`, `nvfp4-square`, `Float8CurrentScaling`, `bfloat16`.
 
-A recipe has the name of its type, and the common ones a short name too. Any field that describes bytes can be set by
-its name and a value as text (`blocks=square`, `power_of_two=true`); the recipe itself checks the values.
+A recipe has the name of its type, whoever registered its format, and the common ones a short name too. Any field that
+describes bytes can be set by its name and a value as text (`blocks=square`, `power_of_two=true`); the recipe itself
+checks the values.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import torch
 
 from qtensor.float8 import Float8CurrentScaling
 from qtensor.float8_delayed import Float8DelayedScaling
-from qtensor.formats import APPEARANCE_DTYPES
+from qtensor.formats import APPEARANCE_DTYPES, recipe_types
 from qtensor.mxfp8 import MXFP8BlockScaling
 from qtensor.nvfp4 import NVFP4BlockScaling
 from qtensor.recipes import Recipe
@@ -48,7 +49,8 @@ def target_named(name: str, options: Mapping[str, str] | None = None) -> Recipe 
         return DTYPES[name]
     recipe = SHORT_NAMES.get(name)
     if recipe is None:
-        types = {type(known).__name__: type(known) for known in SHORT_NAMES.values()}
+        ours = (type(known) for known in SHORT_NAMES.values())
+        types = {kind.__name__: kind for kind in (*ours, *recipe_types())}
         if name not in types:
             known = ", ".join((*SHORT_NAMES, *types, *DTYPES))
             raise ValueError(f"unknown recipe {name!r}; this version knows {known}")

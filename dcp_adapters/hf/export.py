@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from dcp_adapters.commands.progress import progress as bar
+from dcp_adapters.durable import refuse_taken
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.layout import INPUT_SCALE, layout_named
@@ -63,7 +64,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         state_dict_or_checkpoint: a module or state dict (plain, FSDP2, TP, HSDP; nested or flat), what
             `layerwise.calibrate` returns, or the path of a DCP checkpoint, for which neither a model nor ranks are
             needed.
-        out_dir: a directory that does not exist; it appears when it is complete.
+        out_dir: a directory that does not exist, or is empty; it appears when it is complete.
         layout: "compressed-tensors" or "modelopt".
         config: the model's directory (its tokenizer and the like are copied), its config.json, a dict or a config
             object; by default that of a transformers model. Without any, config.json holds the quantization alone.
@@ -127,10 +128,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
 
 def _described(out_dir: str | os.PathLike[str], config: Any, source: Any) -> ModelConfig:
     final = Path(out_dir)
-    if final.exists() or final.is_symlink():
-        raise FileExistsError(f"{final} exists already; choose another name, nothing is overwritten")
-    if not final.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
+    refuse_taken(final)
     return model_config(config, source)
 
 

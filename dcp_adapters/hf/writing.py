@@ -21,12 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcp_adapters.commands.progress import Advance
-from dcp_adapters.durable import sync
+from dcp_adapters.durable import named, sync
 from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
 from dcp_adapters.hf.sources import Source
+from dcp_adapters.verification.part_values import holds_nan
 from fsdp_hooks.alike import on_all, rank_of, ranks_of
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
@@ -138,11 +139,7 @@ def _renewed(recipe: Recipe, parts: Mapping[str, Tensor], scale: float) -> dict[
 
 def _check_numbers(name: str, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:
     """Refuse a weight in which something is not a number."""
-    kind = kind_of(recipe)
-    marked = parts["scale"] if kind in ("nvfp4", "mxfp8") else parts["payload"]
-    codes = marked.view(torch.uint8)
-    broken = (codes == 255).any() if kind == "mxfp8" else ((codes & 0x7F) == 0x7F).any()  # E8M0, and E4M3
-    if bool(broken) or not all(bool(part.isfinite().all()) for part in parts.values() if part.dtype == torch.float32):
+    if holds_nan(recipe, parts):
         raise ValueError(f"{name} holds NaN: what it was quantized from was not finite; an engine would run on it")
 
 
@@ -201,7 +198,4 @@ def publish(begun: Path, final: Path, plan: ExportPlan) -> None:
     for path in begun.iterdir():
         sync(path)
     sync(begun)
-    if final.exists():
-        raise FileExistsError(f"{final} was made by another while this export was written; nothing is overwritten")
-    begun.rename(final)
-    sync(final.absolute().parent)
+    named(begun, final)

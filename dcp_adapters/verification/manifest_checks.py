@@ -7,13 +7,13 @@ from dcp_adapters.safe.metadata_checks import METADATA, Fault
 
 __all__ = ["manifest_faults"]
 
-PARTS = ("payload", "scale", "global_scale", "amax_history")
+PARTS = frozenset({"payload", "scale", "global_scale", "amax_history"})
 
 
 def manifest_faults(manifest: Manifest, metadata: Metadata) -> list[Fault]:
     """Where the manifest and the stored tensors contradict each other."""
     stored, faults = metadata.state_dict_metadata, []
-    owned = set()
+    owned, parts = set(), PARTS.union(*(entry.parts() for entry in manifest.tensors.values()))
     for name, entry in manifest.tensors.items():
         if name in stored:
             faults.append(Fault(METADATA, name, "it is held as a whole, beside the parts that the manifest lists"))
@@ -30,6 +30,6 @@ def manifest_faults(manifest: Manifest, metadata: Metadata) -> list[Fault]:
                 )
     for name in stored.keys() - owned:
         owner, _, part = name.rpartition(".")
-        if (owner in manifest.tensors and part in PARTS) or (part == "payload" and f"{owner}.scale" in stored):
+        if (owner in manifest.tensors and part in parts) or (part == "payload" and f"{owner}.scale" in stored):
             faults.append(Fault(METADATA, name, f"a part of {owner} that the manifest does not list"))
     return sorted(faults, key=lambda fault: fault.entry)

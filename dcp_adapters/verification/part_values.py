@@ -1,8 +1,11 @@
 """Which bytes of a quantized tensor's parts no healthy weight has, told from the parts alone.
 
     payload        float8: no NaN and no infinity (packed nibbles have neither)
-    scales         fp32: finite and positive; one byte (E8M0 as uint8, E4M3): no NaN, no negative (0: zeros)
+    scales         fp32, bf16: finite and positive; one byte (E8M0 as uint8, E4M3): no NaN, no negative (0: zeros)
     amax history   finite and not negative
+
+The part's spec says what its numbers are. Where it can not, because torch has no name for its codes, nothing is told
+of the part, and `holds_nan` asks the format.
 
 A NaN in payload or block scale is how the formats store an element that was not finite when it was quantized. Nothing
 is wrong with its bytes, but the weight it belongs to is NaN, so it is told as a fault.
@@ -10,21 +13,26 @@ is wrong with its bytes, but the weight it belongs to is NaN, so it is told as a
 Parts of one byte an element are judged by how often each of the 256 codes occurs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from qtensor.formats import PartSpec
+from qtensor import kernels
+from qtensor.formats import PartSpec, specs_of
+from qtensor.recipes import Recipe
 
-__all__ = ["value_fault"]
+__all__ = ["holds_nan", "value_fault"]
 
+WITHOUT_NAN = frozenset({torch.float4_e2m1fn_x2})
+
+IN_CACHE = 2**18  # bytes compared at a time
 PIECE = 2**24  # elements looked at together, so that temporaries stay small
 
 
 def value_fault(spec: PartSpec, part: Tensor) -> str | None:
     """What is wrong with the values of a chunk of a part; None where nothing is."""
-    if spec.name == "payload" and not spec.dtype.is_floating_point:
+    if spec.numbers is None or spec.numbers in WITHOUT_NAN:
         return None
     if spec.dtype.itemsize == 1:
         return _byte_fault(spec, part)
@@ -41,8 +49,7 @@ def _byte_fault(spec: PartSpec, part: Tensor) -> str | None:
     counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     for piece in _pieces(part.view(torch.uint8)):
         counts += piece.bincount(minlength=256)
-    dtype = torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype
-    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
+    values = _values(spec)
     nan = int(counts[~values.isfinite()].sum())
     if nan:
         what = "elements" if spec.name == "payload" else "scales"
@@ -51,6 +58,32 @@ def _byte_fault(spec: PartSpec, part: Tensor) -> str | None:
     if negative and spec.name != "payload":
         return f"{negative} of {part.numel()} scales are negative; quantizing writes none"
     return None
+
+
+def holds_nan(recipe: Recipe, parts: Mapping[str, Tensor]) -> bool:
+    """Whether a quantized tensor of these parts has values that are NaN or infinite."""
+    specs = specs_of(recipe)
+    if any(_not_finite(spec, parts[spec.name]) for spec in specs):
+        return True
+    if all(spec.numbers is not None for spec in specs):
+        return False
+    return not bool(kernels.decode(parts, recipe, torch.float32).isfinite().all())
+
+
+def _not_finite(spec: PartSpec, part: Tensor) -> bool:
+    if spec.numbers is None or spec.numbers in WITHOUT_NAN:
+        return False
+    if spec.dtype.itemsize > 1:
+        return not bool(part.isfinite().all())
+    codes = (~_values(spec).isfinite()).nonzero().flatten().tolist()
+    pieces = part.view(torch.uint8).reshape(-1).split(IN_CACHE)
+    return any(bool((piece == code).any()) for piece in pieces for code in codes)
+
+
+def _values(spec: PartSpec) -> Tensor:
+    """The numbers of the 256 codes of a part of one byte an element."""
+    assert spec.numbers is not None
+    return torch.arange(256, dtype=torch.uint8).view(spec.numbers).float()
 
 
 def _pieces(part: Tensor) -> Iterator[Tensor]:

@@ -241,10 +241,8 @@ class CalibrationCheckpoint:
         return progress
 
     def _write(self, progress: Progress) -> None:
-        """Everything that the record names is durable before the record is."""
+        """Everything that the record names is durable before the record is; `write_window` has synced the window."""
         try:
-            for window in progress.windows[-1:]:
-                sync(self.directory / window.directory)
             sync(self.directory)
             write_progress(self.directory, progress)
         except OSError as error:

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader
+from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader
 from fsdp_hooks.alike import is_first, on_all, on_first, rank_of, ranks_of
 from layerwise.resume.progress import Window
 
@@ -28,13 +28,18 @@ READ = 1 << 24  # bytes of a file at a time
 
 
 def write_window(directory: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Save with `dcp.save`, every file synced. Returns the name and summary of each file.
+    """Save with `dcp.save`, every file and their directory synced. Returns the name and summary of each file.
 
     Raises:
         RuntimeError: some rank failed; the same text on all of them.
     """
     with _alike(), _quiet():
-        dcp.save(dict(state), checkpoint_id=directory, planner=QuantizedSavePlanner(), process_group=group)
+        dcp.save(
+            dict(state),
+            storage_writer=AtomicFileSystemWriter(directory),  # stock's syncs neither all of `.metadata` nor names
+            planner=QuantizedSavePlanner(),
+            process_group=group,
+        )
     files = on_first(group, lambda: _named_files(directory))
     own = [name for name in files if _writer(name) % ranks_of(group) == rank_of(group)]
     told = on_all(group, lambda: {name: _summary(directory / name) for name in own})

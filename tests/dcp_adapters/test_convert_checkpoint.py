@@ -306,9 +306,13 @@ def test_an_include_that_matches_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
     save(state(), tmp_path / "a")
     (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "notes").touch()
     with pytest.raises(FileExistsError, match="exists already; choose another name, nothing is overwritten"):
         convert(tmp_path / "a", tmp_path / "b", torch.bfloat16)
-    assert names_in(tmp_path / "b") == []
+    assert names_in(tmp_path / "b") == ["notes"]
+    (tmp_path / "b" / "notes").unlink()
+    convert(tmp_path / "a", tmp_path / "b", torch.bfloat16)  # an empty one is fine
+    assert ".metadata" in names_in(tmp_path / "b")
     with pytest.raises(FileNotFoundError, match="nowhere: no such directory; create it first"):
         convert(tmp_path / "a", tmp_path / "nowhere/b", torch.bfloat16)
 
@@ -337,7 +341,7 @@ def test_the_destination_appears_only_when_it_is_complete(tmp_path: Path, monkey
     assert all(names == ["a"] and files == ["__0_0.distcp"] for names, files in seen)
     assert names_in(tmp_path) == ["a", "b"]
     partial = synced[0].split("/")[0]
-    assert synced == [f"{partial}/__0_0.distcp", f"{partial}/.metadata.tmp", partial, "."]
+    assert synced == [f"{partial}/__0_0.distcp", f"{partial}/.metadata.tmp", partial, partial, "."]
 
 
 def test_a_file_that_is_missing_leaves_nothing_behind(tmp_path: Path, shared_tmp_path: Path) -> None:

@@ -221,6 +221,9 @@ def processes_allowed() -> Iterator[None]:
 def save_in_a_process(base: Path) -> str:
     in_a_process = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
     upload = dist.new_group(backend="gloo")
+    older = base / "default"  # a checkpoint that is saved over: its files stay, beside those of their own names
+    dcp.save(state(7), checkpoint_id=older, planner=QuantizedSavePlanner())
+    before = {file.name for file in older.iterdir()}
     with processes_allowed():
         for way in ("default", "shared memory", "staged by a thread into shared memory"):
             with named(way):
@@ -229,6 +232,7 @@ def save_in_a_process(base: Path) -> str:
                 overwrite(live)
                 future.result()
                 stager.close()
+        assert before < {file.name for file in older.iterdir()}
         live = state(0)
         future = save_async(live, upload, storage_writer=dcp.FileSystemWriter(base / "writer"), **in_a_process)
         overwrite(live)

@@ -1,10 +1,13 @@
-"""A save into the directory of an older checkpoint never leaves something that loads as a mixture of the two."""
+"""A save into the directory of an older checkpoint: wherever it is interrupted, the one or the other loads whole."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +16,9 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from dcp_adapters import QuantizedSavePlanner
+from dcp_adapters import QuantizedSavePlanner, remove_replaced
 from dcp_adapters import overwrite as overwrite_module
-from dcp_adapters.overwrite import clear, own_names
+from dcp_adapters.overwrite import clear, make_room, own_names
 from fsdp_hooks.scale_sync import local_of
 from tests.dcp_adapters.cases import assert_holds, load
 from tests.dcp_adapters.faulty import assert_loads, assert_refused, full, overwrite, save_state, state
@@ -31,7 +34,11 @@ class FailsWhileWriting(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
-def overwrite_in_vain(path: Path, planner: type[QuantizedSavePlanner], *, caching: bool) -> None:
+Planner = Callable[..., QuantizedSavePlanner]
+DeleteFirst: Planner = partial(QuantizedSavePlanner, overwrite="delete_first")
+
+
+def overwrite_in_vain(path: Path, planner: Planner, *, caching: bool) -> None:
     for seed in range(1 + caching):  # with caching the second save takes another way through the planner
         save_state(path, seed, planner=planner(enable_plan_caching=caching))
     with pytest.raises(BaseException, match="the network drive is gone"):
@@ -40,11 +47,24 @@ def overwrite_in_vain(path: Path, planner: type[QuantizedSavePlanner], *, cachin
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_an_interrupted_overwrite_leaves_an_incomplete_checkpoint(*, caching: bool, shared_tmp_path: Path) -> None:
+def test_an_interrupted_overwrite_leaves_the_old_checkpoint(*, caching: bool, shared_tmp_path: Path) -> None:
     path = shared_tmp_path / "checkpoint"
     run_ranks(2, overwrite_in_vain, path, QuantizedSavePlanner, caching=caching)
-    run_ranks(2, assert_refused, path)
+    run_ranks(2, assert_loads, path, int(caching))
     run_ranks(2, save_and_load, path)  # over what the interrupted one has left
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_where_the_old_one_goes_first_an_incomplete_checkpoint_is_left(*, caching: bool, shared_tmp_path: Path) -> None:
+    path = shared_tmp_path / "checkpoint"
+    run_ranks(2, overwrite_in_vain, path, DeleteFirst, caching=caching)
+    run_ranks(2, assert_refused, path)
+    run_ranks(2, save_and_load, path)
+
+
+def test_an_unknown_way_to_overwrite_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"overwrite='ask' is not one of \"keep\", \"delete_first\""):
+        QuantizedSavePlanner(overwrite="ask")  # type: ignore[arg-type]
 
 
 def save_and_load(path: Path) -> None:
@@ -72,14 +92,76 @@ def test_a_planner_that_does_not_know_where_it_saves_to_leaves_a_mixture(shared_
     run_ranks(1, holds_a_mixture, shared_tmp_path / "checkpoint")
 
 
+def data_files(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir() if file.suffix == ".distcp"}
+
+
 def overwrite_twice(path: Path) -> None:
-    for seed in range(3):
+    before: set[str] = set()
+    for seed in range(4):
         save_state(path, seed)
         assert_loads(path, seed)
+        now = data_files(path)
+        assert len(now - before) == 2  # one a rank
+        assert len(now) == (2 if seed == 0 else 4), "files of the checkpoint before the last one are left"
+        before = now
+        dist.barrier()
+    for _ in range(2):
+        with pytest.raises(BaseException, match="the network drive is gone"):
+            save_state(path, 5, storage_writer=FailsWhileWriting(path))
+        dist.barrier()
+        assert_loads(path, 3)
+    assert len(data_files(path)) <= 6  # what loads, and what one save has left
+    dist.barrier()
+    if dist.get_rank() == 0:
+        remove_replaced(path)
+    dist.barrier()
+    assert len(data_files(path)) == 2
+    assert_loads(path, 3)
 
 
-def test_an_overwritten_directory_holds_the_last_save(shared_tmp_path: Path) -> None:
+def test_an_overwritten_directory_holds_the_last_save_and_at_most_one_more(shared_tmp_path: Path) -> None:
     run_ranks(2, overwrite_twice, shared_tmp_path)
+
+
+def overwrite_with_one_room(path: Path) -> None:
+    for seed in range(3):
+        save_state(path, seed, planner=DeleteFirst())
+        assert_loads(path, seed)
+        assert len(data_files(path)) == 2
+        dist.barrier()
+
+
+def test_where_the_old_one_goes_first_there_is_never_more_than_one(shared_tmp_path: Path) -> None:
+    run_ranks(2, overwrite_with_one_room, shared_tmp_path)
+
+
+class ReadsLater(dcp.FileSystemReader):
+    """Between its metadata and its data other saves come and go."""
+
+    def __init__(self, path: Path, *saves: int) -> None:
+        super().__init__(path)
+        self.saves = saves
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        for seed in self.saves:
+            save_state(self.path, seed)
+        return super().read_data(plan, planner)
+
+
+def read_meanwhile(path: Path) -> None:
+    save_state(path, 1)
+    target = state(99)
+    load(target, None, reader=ReadsLater(path, 5))
+    assert_holds(target, full(1))
+    assert_loads(path, 5)
+    with pytest.raises(BaseException, match=r"No such file or directory: .*__0_\w+\.distcp"):
+        load(state(99), None, reader=ReadsLater(path, 6, 7))
+    assert_loads(path, 7)
+
+
+def test_who_has_begun_to_load_the_old_one_gets_it_whole_or_an_error(shared_tmp_path: Path) -> None:
+    run_ranks(2, read_meanwhile, shared_tmp_path)
 
 
 def overwrite_rank_by_rank(path: Path) -> None:
@@ -116,7 +198,8 @@ def test_a_save_that_can_not_be_planned_leaves_the_old_checkpoint(shared_tmp_pat
 
 
 def fail_to_clear(path: Path) -> None:
-    save_state(path)
+    save_state(path, 3)
+    save_state(path, 0)
     with (
         patch.object(overwrite_module, "_removed", side_effect=PermissionError("read-only")),
         pytest.raises(BaseException, match="PermissionError: read-only"),
@@ -125,7 +208,7 @@ def fail_to_clear(path: Path) -> None:
     assert_loads(path, 0)
 
 
-def test_a_checkpoint_that_can_not_be_removed_is_not_overwritten(shared_tmp_path: Path) -> None:
+def test_a_save_that_can_not_remove_what_is_replaced_leaves_the_checkpoint(shared_tmp_path: Path) -> None:
     run_ranks(2, fail_to_clear, shared_tmp_path)
 
 
@@ -162,7 +245,7 @@ def test_of_two_saves_at_once_the_last_to_finish_is_whole(*, finishes_first: boo
 
 
 class ThreeAtOnce(Meanwhile):
-    """Two more saves begin and end; the second of them overwrites the first, and this one's files with it."""
+    """Two more saves begin and end; the second of them overwrites the first, and removes this one's files."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         written = dcp.FileSystemWriter.write_data(self, plan, planner)
@@ -172,39 +255,89 @@ class ThreeAtOnce(Meanwhile):
 
 
 def three_at_once(path: Path) -> None:
-    save_state(path, 0, storage_writer=ThreeAtOnce(path, finishes_first=False))
-    with pytest.raises(BaseException, match=r"No such file or directory: .*__0_0\.distcp"):
-        load(state(99), path)
+    with pytest.raises(BaseException, match=r"__0_0\.distcp: another save into the same directory has removed it"):
+        save_state(path, 0, storage_writer=ThreeAtOnce(path, finishes_first=False))
+    assert_loads(path, 6)
 
 
-def test_a_save_whose_files_were_cleared_away_is_refused(shared_tmp_path: Path) -> None:
+def test_a_save_whose_files_another_one_has_removed_fails_and_replaces_nothing(shared_tmp_path: Path) -> None:
     run_ranks(2, three_at_once, shared_tmp_path)
 
 
-# -- clear and own_names -----------------------------------------------------------------------------------------------
+# -- the steps one by one ----------------------------------------------------------------------------------------------
 
 
-def test_where_there_is_no_checkpoint_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [make_room, clear])
+def test_where_there_is_no_checkpoint_nothing_is_removed(
+    step: Callable[[Any], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "__0_0.distcp").write_text("of a save that never finished, or has not yet")
     for place in (tmp_path, str(tmp_path / "new"), tmp_path / "__0_0.distcp", None):
-        assert not clear(place, alone=False)
+        assert not step(place)
     assert (tmp_path / "__0_0.distcp").exists()
     monkeypatch.chdir(tmp_path)
     Path("s3:/bucket").mkdir(parents=True)
     Path("s3:/bucket/.metadata").touch()
-    clear("s3://bucket", alone=False)
+    step("s3://bucket")
     assert Path("s3:/bucket/.metadata").exists()
 
 
+def listing(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+OTHERS = ("notes.txt", "model.safetensors", "__x_0.distcp", "config.json", "__x.metadata")
+
+
+def made(directory: Path, metadata: dict[str, list[str]], *names: str) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+    for name in (*names, *OTHERS):
+        (directory / name).touch()
+    for name, named in metadata.items():
+        (directory / name).write_bytes(pickle.dumps(named))
+
+
 def test_files_of_others_stay(tmp_path: Path) -> None:
-    names = (".metadata", "__0.metadata", "__11.metadata", "__x.metadata", "__0_0.distcp", "__3_1a2b3c4d_0.distcp")
-    others = ("notes.txt", "model.safetensors", "__x_0.distcp", "config.json")
-    for name in (*names, *others):
-        (tmp_path / name).write_text(name)
-    assert clear(tmp_path, alone=True)
-    assert {path.name for path in tmp_path.iterdir()} == {*names[1:], *others}
-    assert clear(tmp_path, alone=False)
-    assert {path.name for path in tmp_path.iterdir()} == {*others, "__x.metadata"}
+    data = ("__0_0.distcp", "__3_1a2b3c4d_0.distcp")
+    names = (".metadata", "__0.metadata", "__11.metadata", *data)
+    made(tmp_path, {}, *names)
+    assert clear(tmp_path, own="__0_")
+    assert listing(tmp_path) == {*names[1:], *OTHERS}
+    assert clear(tmp_path)
+    assert listing(tmp_path) == {*OTHERS}
+
+
+def test_what_the_metadata_in_place_do_not_name_goes(tmp_path: Path) -> None:
+    kept, gone = ["__0_1a2b3c4d_0.distcp", "__11_0.distcp"], ["__0_0.distcp", "__1_0.distcp", "__1_1a2b3c4d_1.distcp"]
+    made(tmp_path, {".metadata": kept, "__0.metadata": ["__0_0.distcp"]}, *kept, *gone)
+    assert make_room(tmp_path)
+    assert listing(tmp_path) == {".metadata", *kept, *OTHERS}
+    # a rank that saves for itself removes its own alone, and what any metadata name stays
+    made(tmp_path, {".metadata": kept, "__0.metadata": ["__0_0.distcp"]}, *kept, *gone)
+    assert make_room(tmp_path, own="__1_")
+    assert listing(tmp_path) == {".metadata", "__0.metadata", *kept, "__0_0.distcp", *OTHERS}
+    # metadata of ranks are the checkpoint where there are no others
+    made(tmp_path, {"__0.metadata": kept[:1], "__11.metadata": kept[1:]}, *kept, *gone)
+    assert make_room(tmp_path)
+    assert listing(tmp_path) == {"__0.metadata", "__11.metadata", *kept, *OTHERS}
+
+
+def test_metadata_that_are_cut_off_or_name_no_files_remove_nothing(tmp_path: Path) -> None:
+    for content in (b"", pickle.dumps(["__0_0.distcp"])[:-1], pickle.dumps(["elsewhere/0.bin"])):
+        made(tmp_path, {}, "__0_0.distcp", "__1_0.distcp")
+        (tmp_path / ".metadata").write_bytes(content)
+        assert make_room(tmp_path)
+        assert listing(tmp_path) == {".metadata", "__0_0.distcp", "__1_0.distcp", *OTHERS}
+
+
+def test_what_loads_is_on_the_disk_before_anything_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path, {".metadata": ["__0_1.distcp"]}, "__0_0.distcp", "__0_1.distcp")
+    left = []
+    monkeypatch.setattr(os, "fsync", lambda _: left.append("__0_0.distcp" in listing(tmp_path)))
+    make_room(tmp_path)
+    assert left == [True, True]
+    assert "__0_0.distcp" not in listing(tmp_path)
 
 
 def test_metadata_goes_durably_and_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +345,7 @@ def test_metadata_goes_durably_and_first(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", lambda _: left_at_sync.append({path.name for path in tmp_path.iterdir()}))
     for name in (".metadata", "__0_0.distcp"):
         (tmp_path / name).touch()
-    clear(tmp_path, alone=False)
+    clear(tmp_path)
     assert left_at_sync == [{"__0_0.distcp"}]
     assert list(tmp_path.iterdir()) == []
 
@@ -227,12 +360,12 @@ def test_only_a_file_system_that_can_not_sync_directories_is_excused(
 
     monkeypatch.setattr(os, "fsync", fsync)
     (tmp_path / ".metadata").touch()
-    clear(tmp_path, alone=False)
+    clear(tmp_path)
     assert not (tmp_path / ".metadata").exists()
     error = OSError(5, "Input/output error")
     (tmp_path / ".metadata").touch()
     with pytest.raises(OSError, match="Input/output error"):
-        clear(tmp_path, alone=False)
+        clear(tmp_path)
 
 
 @dataclasses.dataclass
@@ -241,15 +374,15 @@ class Prefix:
 
 
 def test_a_name_that_is_taken_is_not_taken_again(tmp_path: Path) -> None:
-    first = own_names(tmp_path, Prefix("__3_"), cleared=False)
+    first = own_names(tmp_path, Prefix("__3_"), taken=False)
     assert first == Prefix("__3_")
     assert (tmp_path / "__3_0.distcp").read_bytes() == b""
-    second = own_names(tmp_path, Prefix("__3_"), cleared=False)
-    third = own_names(str(tmp_path), Prefix("__3_"), cleared=True)
+    second = own_names(tmp_path, Prefix("__3_"), taken=False)
+    third = own_names(str(tmp_path), Prefix("__3_"), taken=True)
     assert len({first.prefix, second.prefix, third.prefix}) == 3
     assert all(re.fullmatch(r"__3_[0-9a-f]{8}_", one.prefix) for one in (second, third))
-    assert own_names(tmp_path, Prefix("__4_"), cleared=False) == Prefix("__4_")
-    assert own_names(tmp_path, Prefix("__5_"), cleared=True) != Prefix("__5_")
+    assert own_names(tmp_path, Prefix("__4_"), taken=False) == Prefix("__4_")
+    assert own_names(tmp_path, Prefix("__5_"), taken=True) != Prefix("__5_")
     for place in (None, "s3://bucket", tmp_path / "not there"):
-        assert own_names(place, Prefix("__3_"), cleared=True) == Prefix("__3_")
-    assert own_names(tmp_path, {"shard_index": 1}, cleared=True) == {"shard_index": 1}  # a writer that names no prefix
+        assert own_names(place, Prefix("__3_"), taken=True) == Prefix("__3_")
+    assert own_names(tmp_path, {"shard_index": 1}, taken=True) == {"shard_index": 1}  # a writer that names no prefix

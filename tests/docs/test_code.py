@@ -8,6 +8,7 @@ NOT_RUN.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import qtensor
-from dcp_adapters import QuantizedSavePlanner, import_hf, read_manifest
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, import_hf, read_manifest
 from layerwise import GPTQ, calibrate
 from qtensor import MXFP8BlockScaling, QuantizedTensor
 from tests.docs import small_models
@@ -75,6 +76,18 @@ def checkpoints(path: Path) -> None:
         torch.serialization.set_crc32_options(crc32)
     for step in ("step-1000", "step-2000", "step-3000"):
         assert len(read_manifest(path / step).tensors) == 4
+
+
+def faults(path: Path) -> None:
+    for seed in (0, 1):  # the second one over the first
+        torch.manual_seed(seed)
+        state = {"weight": qtensor.quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+            page("faults.md").run(namespace(state=state, path=path))
+        found = {"weight": qtensor.quantize(torch.zeros(64, 64), MXFP8BlockScaling())}
+        dcp.load(found, checkpoint_id=path / "latest", planner=QuantizedLoadPlanner())
+        assert torch.equal(found["weight"].dequantize(), state["weight"].dequantize())
 
 
 CHECKPOINT_DOTS = ("train(model, optimizer)", "shard(model).to_empty(device='cpu')")
@@ -159,6 +172,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/checkpoint_format.md": (1, checkpoint_format),
     "docs/checkpoints.md": (1, checkpoints),
     "docs/compatibility.md": (1, compatibility),
+    "docs/faults.md": (1, faults),
     "docs/export.md": (1, export),
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),

@@ -37,6 +37,8 @@ RAISED_IN = {
     "the same format, or none": "tests/dcp_adapters/hf/test_plan.py",
     "holds NaN": "tests/dcp_adapters/hf/test_export.py",
     "nothing is overwritten": "tests/dcp_adapters/hf/test_export.py",
+    "can not be replaced": "tests/dcp_adapters/hf/test_export.py",
+    "another save into the same directory": "tests/dcp_adapters/test_overwrite.py",
     "does not fit the model": "tests/dcp_adapters/hf/test_import.py",
     "calibration can not see": "tests/layerwise/statistics/test_statistics.py",
     "not positive definite": "tests/layerwise/algorithms/test_gptq.py",

@@ -20,7 +20,7 @@ from dcp_adapters.commands.report.tiles import Tile, decoded
 from qtensor.formats import row_multiple, specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["ElementCounts"]
+__all__ = ["ElementCounts", "counts_elements"]
 
 
 class _ElementType(NamedTuple):
@@ -35,11 +35,17 @@ class _ElementType(NamedTuple):
     slack: float
 
 
-_TYPES = {
+_TYPES: dict[torch.dtype | None, _ElementType] = {
     torch.float8_e4m3fn: _ElementType(0x7F, 0x7E, 0x7E, 464 / 448),
     torch.float8_e5m2: _ElementType(0x7F, 0x7B, 0x7B, 61440 / 57344),
-    torch.uint8: _ElementType(0x07, 0x07, 0x77, 7 / 6),  # two E2M1 codes a byte
+    torch.float4_e2m1fn_x2: _ElementType(0x07, 0x07, 0x77, 7 / 6),  # two E2M1 codes a byte
 }
+
+
+def counts_elements(recipe: Recipe) -> bool:
+    """Whether the elements of a format are of a type that is counted here."""
+    payload, *others = specs_of(recipe)
+    return payload.numbers in _TYPES and bool(others)
 
 
 @dataclass
@@ -54,7 +60,7 @@ class ElementCounts:
 
     def __post_init__(self) -> None:
         payload, scale = specs_of(self.recipe)[:2]
-        self._type = _TYPES[payload.dtype]
+        self._type = _TYPES[payload.numbers]
         self._packed = payload.block == 2
         self._block = scale.block if scale.per_row else 0
         self._taken = 0  # scales of blocks that have such an element

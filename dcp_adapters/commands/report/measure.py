@@ -23,7 +23,7 @@ from dcp_adapters.commands.errors import ErrorSum
 from dcp_adapters.commands.inspect_checkpoint import inspect_checkpoint, kind_of, matches
 from dcp_adapters.commands.progress import Advance, unseen
 from dcp_adapters.commands.report.channels import Axis, Channels
-from dcp_adapters.commands.report.elements import ElementCounts
+from dcp_adapters.commands.report.elements import ElementCounts, counts_elements
 from dcp_adapters.commands.report.records import CheckpointReport, Compared, TensorReport
 from dcp_adapters.commands.report.scales import scale_histograms
 from dcp_adapters.commands.report.tiles import Tile, decodable, matrix_shape, tiles
@@ -95,7 +95,8 @@ def measure_tensor(
     rows, columns = matrix_shape(stored.shape)
     channels, total = Channels(rows, columns), ErrorSum()
     quantized = isinstance(tensor, QuantizedTensor)
-    counts = ElementCounts(tensor.recipe, rows) if isinstance(tensor, QuantizedTensor) else None
+    counted = isinstance(tensor, QuantizedTensor) and counts_elements(tensor.recipe)
+    counts = ElementCounts(tensor.recipe, rows) if isinstance(tensor, QuantizedTensor) and counted else None
     looked_at = decodable(stored.dtype)
     has_channels = looked_at and (quantized or tensor.is_floating_point())
     for tile, right in _beside(tensor, reference) if looked_at else ():

@@ -17,7 +17,8 @@ Compared = Literal["no", "yes", "absent", "shape", "undecodable"]
 class ScaleHistogram:
     """The scales of one part of a tensor.
 
-    part: of the tensor. stored_as: e4m3, e8m0 or fp32. counts: exponent e -> number of scales in [2^e, 2^(e+1)).
+    part: of the tensor. stored_as: e4m3, e8m0, fp32, or the name of a dtype. counts: exponent e -> number of scales in
+    [2^e, 2^(e+1)).
     zero, negative, not_finite: how many are none of them.
     """
 
@@ -71,7 +72,8 @@ class TensorReport:
         error: of its values, those of the dense checkpoint being right; None where they were not compared.
         reference_bytes: what it takes in the dense checkpoint.
         scales: of each part that holds scales.
-        at_largest: elements of the largest magnitude that the element type has; None for dense tensors.
+        at_largest: elements of the largest magnitude that the element type has; None for dense tensors and for element
+            types that the report does not know.
         saturated: `at_largest` less one for each scale that has one: an upper bound of what was clipped.
         clipped: elements of the dense checkpoint beyond the largest value under their scale by more than half a step.
         nan_codes: codes of the payload that are NaN or infinite. not_finite: values that are.

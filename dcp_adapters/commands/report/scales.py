@@ -16,23 +16,23 @@ from qtensor.tensor import QuantizedTensor
 __all__ = ["scale_histograms"]
 
 PIECE = 1 << 20
-_BITS = {1: torch.uint8, 4: torch.int32}
-_STORED_AS = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3", torch.float32: "fp32"}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_STORED_AS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3", torch.float32: "fp32"}
 
 
 def scale_histograms(tensor: QuantizedTensor) -> tuple[ScaleHistogram, ...]:
-    """One for each part that holds scales; histories of amaxes are none."""
+    """One for each part that holds scales that torch has a dtype for; histories of amaxes are none."""
     parts = tensor.parts()
-    return tuple(_histogram(spec, parts[spec.name]) for spec in specs_of(tensor.recipe)[1:] if spec.length is None)
+    specs = [spec for spec in specs_of(tensor.recipe)[1:] if spec.length is None]
+    return tuple(_histogram(spec, spec.numbers, parts[spec.name]) for spec in specs if spec.numbers is not None)
 
 
-def _histogram(spec: PartSpec, part: Tensor) -> ScaleHistogram:
+def _histogram(spec: PartSpec, numbers: torch.dtype, part: Tensor) -> ScaleHistogram:
     flat = part.reshape(-1)
-    total = ScaleHistogram(spec.name, _STORED_AS[spec.dtype], {})
+    total = ScaleHistogram(spec.name, _STORED_AS.get(numbers, str(numbers).removeprefix("torch.")), {})
     for start in range(0, flat.numel(), PIECE):
         values, counted = flat[start : start + PIECE].view(_BITS[spec.dtype.itemsize]).unique(return_counts=True)
-        dtype = torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype
-        total = _joined(total, values.view(dtype).to(torch.float64), counted)
+        total = _joined(total, values.view(numbers).to(torch.float64), counted)
     return total
 
 

@@ -66,7 +66,7 @@ def scales(report: CheckpointReport) -> Markup:
         bad = {what: sum(getattr(one, what) for one in some) for what in ("zero", "negative", "not_finite")}
         odd = ", ".join(f"{many:,} {what.replace('_', ' ')}" for what, many in bad.items() if many)
         total = sum(counts.values()) + sum(bad.values())
-        words = f"{total:,} in {tensors(len(some))}; {RANGES[stored_as]}{'; ' + odd if odd else ''}"
+        words = f"{total:,} in {tensors(len(some))}; {RANGES.get(stored_as, stored_as)}{'; ' + odd if odd else ''}"
         drawn = histogram(counts, SPANS.get(stored_as)) if counts else ""
         heading = tag("h3", f"{short(kind, 60)}: {part.replace('_', ' ')}")
         cards.append(tag("div", heading, tag("div", words, class_="soft small"), drawn))

@@ -602,6 +602,7 @@ def test_any_error_on_one_rank_between_gathers_is_raised_on_all(tmp_path: Path) 
 def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("mxfp8")
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").touch()
     with pytest.raises(FileExistsError, match="out exists already; choose another name, nothing is overwritten"):
         export_hf(model, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="no such directory; create it first"):
@@ -619,10 +620,11 @@ def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, mo
 
     def raced(tensors: Any, path: Path, **kwargs: Any) -> None:
         (tmp_path / "raced").mkdir(exist_ok=True)
+        (tmp_path / "raced" / "notes").touch()
         save_file(tensors, path, **kwargs)
 
     monkeypatch.setattr(writing, "save_file", raced)
-    with pytest.raises(FileExistsError, match="raced was made by another while this export was written; nothing is"):
+    with pytest.raises(FileExistsError, match="raced was made by another while this one was written; nothing is"):
         export_hf(model, tmp_path / "raced")
     assert {found.name for found in tmp_path.iterdir()} == {"out", "new", "raced"}
     monkeypatch.setattr(writing, "_save", lambda *_: None)  # files that rank 0 can not see: a disk of another host
@@ -631,6 +633,26 @@ def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, mo
     ):
         export_hf(model, tmp_path / "lost")
     assert not (tmp_path / "lost").exists()
+
+
+def test_an_empty_directory_gets_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("mxfp8")
+    for name in ("empty", "new"):
+        if name == "empty":
+            (tmp_path / name).mkdir()
+        export_hf(model, tmp_path / name)
+    told = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("empty", "new")]
+    assert told[0] == told[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "new"}
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("file", "link", "new"):
+        with pytest.raises(FileExistsError, match=f"{name} exists already; choose another name"):
+            export_hf(model, tmp_path / name)
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    with pytest.raises(FileExistsError, match="disk can not be replaced when all is written; give a new directory in"):
+        export_hf(model, tmp_path / "disk")
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:

@@ -246,10 +246,11 @@ def test_all_that_a_record_names_is_durable_before_it(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
     checkpoint.save_window(1, 1, dense(1))
-    data, listing = "layers-00001-00001/__0_0.distcp", "layers-00001-00001/.metadata.tmp"
+    window = "layers-00001-00001"
+    data, listing = f"{window}/__0_0.distcp", f"{window}/.metadata.tmp"
     temporary = [re.sub(r"json\.\w{8}\.tmp", "json.tmp", step) for step in steps]
     assert temporary == [
-        *[data, listing, "layers-00001-00001", "."],
+        *[data, listing, window, "-> .metadata", window, "."],
         *[f"{PROGRESS}.tmp", f"-> {PROGRESS}", "."],
         *[f"{BACKUP}.tmp", f"-> {BACKUP}", "."],
     ]

@@ -1,0 +1,96 @@
+"""Checkpoints, checks and commands for a format that they were not written for (tests/qtensor/foreign.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcp_adapters.commands.cli import main
+from dcp_adapters.commands.recipe_names import recipe_label, target_named
+from dcp_adapters.hf.layout import KINDS
+from dcp_adapters.verification.part_values import holds_nan
+from dcp_adapters.verification.verify import verify
+from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from tests.dcp_adapters.cases import assert_holds, load, save, values
+from tests.qtensor.foreign import SCALES, foreign_format
+
+
+@pytest.fixture
+def foreign() -> Iterator[Any]:
+    with foreign_format() as recipe:
+        yield recipe
+
+
+def state(recipes: list[Any], seed: int) -> dict[str, Any]:
+    return {f"{i}.weight": quantize(values((64, 256), seed + i), recipe) for i, recipe in enumerate(recipes)}
+
+
+def test_it_is_saved_loaded_verified_and_reported(
+    foreign: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes = [foreign(scales=scales) for scales in SCALES]
+    full = state(recipes, 0)
+    save(full, tmp_path / "q")
+    found = state(recipes, 9)
+    load(found, tmp_path / "q")
+    assert_holds(found, full)
+    assert verify(tmp_path / "q").findings == ()
+    assert main(["inspect", str(tmp_path / "q")]) == 0
+    assert "Foreign128(scales='bf16')" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "q"), "-o", str(tmp_path / "page.html")]) == 0
+    assert "Foreign128" in (tmp_path / "page.html").read_text()
+
+
+def test_it_is_named_on_the_command_line(foreign: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert target_named("Foreign128", {"scales": "bf16"}) == foreign(scales="bf16")
+    assert recipe_label(foreign()) == "Foreign128(scales='bytes')"
+    with pytest.raises(ValueError, match=r"unknown recipe 'foreign'; this version knows mxfp8, .*, Foreign128, bfloat"):
+        target_named("foreign")
+    save({"w": quantize(values((64, 256), 0), MXFP8BlockScaling())}, tmp_path / "a")
+    there = ["--to", "Foreign128", "--option", "scales=bf16", "--no-progress"]
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), *there]) == 0
+    assert "1 tensors converted to Foreign128(scales='bf16')" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "bfloat16", "--no-progress"]) == 0
+    assert verify(tmp_path / "c").findings == ()
+
+
+def test_forgotten_again_it_is_unknown() -> None:
+    with pytest.raises(ValueError, match="unknown recipe 'Foreign128'"):
+        target_named("Foreign128")
+
+
+def with_nan(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[3, 5] = float("nan")
+    return x
+
+
+def test_nan_is_judged_by_the_specs_of_the_parts(foreign: Any) -> None:
+    ours = [*KINDS.values(), MXFP8BlockScaling(element="e5m2"), Float8CurrentScaling(element="e5m2")]
+    for recipe in [*ours, NVFP4BlockScaling(blocks="square"), *(foreign(scales=scales) for scales in SCALES)]:
+        # of many values, so that every code occurs that a healthy tensor may hold
+        x = values((512, 256), 1, torch.float32).bfloat16()
+        assert not holds_nan(recipe, quantize(x, recipe).parts()), recipe
+        assert holds_nan(recipe, quantize(with_nan(x), recipe).parts()), recipe
+
+
+def test_what_only_a_part_tells_is_found(foreign: Any) -> None:
+    """Damage that no quantizing leaves: one part says NaN, the others do not."""
+    x = values((64, 256), 1)
+    for recipe, part in (
+        (MXFP8BlockScaling(), "payload"),
+        (MXFP8BlockScaling(), "scale"),
+        (Float8CurrentScaling(), "scale"),
+        (NVFP4BlockScaling(), "global_scale"),
+        (foreign(scales="bf16"), "spread"),
+    ):
+        q = quantize(x, recipe)
+        assert isinstance(q, QuantizedTensor)
+        parts = {name: data.clone() for name, data in q.parts().items()}
+        parts[part].view(-1).view(torch.uint8).fill_(0xFF)
+        assert holds_nan(recipe, parts), (recipe, part)

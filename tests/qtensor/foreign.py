@@ -1,0 +1,97 @@
+"""A format of somebody else's: blocks of 128, elements that torch has no dtype for, scales as codes or in bf16."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor import formats
+from qtensor.blocks import finite_magnitude, tile
+from qtensor.formats import PartSpec, register, specs_of
+from qtensor.recipes import Recipe, check_choice
+from qtensor.tensor import QuantizedTensor
+
+BLOCK = 128
+SCALES = {"bytes": torch.uint8, "bf16": torch.bfloat16}
+
+
+def _power_of_two(code: Tensor) -> Tensor:
+    return (code.clamp(1, 254) << 23).view(torch.float32)
+
+
+class ForeignFormat:
+    """element = round(x / scale) + 128 as uint8, 0: NaN; scale = 2^k, stored as k + 127 or as a bf16 number."""
+
+    def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
+        return PartSpec("payload", torch.uint8), PartSpec("spread", SCALES[recipe.scales], block=BLOCK)
+
+    def shared_amax(self, x: Tensor, recipe: Any) -> None:
+        return None
+
+    def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
+        bits = finite_magnitude(tile(x, BLOCK)).amax(-1).view(torch.int32)
+        code = (((bits >> 23) & 0xFF) + 1 - 6).clamp(1, 254)  # amax / scale < 2^7
+        return {"spread": code.to(torch.uint8) if recipe.scales == "bytes" else _power_of_two(code).bfloat16()}
+
+    def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        dec = quantizer["spread"]
+        dec = _power_of_two(dec.to(torch.int32)) if recipe.scales == "bytes" else dec.float()
+        return 1 / dec, dec
+
+    def encode_with(
+        self, x: Tensor, recipe: Any, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        enc = self.grid(recipe, quantizer)[0] if enc is None else enc
+        elements = (tile(x, BLOCK) * enc.unsqueeze(-1)).round().clamp(-127, 127) + 128
+        elements = torch.where(tile(x, BLOCK).abs() < math.inf, elements, 0.0)
+        return {"payload": elements.to(torch.uint8).reshape(x.shape), **quantizer}
+
+    def encode(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
+        return self.encode_with(x, recipe, self.quantizer(x, recipe, amax))
+
+    def snap(self, scaled: Tensor, recipe: Any) -> Tensor:
+        return scaled.round().clamp(-127, 127)
+
+    def candidates(self, x: Tensor, recipe: Any, amax: Any, *, elementwise: bool = False) -> Iterator[Any]:
+        yield self.quantizer(x, recipe, amax)
+
+    def adopt(self, x: Tensor, recipe: Any, scale: Tensor) -> dict[str, Tensor]:
+        raise AssertionError("there is no shared scale")
+
+    def decode(self, parts: Mapping[str, Tensor], recipe: Any) -> Tensor:
+        payload = tile(parts["payload"], BLOCK)
+        values = (payload.float() - 128) * self.grid(recipe, parts)[1].unsqueeze(-1)
+        return torch.where(payload == 0, math.nan, values).reshape(parts["payload"].shape)
+
+
+class ForeignTensor(QuantizedTensor):
+    """payload uint8 [.., K]; spread uint8 or bf16 [.., K // 128]."""
+
+
+@contextmanager
+def foreign_format() -> Iterator[Any]:
+    """The recipe type, known to the library inside."""
+
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class Foreign128(Recipe):
+        scales: str = "bytes"
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            check_choice(self, "scales", tuple(SCALES))
+
+    register(Foreign128, ForeignFormat(), ForeignTensor)  # type: ignore[arg-type]
+    try:
+        yield Foreign128
+    finally:
+        del formats._registered[Foreign128], Recipe.registry[Foreign128.__name__]
+        for cached in (specs_of, formats.block_multiple):
+            assert isinstance(cached, functools._lru_cache_wrapper)
+            cached.cache_clear()
