@@ -213,7 +213,7 @@ class HuggingFaceReader(StorageReader):
 
 def _whole(entry: Entry, files: OpenFiles) -> Tensor:
     """All chunks of an entry, in memory of their own."""
-    out = torch.empty(entry.shape, dtype=entry.dtype)
+    out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     for chunk in entry.chunks:
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
         whole = chunk.source.take(files.piece(chunk.source.tensor), (0,) * len(chunk.sizes), chunk.sizes)

@@ -83,7 +83,7 @@ def _not_finite(spec: PartSpec, part: Tensor) -> bool:
 def _values(spec: PartSpec) -> Tensor:
     """The numbers of the 256 codes of a part of one byte an element."""
     assert spec.numbers is not None
-    return torch.arange(256, dtype=torch.uint8).view(spec.numbers).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(spec.numbers).float()
 
 
 def _pieces(part: Tensor) -> Iterator[Tensor]:
