@@ -22,7 +22,7 @@ from qtensor.tensor import QuantizedTensor
 __all__ = ["Room", "check_trainable", "digests_of", "in_fp32", "master_of", "outside_writes", "refill", "shard_of"]
 
 
-def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[Tensor]) -> None:
+def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object]) -> None:
     """Raise where an optimizer of this kind can not step masters of these parameters; what is no tensor torch refuses.
 
     Raises:

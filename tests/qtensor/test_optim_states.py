@@ -28,12 +28,13 @@ from tests.optimizer_states import (
 from tests.qtensor.recipes_under_test import all_recipes, weight
 
 ALL = INNER | UNSHARDED
+MXFP8 = MXFP8BlockScaling()
 
 
 class Model(nn.Module):
     """Parameters of every kind: quantized, bf16 (with a -0.0, which must stay one) and fp32."""
 
-    def __init__(self, recipe: Any = MXFP8BlockScaling()) -> None:
+    def __init__(self, recipe: Any = MXFP8) -> None:
         super().__init__()
         self.a = nn.Linear(96, 64, dtype=torch.bfloat16)
         self.a.weight = nn.Parameter(quantize(weight(64, 96), recipe))
@@ -131,7 +132,7 @@ def test_a_flattened_state_that_torch_lost_is_refused() -> None:
     again = optimizer_of(resumed)
     for param in resumed.parameters():
         param.grad = torch.zeros(param.shape, dtype=param.dtype)
-    with pytest.raises(ValueError, match=r"holds no master weight, expected one of shape \(64, 96\); its state is em"):
+    with pytest.raises(ValueError, match=r"no master weight, expected one of shape \(64, 96\); its state is empty"):
         put("flattened", resumed, again, state)
     again.zero_grad()
     put("flattened", resumed, again, state)
