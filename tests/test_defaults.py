@@ -56,19 +56,20 @@ REPO = Path(__file__).resolve().parent.parent
 EVERY: dict[str, Any] = RECIPES | DELAYED
 TENSOR, SQUARE = Float8CurrentScaling(granularity="tensor"), NVFP4BlockScaling(blocks="square")
 # Both at once where that finds what each alone would: fp16 rounds and overflows, fp64 makes messages longer.
-OTHERS = ("bfloat16", "float16 meta", "float64 meta")
+OTHERS = ("bfloat16", "float16 meta", "float64 meta", "float32 autocast")
 Under = Callable[[], AbstractContextManager[None]]
 Found = dict[str, Any]
 
 
 @contextmanager
 def defaults(name: str) -> Iterator[None]:
-    """Under another default dtype, and with "meta" on that device by default."""
-    dtype, _, device = name.partition(" ")
+    """Under another default dtype, and on the meta device by default, or in autocast to bf16, which all inputs have."""
+    dtype, _, other = name.partition(" ")
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        if device:
-            stack.enter_context(torch.device(device))
+        if other:
+            autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+            stack.enter_context(autocast if other == "autocast" else torch.device(other))
         stack.callback(torch.set_default_dtype, before)
         torch.set_default_dtype(getattr(torch, dtype))
         yield
@@ -276,7 +277,7 @@ def under_defaults(procedure: Any, name: str, path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("procedure", [formats, training, checkpoints, exports, calibrations])
 def test_results_are_those_under_the_defaults_of_torch(procedure: Any, tmp_path: Path) -> None:
     wanted = under_defaults(procedure, "float32", tmp_path / "float32")
-    for name in OTHERS if procedure is not calibrations else OTHERS[1:]:
+    for name in OTHERS if procedure is not calibrations else OTHERS[1:3]:
         assert_same(under_defaults(procedure, name, tmp_path / name), wanted)
 
 
