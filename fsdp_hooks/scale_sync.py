@@ -94,7 +94,7 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
             "sync_scales: the parameters are those gathered for a forward, not the shards; call reshard() on their "
             "FSDP modules, and take model.parameters() anew"
         )
-    shared = [(name, param, groups) for name, param in named if (groups := groups_sharing(param))]
+    shared = [(name, param, over) for name, param in named if (over := groups_sharing(param))]
     if any(param.is_meta for _, param in named):
         raise ValueError(
             "sync_scales: the parameters are on the meta device; call to_empty() and initialise or load them first"
