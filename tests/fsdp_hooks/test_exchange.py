@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from fsdp_hooks import exchange, sync_scales
 from fsdp_hooks.exchange import Channel, RanksDifferError, channel_of, in_order, largest
 from qtensor import (
@@ -195,6 +198,25 @@ def test_a_rank_that_lists_something_else_is_an_error_on_all(what: str) -> None:
     assert errors[0] == errors[1]
     assert "do not list the same weights" in errors[0]
     assert "only rank " in errors[0]
+
+
+def _converts(path: Path, rows: int) -> None:
+    values = {name: value(name, rows) for name in NAMES}
+    dcp.save(
+        {f"{name}.weight": one for name, one in values.items()}, checkpoint_id=path, planner=QuantizedSavePlanner()
+    )
+    net = model(rows=rows)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.zero_()
+    state = dict(sorted(net.state_dict().items(), reverse=dist.get_rank() == 1))
+    dcp.load(state, checkpoint_id=path, planner=QuantizedLoadPlanner(on_mismatch="convert"))
+    assert_whole(net, values, TENSOR, "converting load")
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 64), (3, 2)])
+def test_a_converting_load_matches_by_name_and_knows_empty_shards(ranks: int, rows: int, shared_tmp_path: Path) -> None:
+    run_ranks(ranks, _converts, shared_tmp_path / "saved", rows)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
