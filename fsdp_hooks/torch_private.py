@@ -101,15 +101,16 @@ def is_watched() -> bool:
 
 @contextmanager
 def one_dispatch_state(device_type: str) -> Iterator[None]:
-    """The innermost state that operations can be called in: no autograd, views, autocast or __torch_function__.
+    """One state for operations on plain tensors, wherever they are called: no autograd, views or autocast.
 
     Dynamo guards on all of these, and would compile a function anew for calls from within __torch_dispatch__, from
-    outside, under autocast, in inference mode. Most of them have no public switch.
+    outside, under autocast, in inference mode. Most of them have no public switch. __torch_function__ is one more of
+    them, and on: the compiler of torch 2.11 relies on it, and plain tensors have none.
     """
     autocast = torch.is_autocast_enabled(device_type)
     with (
         torch.no_grad(),
-        without_torch_function(),
+        torch._C._EnableTorchFunction(),
         torch._C._AutoDispatchBelowADInplaceOrView(),
         torch.autocast(device_type, enabled=False) if autocast else nullcontext(),
     ):
