@@ -128,7 +128,7 @@ def _digest(labels: tuple[Label, ...], sizes: tuple[int, ...]) -> tuple[float, .
 def _difference(lines: Sequence[str], channel: Channel, device: torch.device) -> str:
     """What the first rank that differs from the group's first one has, and that one not; the same text on all ranks."""
     own = "\n".join(lines).encode()
-    size = torch.tensor([float(len(own) * (channel.place == 0))], dtype=torch.float32, device=device)
+    size = torch.tensor([len(own) * (channel.place == 0)], dtype=torch.int64, device=device)  # fp32 would round it
     channel.reduce(size)
     theirs = _gathered(own if channel.place == 0 else b"", (1, int(size)), 0, channel, device)[0].split("\n")
     more, less = Counter(lines) - Counter(theirs), Counter(theirs) - Counter(lines)

@@ -13,11 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fsdp_hooks.alike import alike, any_of, device_of
-from fsdp_hooks.exchange import channel_of, largest
+from fsdp_hooks.alike import alike, any_of
 from layerwise.events import Event, Observer
 from layerwise.folding.smoothing import smooths
 from layerwise.inputs.passes import Batches
@@ -51,7 +49,6 @@ class Run:
 
     def finish(self, directory: str | Path | None, save_every: int, options: Mapping[str, Any]) -> None:
         """Go through all stages, from the first that `directory` does not have."""
-        self._check_names()
         weights = {} if directory is None else self._digest()
         with self.outside:
             if any_of(self.plan.method.group, self.batches.needs_model):  # a rank without data may give none
@@ -73,15 +70,6 @@ class Run:
                 self.observer.done()
         if checkpoint is not None and not self.finished:
             checkpoint.finish(self._digest())
-
-    def _check_names(self) -> None:
-        """Refuse ranks whose models have other weights, or the same in another order: statistics go by that order."""
-        group = self.plan.method.group
-        if group is not None:
-            targets = [target for stage in self.plan.stages for target in stage.targets]
-            label = tuple(f"{target.name}: {tuple(target.param.shape)}" for target in targets)
-            nothing = torch.zeros(1, dtype=torch.float32, device=device_of(group))
-            largest("calibrate", [label], [nothing], channel_of(group))
 
     def _check_data(self) -> None:
         """Refuse or tell that no rank has a batch, where the outcome depends on batches."""

@@ -178,8 +178,8 @@ class HighPrecisionWeight(SharesScales, Tensor):
         if func is aten.split.Tensor:
             refuse_resharding_to_a_smaller_mesh(args[0], args[1])
         result = func(*dense(args), **dense(kwargs))
-        if func.__name__.startswith(("_foreach_", "_fused_")) and isinstance(args[0], list | tuple):
-            count_writes(one for one in args[0] if result is None and isinstance(one, HighPrecisionWeight))
+        if result is None and func.__name__.startswith(("_foreach_", "_fused_")):  # written in place
+            count_writes(one for one in args[0] if isinstance(one, HighPrecisionWeight))
         if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
             return args[0]  # written in place
         if func not in _KEEPS or not isinstance(args[0], HighPrecisionWeight):

@@ -74,8 +74,9 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
         entries = [_Entry(*weight, _dense_part(*weight, state_dict)) for weight in weights]
         claims = _claims([entry for entry in entries if entry.key in shared])
     except Exception:
-        if shared:
-            own = [weight for weight in weights if weight[0] in shared]
+        # without a dense entry among those that share scales no rank exchanges anything
+        own = [weight for weight in weights if weight[0] in shared]
+        if any(_is_dense(state_dict.get(key), local) for key, _, local in own):
             labels = [(label_of(key, param),) for key, param, _ in own]
             tell_groups(labels, [shared[key] for key, _, _ in own], own[0][2].device)
         raise
@@ -154,13 +155,21 @@ def _placed(key: str, value: Any, param: Tensor) -> Tensor | None:
 
 def _values(part: Tensor, local: Any) -> Tensor | None:
     """The dense values of an entry's local tensor; None where it is of the parameter's own kind already."""
+    if not _is_dense(part, local):
+        return None
     if isinstance(part, HighPrecisionWeight):
-        settled = isinstance(local, HighPrecisionWeight) and part.agreement is local.agreement
-        return None if settled else part.dense  # settled: an outer module's hook has put it there
+        return part.dense
+    return part.dequantize(torch.float32) if isinstance(part, QuantizedTensor) else part
+
+
+def _is_dense(value: Any, local: Any) -> bool:
+    """Whether an entry is a tensor of another kind than the parameter, so that its values have to be quantized."""
+    part = local_of(value) if isinstance(value, Tensor) else value
+    if isinstance(part, HighPrecisionWeight):  # of the same agreement: an outer module's hook has put it there
+        return not (isinstance(local, HighPrecisionWeight) and part.agreement is local.agreement)
     if isinstance(part, QuantizedTensor):
-        fits = isinstance(local, QuantizedTensor) and part.recipe.stored == local.recipe.stored
-        return None if fits else part.dequantize(torch.float32)
-    return part
+        return not (isinstance(local, QuantizedTensor) and part.recipe.stored == local.recipe.stored)
+    return isinstance(part, Tensor)
 
 
 def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:

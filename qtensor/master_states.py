@@ -1,4 +1,4 @@
-"""States of a MasterWeightOptimizer on their way back from a state dict: whose they are, and whether masters are there.
+"""States of a MasterWeightOptimizer: what `state` shows of masters, and what a state dict brings back.
 
 torch knows three ways to say that a parameter has no state: it is not named; its state is empty; or, in what
 `set_optimizer_state_dict(flatten_optimizer_state_dict=True)` makes of a checkpoint that does not name it, each entry of
@@ -7,12 +7,24 @@ that do have a state in the checkpoint, where the optimizer was new and gradient
 and a low-precision parameter without its master is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["MASTER", "check_masters", "saved_states"]
+from qtensor.masters import refill
+
+__all__ = [
+    "check_masters",
+    "for_inner",
+    "forget_looks",
+    "load_masters",
+    "names_of",
+    "options_of",
+    "publish",
+    "saved_states",
+]
 
 MASTER = "master_weight"
 
@@ -47,6 +59,70 @@ def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mappi
             f"MasterWeightOptimizer.load_state_dict: state {number} holds {what}, expected one of shape "
             f"{tuple(param.shape)}; {cause}"
         )
+
+
+@torch.no_grad()
+def load_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Set all masters to what was saved; one saved before its first step starts from its parameter."""
+    for param, master in masters.items():
+        if master is param:
+            continue
+        if param in saved:
+            master.copy_(saved[param][MASTER])
+        else:
+            refill(master, param)
+
+
+def for_inner(groups: Sequence[dict[str, Any]], saved: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dict that the inner optimizer loads: the saved states without their masters, the groups' options."""
+    states: dict[int, dict[str, Any]] = {}
+    numbered = []
+    number = 0  # torch counts the parameters of all groups
+    for group in groups:
+        first = number
+        for number, param in enumerate(group["params"], start=first):
+            if param in saved:
+                states[number] = {key: value for key, value in saved[param].items() if key != MASTER}
+        number = first + len(group["params"])
+        numbered.append({**options_of(group), "params": list(range(first, number))})
+    return {"state": states, "param_groups": numbered}
+
+
+def forget_looks(state: MutableMapping[Tensor, Any], masters: Mapping[Tensor, Tensor]) -> None:
+    """Drop the empty states that a mere look at `state[p]` makes (torch takes such looks, too)."""
+    for param, master in masters.items():
+        if master is not param and not state.get(param, True):
+            del state[param]
+    if not any(state.values()):
+        state.clear()
+
+
+def publish(
+    state: MutableMapping[Tensor, Any],
+    masters: Mapping[Tensor, Tensor],
+    inner: Mapping[Tensor, Any],
+    params: Iterable[Tensor],
+) -> None:
+    """Fill `state` with what state_dict() must hold; references only.
+
+    That is the masters of `params`, and of all parameters that the inner optimizer has a state for.
+    """
+    named = set(params)
+    for param, master in masters.items():
+        entries = inner.get(master)
+        if entries is not None or param in named:
+            state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def names_of(group: Mapping[str, Any], number: int) -> list[tuple[str, Tensor]]:
+    """(name, parameter) of a group; where they were given without names, its number stands for them."""
+    names = group.get("param_names") or [f"group {number}"] * len(group["params"])
+    return list(zip(names, group["params"], strict=True))
 
 
 def _hollow(state: Any) -> bool:

@@ -19,7 +19,35 @@ from fsdp_hooks.torch_private import dtensor_like, local_itself
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Room", "check_trainable", "digests_of", "in_fp32", "master_of", "outside_writes", "refill", "shard_of"]
+__all__ = [
+    "APART",
+    "Room",
+    "check_trainable",
+    "digests_of",
+    "in_fp32",
+    "master_of",
+    "outside_writes",
+    "refill",
+    "shard_of",
+]
+
+# torch's optimizers that treat every parameter apart; any other may look at all gradients together
+APART = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
 
 
 def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object]) -> None:

@@ -36,9 +36,19 @@ from torch import Tensor
 from fsdp_hooks.scale_sync import SharesScales, agree_on_scales, label_of, local_of
 from fsdp_hooks.torch_private import without_torch_function
 from fsdp_hooks.versions import count_writes
+from qtensor import master_states
 from qtensor.batches import write_each
-from qtensor.master_states import MASTER, check_masters, saved_states
-from qtensor.masters import Room, check_trainable, digests_of, in_fp32, master_of, outside_writes, refill, shard_of
+from qtensor.masters import (
+    APART,
+    Room,
+    check_trainable,
+    digests_of,
+    in_fp32,
+    master_of,
+    outside_writes,
+    refill,
+    shard_of,
+)
 from qtensor.step_agreement import Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
 
@@ -46,22 +56,6 @@ __all__ = ["MasterWeightOptimizer"]
 
 CHUNK = {"cpu": 2**22}  # elements; what the optimizer makes of them stays in reach of the cache
 CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
-APART = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adafactor,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
@@ -96,12 +90,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         super().__init__(params, {})
         everything = [param for group in self.param_groups for param in group["params"]]
         check_trainable(optimizer_cls, everything)
-        self._sync(self.param_groups)
+        self._sync(0)
         groups = [self._master_group(number) for number in range(len(self.param_groups))]
         self._inner = optimizer_cls(groups, **optimizer_kwargs)
         self.defaults = self._inner.defaults
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_options(inner))
+            group.update(master_states.options_of(inner))
         self._publish_state(())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,9 +121,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self._inner is not None:
             group = self.param_groups[-1]
-            self._sync([group])
+            self._sync(len(self.param_groups) - 1)
             self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
-            group.update(_options(self._inner.param_groups[-1]))
+            group.update(master_states.options_of(self._inner.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -157,17 +151,19 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 # the gradient that a frozen parameter may still have is of no step
                 stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
             self._step_masters(stepped)
+            trained, dense, plain = self._agreeing(set(stepped))
+            written = self._copy(plain)
         except Exception:
             with contextlib.suppress(Exception):  # the error that led here is the one to report
                 tell(*self._agreeing(set())[:2])
             raise
-        self._write_back(stepped)
+        self._write_back(trained, dense, written)
         self._publish_state(stepped)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's, with masters."""
-        self._forget_looks()
+        master_states.forget_looks(self.state, self._masters)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -181,36 +177,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         assert self._inner is not None
         params = [param for group in self.param_groups for param in group["params"]]
-        self._forget_looks()
-        saved = saved_states(params, state_dict)
-        check_masters(self._masters, saved)
+        master_states.forget_looks(self.state, self._masters)
+        saved = master_states.saved_states(params, state_dict)
+        master_states.check_masters(self._masters, saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for param, master in self._masters.items():
-            if master is not param:
-                if param in saved:
-                    with torch.no_grad():
-                        master.copy_(saved[param][MASTER])
-                else:  # saved before its first step, where the parameter decides
-                    refill(master, param)
+        master_states.load_masters(self._masters, saved)
         self._start_anew(self._masters)
         for param in saved:  # torch restores an optimizer before its model: until the next step loaded masters decide
             self._written.pop(param, None)
-        position = {param: index for index, param in enumerate(params)}
-        self._inner.load_state_dict(
-            {
-                "state": {
-                    position[param]: {key: value for key, value in values.items() if key != MASTER}
-                    for param, values in saved.items()
-                },
-                "param_groups": [
-                    {
-                        **_options(group),
-                        "params": indices,
-                    }
-                    for group, indices in zip(self.param_groups, self._positions(), strict=True)
-                ],
-            }
-        )
+        self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
         self._publish_state(saved)
 
     def _refuse_exchanged(self) -> None:
@@ -223,29 +198,24 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 "from model.parameters(), and use add_param_group for more"
             )
 
-    def _positions(self) -> list[list[int]]:
-        """The parameter ids of each group, numbered as Optimizer.state_dict numbers them."""
-        numbers = iter(range(len(self._masters)))
-        return [[next(numbers) for _ in group["params"]] for group in self.param_groups]
-
     def _master_group(self, number: int) -> dict[str, Any]:
         """The group of this number over masters."""
         group = self.param_groups[number]
         for param in group["params"]:
             self._masters[param] = master_of(param)
             self._group[param] = number
-        for name, param in zip(_names(group), group["params"], strict=True):
+        for name, param in master_states.names_of(group, number):
             if isinstance(local_of(param), SharesScales):
                 self._labels[param] = label_of(name, param)
         self._start_anew(group["params"])
-        options = _options(group)
+        options = master_states.options_of(group)
         return {**options, "params": [self._masters[param] for param in group["params"]]}
 
     def _step_masters(self, stepped: list[Tensor]) -> None:
         """inner.step(), on one chunk of parameters after the other where that makes no difference."""
         assert self._inner is not None
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_options(group))
+            inner.update(master_states.options_of(group))
         apart = type(self._inner) in APART
         chunks = list(self._chunks(stepped)) if apart else [stepped]
         room = Room(max(self._elements(chunk) for chunk in chunks)) if apart else None  # another may keep gradients
@@ -260,7 +230,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 finally:
                     self._take_grads(chunk)
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                group.update(_options(inner))  # some optimizers keep state in their groups
+                group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
         finally:
             for inner, params in zip(self._inner.param_groups, everything, strict=True):
                 inner["params"] = params
@@ -319,9 +289,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             refill(self._masters[param], param)
         self._start_anew(changed)
 
-    def _sync(self, groups: list[dict[str, Any]]) -> None:
-        """Make the scales of groups' parameters agreed."""
-        named = [(name, param) for group in groups for name, param in zip(_names(group), group["params"], strict=True)]
+    def _sync(self, first: int) -> None:
+        """Make the scales of the groups from this number on agreed."""
+        groups = list(enumerate(self.param_groups))[first:]
+        named = [pair for number, group in groups for pair in master_states.names_of(group, number)]
         agree_on_scales("MasterWeightOptimizer", named)
 
     def _agreeing(
@@ -345,15 +316,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                     dense.append((self._labels[param], param, shard))
         return trained, dense, plain
 
-    def _write_back(self, stepped: list[Tensor]) -> None:
-        """Masters -> parameters, and take note of what they hold now."""
-        trained, dense, plain = self._agreeing(set(stepped))
-        written = self._copy(plain)
+    def _write_back(
+        self, trained: list[Trained], dense: list[tuple[str, Tensor, SharesScales]], written: set[Tensor]
+    ) -> None:
+        """Masters -> quantized parameters; take note of what low-precision ones hold now, `written` ones among them."""
         if trained or dense:
             outcome = agree(trained, dense)
             # a host sync, rare once all have been written
             wait = any(one.fresh or not one.stepped for one in trained)
-            written |= self._requantize(trained, outcome.amaxes, outcome.moves() if wait else [True] * len(trained))
+            moves = outcome.moves() if wait else [True] * len(trained)
+            written = written | self._requantize(trained, outcome.amaxes, moves)
         count_writes(written)
         low = (param for param, master in self._masters.items() if master is not param)
         self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
@@ -371,32 +343,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._fresh -= written
         return written
 
-    def _forget_looks(self) -> None:
-        """Drop the empty states that a mere look at `state[p]` makes (torch takes such looks, too)."""
-        for param, master in self._masters.items():
-            if master is not param and not self.state.get(param, True):
-                del self.state[param]
-        if not any(self.state.values()):
-            self.state.clear()
-
     def _publish_state(self, params: Iterable[Tensor]) -> None:
-        """Fill `state` with what state_dict() must hold; references only.
-
-        That is the masters of these parameters and of all that the inner optimizer has a state for.
-        """
         assert self._inner is not None
-        named = set(params)
-        for param, master in self._masters.items():
-            entries = self._inner.state.get(master)
-            if entries is not None or param in named:
-                self.state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _names(group: dict[str, Any]) -> list[str]:
-    """The names of a group's parameters, "" where they were given without."""
-    return list(group.get("param_names") or [""] * len(group["params"]))
+        master_states.publish(self.state, self._masters, self._inner.state, params)

@@ -74,6 +74,13 @@ class _InMemory(Kept):
         base, self._shape = _unexpanded(tensor)
         self._held = base.to(place, copy=True)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has these very bits; where both are on one device, without a copy."""
+        if tensor.device != self._home:
+            return False
+        with torch.no_grad():
+            return is_plain(tensor) and _same_bits(self._held.to(self._home).expand(self._shape), tensor.detach())
+
     def _made(self) -> Tensor:
         return self._held.to(self._home, copy=True).expand(self._shape)
 

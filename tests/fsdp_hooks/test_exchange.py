@@ -27,6 +27,7 @@ from qtensor import (
     quantized_model_init,
     stochastic_rounding,
 )
+from qtensor.loading import watch_loads
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_catching
 
@@ -174,6 +175,10 @@ def _differ(what: str) -> None:
     elif what == "names":
         named = [*model().named_parameters()]
         MasterWeightOptimizer(torch.optim.SGD, [("other", named[0][1]), *named[1:]] if second else named, lr=0.1)
+    elif what == "groups":
+        params = [*model().parameters()]
+        cut = 1 + second
+        MasterWeightOptimizer(torch.optim.SGD, [{"params": params[:cut]}, {"params": params[cut:]}], lr=0.1)
     elif what == "shape":
         sync_scales(model(rows=32 if second else 64))
     elif what == "frozen":
@@ -192,7 +197,7 @@ def _differ(what: str) -> None:
         net.load_state_dict(state)
 
 
-@pytest.mark.parametrize("what", ["recipe", "count", "names", "shape", "frozen", "dense entries"])
+@pytest.mark.parametrize("what", ["recipe", "count", "names", "groups", "shape", "frozen", "dense entries"])
 def test_a_rank_that_lists_something_else_is_an_error_on_all(what: str) -> None:
     errors = run_ranks_catching(2, _differ, what, timeout=60)
     assert errors[0] == errors[1]
@@ -269,6 +274,23 @@ def test_an_entry_that_one_rank_refuses_is_an_error_on_all() -> None:
     failed, other = run_ranks_catching(2, _bad_entry, timeout=60)
     assert "b.weight: this rank's part of the state dict's entry has shape (31, 32)" in failed
     assert "load_state_dict: rank 0 failed before the ranks could agree" in other
+
+
+def _bad_entry_beside_quantized_ones() -> None:
+    net = nn.ModuleList([model(), model(recipe=MXFP8BlockScaling())])
+    watch_loads([net])
+    state = net.state_dict()
+    if dist.get_rank() == 0:
+        mesh = net[0].a.weight.device_mesh
+        part, shape = value("b", 64)[:31], torch.Size((64, K))
+        state["1.b.weight"] = DTensor.from_local(part, mesh, [Shard(0)], shape=shape, stride=(K, 1))
+    net.load_state_dict(state)
+
+
+def test_where_nothing_is_exchanged_a_rank_that_fails_does_not_wait_to_tell() -> None:
+    failed, other = run_ranks_catching(2, _bad_entry_beside_quantized_ones, timeout=60)
+    assert "1.b.weight: this rank's part of the state dict's entry has shape (31, 32)" in failed
+    assert not other
 
 
 # -- empty shards ------------------------------------------------------------------------------------------------------

@@ -423,22 +423,3 @@ def test_layers_that_are_run_again_are_refused_where_nothing_behind_them_is_cali
     model = Loops(layers)
     with pytest.raises(NotImplementedError, match=re.escape("layer layers.0 is called again in one forward of the")):
         calibrate(model, [torch.randn(4, 64)], recipe=MXFP8BlockScaling(), exclude=["lm_head"], progress=False)
-
-
-# -- ranks with other models -------------------------------------------------------------------------------------------
-
-
-def _another_order() -> str:
-    """The same linears on both ranks, registered in another order on one of them."""
-    model = nn.Sequential()
-    for name in ("a", "b")[:: 1 if dist.get_rank() else -1]:
-        model.add_module(name, nn.Linear(32, 32, bias=False))
-    with pytest.raises(RuntimeError) as caught:
-        calibrate(model, [torch.ones(2, 32)], recipe=MXFP8BlockScaling(), algorithm=Max(), progress=False)
-    return str(caught.value)
-
-
-def test_ranks_whose_models_are_ordered_otherwise_are_refused() -> None:
-    for error in run_ranks(2, _another_order):
-        assert error.startswith("calibrate: the ranks of a group do not list the same weights")
-        assert "rank 1 has them in another order than rank 0" in error
