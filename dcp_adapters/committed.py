@@ -1,6 +1,7 @@
 """The metadata of a save, and what happens at the moment when they are written."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint import Metadata
@@ -9,6 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 __all__ = ["Committed"]
 
 
+@dataclass(eq=False)
 class Committed(Metadata):
     """Metadata that refuses to be written while a chunk of it has no place in the storage.
 
@@ -17,12 +19,13 @@ class Committed(Metadata):
     that can still fail the save. What reaches the disk is a plain Metadata, in which each name is written once: keys
     that came from as many ranks are as many strings, and every rank that loads would read and keep them all.
 
-    before: what else is to be done at this moment, given the names of the files (`overwrite.commit`).
+    Stock's writer of torch 2.11 pickles a copy (by dataclasses.replace), so `before` is a field like the others.
+
+    Attributes:
+        before: what else is to be done at this moment, given the names of the files (`overwrite.commit`).
     """
 
-    def __init__(self, *args: Any, before: Callable[[set[str]], None], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.before = before
+    before: Callable[[set[str]], None] = field(kw_only=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(vars(self))

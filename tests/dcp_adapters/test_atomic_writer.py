@@ -5,6 +5,7 @@ That its commit is one rename: test_overwrite_interrupted.py.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -54,3 +55,29 @@ def test_it_takes_what_the_stock_writer_takes(tmp_path: Path) -> None:
     assert_holds(target, full(3) | {"notes": ["no tensor"]})
     with pytest.raises(BaseException, match="Checkpoint already exists"):
         saved(tmp_path / "a", 3, AtomicFileSystemWriter(tmp_path / "a", overwrite=False))
+
+
+class Copying(AtomicFileSystemWriter):
+    """Writes a copy of the metadata, as stock's writer of torch 2.11 does."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(dataclasses.replace(metadata, version="another"), results)
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_metadata_that_the_writer_copies_are_committed_as_they_are_otherwise(tmp_path: Path) -> None:
+    for seed in (3, 4):
+        saved(tmp_path, seed, Copying(tmp_path))
+    target = full(9) | {"notes": []}
+    load(target, tmp_path)
+    assert_holds(target, full(4) | {"notes": ["no tensor"]})
+
+    class Losing(Copying):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            written = super().write_data(plan, planner)
+            for path in tmp_path.glob("__0_*.distcp"):
+                path.unlink()
+            return written
+
+    with pytest.raises(BaseException, match="another save into the same directory has removed it"):
+        saved(tmp_path, 5, Losing(tmp_path))
