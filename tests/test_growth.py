@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from dcp_adapters.checksums import CHECKSUMS
 from fsdp_hooks import sync_scales, unsharded
+from fsdp_hooks.torch_private import StorageInfo
 from qtensor import Float8CurrentScaling, MasterWeightOptimizer, NVFP4BlockScaling, quantize, quantized_model_init
 from tests.growth import assert_linear, bytecodes
 from tests.ranks import run_ranks
@@ -132,7 +133,9 @@ def read_whole(chunks: int) -> int:
     table = torch.Size([chunks, 16])
     whole = [ChunkStorageMetadata(torch.Size([0, 0]), table)]
     sums = TensorStorageMetadata(TensorProperties(dtype=torch.uint8), table, whole)
-    metadata = Metadata({"w": entry, CHECKSUMS: sums}, storage_data={MetadataIndex(CHECKSUMS, [0, 0]): None})
+    indices = [MetadataIndex(CHECKSUMS, [0, 0]), *(MetadataIndex("w", row.offsets) for row in rows)]
+    stored = {index: StorageInfo("file", 10**6 * at, 10**6) for at, index in enumerate(indices)}
+    metadata = Metadata({"w": entry, CHECKSUMS: sums}, storage_data=stored)
     planner = QuantizedLoadPlanner(verify_checksums=True)
     planner.set_up_planner({"w": torch.zeros(size)}, metadata)
     plan = planner.finish_plan(planner.create_local_plan())

@@ -32,7 +32,6 @@ TOUCHED = (
     "tests/dcp_adapters",
     "tests/layerwise/resume",
     "tests/layerwise/test_resume.py",
-    "tests/qtensor",
     "tests/torch_versions",
     "tests/test_torch_private.py",
 )
