@@ -260,6 +260,25 @@ def test_an_inner_optimizer_that_fails_on_one_rank_is_an_error_on_all(name: str)
     assert "MasterWeightOptimizer.step: rank 1 failed before the ranks could agree on scales" in other
 
 
+class CopiesNothing(MasterWeightOptimizer):
+    """Fails on rank 1 after the inner optimizer's step, as without memory."""
+
+    def _copy(self, plain: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("of its own")
+        return super()._copy(plain)
+
+
+def _fails_to_copy() -> None:
+    CopiesNothing(torch.optim.SGD, model().parameters(), lr=0.1).step()
+
+
+def test_a_failure_behind_the_inner_optimizer_is_told_too() -> None:
+    other, failed = run_ranks_catching(2, _fails_to_copy, timeout=60)
+    assert failed == "ArithmeticError: of its own"
+    assert "MasterWeightOptimizer.step: rank 1 failed before the ranks could agree on scales" in other
+
+
 def _bad_entry() -> None:
     net = model()
     mesh = net.a.weight.device_mesh
@@ -284,7 +303,11 @@ def _bad_entry_beside_quantized_ones() -> None:
         mesh = net[0].a.weight.device_mesh
         part, shape = value("b", 64)[:31], torch.Size((64, K))
         state["1.b.weight"] = DTensor.from_local(part, mesh, [Shard(0)], shape=shape, stride=(K, 1))
-    net.load_state_dict(state)
+    with Collectives() as comms:
+        try:
+            net.load_state_dict(state)
+        finally:
+            assert not comms.counts
 
 
 def test_where_nothing_is_exchanged_a_rank_that_fails_does_not_wait_to_tell() -> None:
