@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.read_items import has_files, is_own_index
-from dcp_adapters.safe.metadata_checks import named, shared_places, shares_bytes
+from dcp_adapters.safe.metadata_checks import named, stored_chunk
+from dcp_adapters.safe.places import shared_places, shares_bytes
 from dcp_adapters.tiling import inside, tiling_fault
 from fsdp_hooks.scale_sync import local_of
 
-__all__ = ["coverage_problems", "parts_of_target", "stored_chunk"]
+__all__ = ["coverage_problems", "parts_of_target"]
 
 Parts = dict[MetadataIndex | str, tuple[int, ...]]
 
@@ -74,14 +75,6 @@ def coverage_problems(items: Iterable[ReadItem], parts: Parts, metadata: Metadat
             size = tuple(getattr(metadata.state_dict_metadata[name], "size", ()))
             problems.append(f"{name}: its chunks do not make up the tensor {size}: {fault}")
     return problems + _chunk_problems(items, metadata) + _place_problems(items, metadata)
-
-
-def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    """The chunk that an index names, found where the index says that it is: there is one for each rank that saved."""
-    at = index.index
-    if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
-        return entry.chunks[at]
-    return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
 
 
 def _fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
