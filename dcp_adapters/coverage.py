@@ -12,6 +12,7 @@ The first looks at a rank's own read items, of which there are few, and so holds
 the last sorts the chunks of the files that are read.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -93,10 +94,11 @@ def _fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
 
 def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
     """Chunks that are read and lie outside of their tensor, or have no place."""
-    stored, problems = metadata.storage_data, []
+    stored, problems = metadata.storage_data, list[str]()
+    # readers of other libraries may keep there what they like
+    by_chunk = isinstance(stored, dict) and all(isinstance(key, MetadataIndex) for key in itertools.islice(stored, 1))
     for index in dict.fromkeys(item.storage_index for item in items):
-        info = stored.get(index) if isinstance(stored, dict) else None
-        if isinstance(stored, dict) and info is None:
+        if by_chunk and stored.get(index) is None:
             problems.append(f"{named(index)}: no file holds it: storage_data has no such chunk")
             continue
         entry = metadata.state_dict_metadata[index.fqn]

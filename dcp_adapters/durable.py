@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["named", "refuse_taken", "sync"]
+__all__ = ["give_name", "refuse_taken", "sync"]
 
 # Some network file systems can not sync a directory; there a removal is as durable as they make it.
 CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
@@ -38,7 +38,7 @@ def refuse_taken(final: Path) -> None:
         raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
 
 
-def named(begun: Path, final: Path) -> None:
+def give_name(begun: Path, final: Path) -> None:
     """Give a finished directory its name, which an empty one may have; durable when it returns.
 
     Raises:

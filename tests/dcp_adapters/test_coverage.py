@@ -384,7 +384,7 @@ def test_archives_of_many_chunks_are_looked_at_in_a_moment(tmp_path: Path) -> No
     held = {MetadataIndex("w", chunks[at].offsets, at): info for at in range(count - 2000, count)}
     began = time.process_time()
     check_archives(file, held, Metadata({"w": entry}))
-    assert time.process_time() - began < 10  # less than a second
+    assert time.process_time() - began < 4  # less than a second
 
 
 def test_tensors_in_pieces_of_their_own_are_checked_piece_by_piece() -> None:
@@ -404,5 +404,7 @@ def test_tensors_in_pieces_of_their_own_are_checked_piece_by_piece() -> None:
     assert sorted(parts.values()) == [(2, 4), (2, 4)]
     items = create_read_items_for_chunk_list("w", entry, target.__create_chunk_list__())
     (problem,) = coverage_problems(items, parts, metadata)
+    kept_otherwise = Metadata({"w": entry}, storage_data={"w": "a blob of a reader that is not ours"})
+    assert coverage_problems(items, parts, kept_otherwise) == [problem]
     assert problem.startswith("w: its chunks do not make up the tensor (8, 4): no chunk holds the elements")
     assert problem.endswith(" from (1, 0) on, counted from (6, 0), where this rank's piece begins")
