@@ -30,7 +30,8 @@ def refuse_taken(final: Path) -> None:
     Raises:
         FileExistsError, FileNotFoundError: it is taken, or has no directory to stand in.
     """
-    if not final.name or (os.name == "posix" and final.is_mount()):  # not to be replaced, however empty
+    here = final.is_dir() and final.samefile(os.curdir)
+    if not final.name or here or (os.name == "posix" and final.is_mount()):  # not to be replaced, however empty
         raise FileExistsError(f"{final} can not be replaced when all is written; give a new directory in it")
     if final.is_symlink() or (final.exists() and not (final.is_dir() and not any(final.iterdir()))):
         raise FileExistsError(f"{final} exists already; choose another name, nothing is overwritten")
