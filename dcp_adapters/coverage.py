@@ -12,6 +12,7 @@ The first looks at a rank's own read items, of which there are few, and so holds
 the last sorts the chunks of the files that are read.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,11 +26,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.read_items import has_files, is_own_index
-from dcp_adapters.safe.metadata_checks import named, shared_places, shares_bytes
+from dcp_adapters.safe.metadata_checks import named, stored_chunk
+from dcp_adapters.safe.places import shared_places, shares_bytes
 from dcp_adapters.tiling import inside, tiling_fault
 from fsdp_hooks.scale_sync import local_of
 
-__all__ = ["coverage_problems", "parts_of_target", "stored_chunk"]
+__all__ = ["coverage_problems", "parts_of_target"]
 
 Parts = dict[MetadataIndex | str, tuple[int, ...]]
 
@@ -76,14 +78,6 @@ def coverage_problems(items: Iterable[ReadItem], parts: Parts, metadata: Metadat
     return problems + _chunk_problems(items, metadata) + _place_problems(items, metadata)
 
 
-def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    """The chunk that an index names, found where the index says that it is: there is one for each rank that saved."""
-    at = index.index
-    if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
-        return entry.chunks[at]
-    return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
-
-
 def _fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
     if len(items) == 1 and tuple(items[0].lengths) == tuple(shape) and not any(items[0].dest_offsets):
         return None
@@ -100,10 +94,11 @@ def _fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
 
 def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
     """Chunks that are read and lie outside of their tensor, or have no place."""
-    stored, problems = metadata.storage_data, []
+    stored, problems = metadata.storage_data, list[str]()
+    # readers of other libraries may keep there what they like
+    by_chunk = isinstance(stored, dict) and all(isinstance(key, MetadataIndex) for key in itertools.islice(stored, 1))
     for index in dict.fromkeys(item.storage_index for item in items):
-        info = stored.get(index) if isinstance(stored, dict) else None
-        if isinstance(stored, dict) and info is None:
+        if by_chunk and stored.get(index) is None:
             problems.append(f"{named(index)}: no file holds it: storage_data has no such chunk")
             continue
         entry = metadata.state_dict_metadata[index.fqn]

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["named", "refuse_taken", "sync"]
+__all__ = ["give_name", "refuse_taken", "sync"]
 
 # Some network file systems can not sync a directory; there a removal is as durable as they make it.
 CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
@@ -30,7 +30,8 @@ def refuse_taken(final: Path) -> None:
     Raises:
         FileExistsError, FileNotFoundError: it is taken, or has no directory to stand in.
     """
-    if not final.name or (os.name == "posix" and final.is_mount()):  # not to be replaced, however empty
+    here = final.is_dir() and final.samefile(os.curdir)
+    if not final.name or here or (os.name == "posix" and final.is_mount()):  # not to be replaced, however empty
         raise FileExistsError(f"{final} can not be replaced when all is written; give a new directory in it")
     if final.is_symlink() or (final.exists() and not (final.is_dir() and not any(final.iterdir()))):
         raise FileExistsError(f"{final} exists already; choose another name, nothing is overwritten")
@@ -38,7 +39,7 @@ def refuse_taken(final: Path) -> None:
         raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
 
 
-def named(begun: Path, final: Path) -> None:
+def give_name(begun: Path, final: Path) -> None:
     """Give a finished directory its name, which an empty one may have; durable when it returns.
 
     Raises:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters.safe.metadata_checks import METADATA, named
+from dcp_adapters.safe.metadata_checks import METADATA, named, stored_chunk
 from dcp_adapters.safe.tensor_archive import FileSlice, read_header
 
 if sys.platform == "win32":
@@ -31,7 +31,7 @@ if sys.platform == "win32":
 else:
     from pathlib import PosixPath as NativePath
 
-__all__ = ["CheckedPath", "check_archives", "check_ordinary", "failure"]
+__all__ = ["CheckedPath", "check_archives", "check_ordinary", "unreadable"]
 
 WAY_OUT = "Nothing has been loaded; use another checkpoint"
 
@@ -88,7 +88,7 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
             entry = metadata.state_dict_metadata[index.fqn]
             if not isinstance(entry, TensorStorageMetadata) or getattr(info, "transform_descriptors", None):
                 continue
-            sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+            sizes = stored_chunk(entry, index).sizes
             held = _held(path, index, FileSlice(stream, info.offset, info.length))
             if held != (entry.properties.dtype, tuple(sizes)):
                 raise ValueError(
@@ -97,9 +97,9 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
                 )
 
 
-def failure(path: Path | str, index: MetadataIndex, error: BaseException, state: str = WAY_OUT) -> ValueError:
-    """The error of a chunk that could not be read; `state` says what has become of the target."""
-    return ValueError(f"{path}: {named(index)}: it can not be read: {type(error).__name__}: {error}. {state}")
+def unreadable(path: Path, index: MetadataIndex, error: BaseException, state: str) -> str:
+    """What to say of a chunk that could not be read; `state`: what has become of the target, and what to do."""
+    return f"{path}: {named(index)}: it can not be read: {type(error).__name__}: {error}. {state}"
 
 
 def _held(path: Path, index: MetadataIndex, chunk: FileSlice) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -111,8 +111,10 @@ def _held(path: Path, index: MetadataIndex, chunk: FileSlice) -> tuple[torch.dty
         try:
             value = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise failure(path, index, error) from error
+            raise ValueError(unreadable(path, index, error, WAY_OUT)) from error
         if not isinstance(value, Tensor):
-            raise failure(path, index, TypeError(f"a {type(value).__name__}, expected a tensor")) from None
+            raise ValueError(
+                f"{path}: {named(index)}: the file holds a {type(value).__name__}, expected a tensor. {WAY_OUT}"
+            ) from None
         return value.dtype, tuple(value.shape)
     return header.dtype, header.shape

@@ -36,13 +36,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_adapters.checksums import CHECKSUMS, Verification
 from dcp_adapters.conversions import Conversions
 from dcp_adapters.convert import Conversion
-from dcp_adapters.coverage import coverage_problems, parts_of_target, stored_chunk
+from dcp_adapters.coverage import coverage_problems, parts_of_target
 from dcp_adapters.differences import Target, differences, recipe_differences, to_convert
 from dcp_adapters.expand import expand_flat, plain_leaf, quantized_local
 from dcp_adapters.file_checks import check_archives, check_ordinary
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.own_entries import own_buffer
 from dcp_adapters.read_items import has_files, in_order, is_probe, original_index, probe_items
+from dcp_adapters.safe.metadata_checks import stored_chunk
 from fsdp_hooks.torch_private import cpu_by_default, flatten_state_dict, set_element
 from fsdp_hooks.versions import count_writes
 from qtensor.tensor import QuantizedTensor

@@ -1,4 +1,4 @@
-"""What a save does where another one has written, or is writing: at every moment one of the two loads, whole.
+"""What a save does in a directory where another one has written, or is writing: at every moment one of the two loads.
 
 File writers open `__<rank>_<n>.distcp` for writing, whoever owns it. Two saves into one directory, or one that dies
 over an older checkpoint, then leave metadata of one over files of both; sizes and offsets agree as long as the shapes
@@ -11,9 +11,9 @@ do, so it would load. These steps prevent that, on local paths:
     commit     the coordinator, when all ranks have written: the files are there still. Behind it the writer puts the
                new `.metadata` in place of the old one, and from then on the new checkpoint loads.
 
-So the files of an overwritten checkpoint lie there until the next save, for readers that have begun with them: no
-planner is called behind the rename. `remove_replaced` removes them before. `clear` removes all of the old checkpoint
-first, for those who have no room for two.
+So the files of a replaced checkpoint stay until the next save, for loads that have begun: DCP calls no planner after
+the rename. `remove_replaced` removes them earlier. `clear` removes the whole old checkpoint before anything is written,
+for disks without room for two.
 """
 
 import dataclasses
@@ -90,8 +90,11 @@ def remove_replaced(checkpoint_id: str | os.PathLike[str]) -> None:
         checkpoint_id: a local directory; where it holds no complete checkpoint nothing is removed.
 
     Raises:
+        ValueError: it is a URL.
         OSError: a file can not be removed.
     """
+    if _local(checkpoint_id) is None:
+        raise ValueError(f"{checkpoint_id}: expected a local directory; behind URLs saves overwrite files in place")
     make_room(checkpoint_id)
 
 

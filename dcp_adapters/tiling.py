@@ -15,7 +15,10 @@ from collections.abc import Sequence
 
 __all__ = ["Box", "inside", "tiling_fault"]
 
-MOST_CUT_DIMS = 16  # 2^16 corners a chunk
+# What hostile metadata may cost: a chunk has 2^(dims that are cut) corners, each of which is kept for a while.
+MOST_CUT_DIMS = 8
+MOST_CORNERS = 2**20  # of chunks that are cut along more than FEW_DIMS
+FEW_DIMS = 3
 
 Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
@@ -44,6 +47,8 @@ def tiling_fault(size: Sequence[int], boxes: Sequence[Box]) -> str | None:
     cut = [dim for dim in range(len(size)) if any(sizes[dim] != size[dim] for _, sizes in full)]
     if len(cut) > MOST_CUT_DIMS:
         return f"chunks are cut along {len(cut)} dims, expected at most {MOST_CUT_DIMS}"
+    if len(cut) > FEW_DIMS and len(full) << len(cut) > MOST_CORNERS:
+        return f"{len(full)} chunks are cut along {len(cut)} dims, expected at most {MOST_CORNERS >> len(cut)} of them"
     if len(cut) == 1 and _follow(size[cut[0]], [(offsets[cut[0]], sizes[cut[0]]) for offsets, sizes in full]):
         return None
     return _corner_fault(size, full, cut)

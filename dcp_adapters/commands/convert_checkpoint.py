@@ -31,7 +31,7 @@ from dcp_adapters.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.commands.inspect_checkpoint import kind_of, matches
 from dcp_adapters.commands.progress import Advance, unseen
 from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
-from dcp_adapters.durable import named, refuse_taken
+from dcp_adapters.durable import give_name, refuse_taken
 from dcp_adapters.save_planner import QuantizedSavePlanner
 from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of
 from qtensor.recipes import Recipe
@@ -124,7 +124,7 @@ def convert_checkpoint(
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         _write(source, partial, plan, advance)
-        named(partial, final)
+        give_name(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -3,6 +3,7 @@
     layout.py      what a layout is: tables of tensors and JSON; compressed_tensors.py and modelopt.py are the two
     names.py       what engines call things: which linears they fuse, how experts are spelled
     sources.py     where an export takes tensors from: live shards, a state dict, a checkpoint
+    prefixes.py    under which keys of these the weights are
     plan.py        which tensors go into which file, decided from names, shapes and formats alone
     shared_scales.py   which scales engines share or divide by
     config.py      the model's own description, which goes along

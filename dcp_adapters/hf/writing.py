@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcp_adapters.commands.progress import Advance
-from dcp_adapters.durable import named, sync
+from dcp_adapters.durable import give_name, sync
 from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
@@ -198,4 +198,4 @@ def publish(begun: Path, final: Path, plan: ExportPlan) -> None:
     for path in begun.iterdir():
         sync(path)
     sync(begun)
-    named(begun, final)
+    give_name(begun, final)

@@ -4,5 +4,6 @@ reader.py            SafeFileSystemReader, a StorageReader for dcp.load and for 
 plain_pickle.py      the few pickle operations that DCP writes, interpreted
 metadata_names.py    the records they may build
 metadata_checks.py   what must hold of the records before anyone uses them
+places.py            what must hold of the files that they name
 tensor_archive.py    what a stored tensor is, told without loading it
 """

@@ -1,16 +1,15 @@
-"""Whether a checkpoint's metadata makes sense: pure checks over DCP's records, and one look at the files they name.
+"""Whether a checkpoint's metadata makes sense: pure checks over DCP's records.
 
 Everything that a reader takes from `.metadata` is checked here before it is used: names, sizes, where the bytes stand.
-What passes claims no more elements than its files hold bytes, and names no file outside of the checkpoint.
+What passes claims no more elements than its files hold bytes (they are looked at in places.py), and names no file
+outside of the checkpoint.
 Each check returns `Fault`s, naming file or entry, what was found and what was expected; an empty list means sound.
 """
 
 import math
-import os
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -32,17 +31,13 @@ __all__ = [
     "METADATA",
     "Fault",
     "chunks_of",
-    "cut_off",
-    "file_faults",
     "holding_faults",
     "length_faults",
-    "look_at",
     "named",
     "record_faults",
     "shapes_of",
-    "shared_places",
-    "shares_bytes",
     "short",
+    "stored_chunk",
     "stray_path",
 ]
 
@@ -126,75 +121,20 @@ def length_faults(metadata: Metadata) -> dict[MetadataIndex, Fault]:
     return faults
 
 
-def shared_places(storage: Mapping[MetadataIndex, Any]) -> Iterator[tuple[MetadataIndex, MetadataIndex, int]]:
-    """Chunks that are stored in bytes of another one: (the chunk, the other, the first byte they share)."""
-    places = sorted(
-        ((info.relative_path, info.offset, info.offset + info.length, index) for index, info in storage.items()),
-        key=lambda place: place[:3],
-    )
-    file, reached, before = None, 0, None
-    for path, start, end, index in places:
-        if path != file:
-            file, reached, before = path, 0, None
-        if before is not None and start < reached and start < end:
-            yield index, before, start
-        if end > reached:
-            reached, before = end, index
-
-
-def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataIndex, Any]) -> list[Fault]:
-    """Faults of the files that sound metadata names: outside of the directory, no ordinary file, too short, shared.
-
-    A file that is missing is no fault here: reading it says so.
-    """
-    ends: dict[str, tuple[int, MetadataIndex]] = {}
-    for index, info in storage.items():
-        end = info.offset + info.length
-        if end > ends.get(info.relative_path, (-1, None))[0]:
-            ends[info.relative_path] = (end, index)
-    faults = []
-    for name, (end, index) in sorted(ends.items()):
-        found = look_at(directory, name)
-        if isinstance(found, Fault):
-            faults.append(found)
-        elif found is not None and found < end:
-            faults.append(cut_off(name, index, end, found))
-    return faults + [
-        Fault(storage[index].relative_path, named(index), shares_bytes(start, other))
-        for index, other, start in shared_places(storage)
-    ]
-
-
-def shares_bytes(start: int, other: MetadataIndex) -> str:
-    """What is wrong with a chunk that is stored in bytes of another."""
-    return f"it shares bytes from {start} on with {named(other)}"
-
-
-def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
-    """Length of a file of the checkpoint, or what is wrong with it; None where there is none."""
-    root, path = Path(directory).resolve(), Path(directory, name)
-    try:
-        if not path.resolve().is_relative_to(root):
-            return Fault(name, "", f"it is a link to {path.resolve()}, outside of the checkpoint")
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        return Fault(name, "", f"it can not be looked at: {error}")
-    return found.st_size if stat.S_ISREG(found.st_mode) else Fault(name, "", "it is no ordinary file")
-
-
-def cut_off(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
-    """The fault of a chunk that ends behind the end of its file."""
-    return Fault(file, named(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
-
-
 def chunks_of(name: str, record: Any) -> dict[MetadataIndex, int]:
     """The chunks of a sound entry, with the bytes that each of them has as a tensor (0 for a byte entry)."""
     if type(record) is BytesStorageMetadata:
         return {MetadataIndex(name): 0}
     width = record.properties.dtype.itemsize
     return {MetadataIndex(name, chunk.offsets): width * math.prod(chunk.sizes) for chunk in record.chunks}
+
+
+def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    """The chunk that an index names, found where the index says that it is: there is one for each rank that saved."""
+    at = index.index
+    if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
+        return entry.chunks[at]
+    return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
 
 
 def shapes_of(name: str, record: TensorStorageMetadata) -> dict[MetadataIndex, tuple[int, ...]]:

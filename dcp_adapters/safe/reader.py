@@ -27,19 +27,20 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
+from dcp_adapters.file_checks import unreadable
 from dcp_adapters.read_failures import failures_told
 from dcp_adapters.read_items import original_index
 from dcp_adapters.safe.direct_read import Elements
 from dcp_adapters.safe.metadata_checks import (
     METADATA,
     Fault,
-    file_faults,
     holding_faults,
     length_faults,
     named,
     record_faults,
     shapes_of,
 )
+from dcp_adapters.safe.places import file_faults
 from dcp_adapters.safe.plain_pickle import read_plain
 from dcp_adapters.safe.tensor_archive import FileSlice, Header, read_header
 
@@ -166,10 +167,9 @@ def _named(path: Path, item: ReadItem, kinds: tuple[type[Exception], ...]) -> It
     try:
         yield
     except kinds as error:
-        told = f"{path}: {named(original_index(item.storage_index))}: it can not be read: "
         state = "Some tensors of the target may be loaded already: load another checkpoint"
         kind = OSError if isinstance(error, OSError) else EOFError if isinstance(error, EOFError) else ValueError
-        raise kind(f"{told}{type(error).__name__}: {error}. {state}") from error
+        raise kind(unreadable(path, original_index(item.storage_index), error, state)) from error
 
 
 def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:

@@ -26,15 +26,12 @@ from dcp_adapters.safe.metadata_checks import (
     METADATA,
     Fault,
     chunks_of,
-    cut_off,
     holding_faults,
     length_faults,
-    look_at,
     named,
     shapes_of,
-    shared_places,
-    shares_bytes,
 )
+from dcp_adapters.safe.places import cut_off, look_at, shared_places, shares_bytes
 from dcp_adapters.safe.reader import read_metadata_file
 from dcp_adapters.safe.tensor_archive import FileSlice, read_header
 from dcp_adapters.verification.manifest_checks import manifest_faults

@@ -280,6 +280,8 @@ def test_where_there_is_no_checkpoint_nothing_is_removed(
     Path("s3:/bucket/.metadata").touch()
     step("s3://bucket")
     assert Path("s3:/bucket/.metadata").exists()
+    with pytest.raises(ValueError, match="s3://bucket: expected a local directory; behind URLs"):
+        remove_replaced("s3://bucket")
 
 
 def listing(directory: Path) -> set[str]:

@@ -653,6 +653,11 @@ def test_an_empty_directory_gets_the_export(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
     with pytest.raises(FileExistsError, match="disk can not be replaced when all is written; give a new directory in"):
         export_hf(model, tmp_path / "disk")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # the program would be left in a directory that is gone
+    for path in (tmp_path / "here", "."):
+        with pytest.raises(FileExistsError, match="can not be replaced when all is written"):
+            export_hf(model, path)
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from dcp_adapters.hf.layout import (
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import fused_sets, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
-from dcp_adapters.hf.sources import Record, weights_prefix
+from dcp_adapters.hf.prefixes import weights_prefix
+from dcp_adapters.hf.sources import Record
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 ROWS = Float8CurrentScaling()

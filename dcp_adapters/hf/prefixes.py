@@ -1,0 +1,82 @@
+"""Under which keys of a nested state dict the model's weights are, and their names below these keys."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dcp_adapters.hf.names import plain_name
+
+__all__ = ["under", "weights_prefix"]
+
+
+def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like: Collection[str] | None = None) -> str:
+    """What the names of the model's weights begin with, in a state dict whose leaves stand at `paths`.
+
+    "" for a flat one, else the keys of the innermost dict that holds everything quantized. Raises ValueError where
+    that is the outermost of a nested one: then optimizer states, say, are among it; or where weights are outside of it.
+    Where nothing is quantized, the keys of the dict whose names are in `like`.
+    """
+    above = [[str(key) for key in paths[name][:-1]] for name in quantized]
+    if all(len(path) == 1 for path in paths.values()):
+        return ""
+    if not above:
+        return "" if like is None else _prefix_like(paths, like)
+    shared = _shared(above)
+    if not shared:
+        tops = sorted({keys[0] if keys else "the outermost" for keys in above})
+        raise ValueError(
+            f"the state dict is nested, and quantized weights are under {' and '.join(tops)}; say by prefix=... "
+            "(--prefix) where the model is"
+        )
+    prefix = "".join(f"{key}." for key in shared)
+    outside = [name for name in paths if name.endswith(".weight") and not name.startswith(prefix)]
+    if outside:
+        raise ValueError(
+            f"everything quantized is under {prefix!r}, and {len(outside)} other weights are not ({outside[0]}, ...); "
+            "say by prefix=... (--prefix) what to export"
+        )
+    return prefix
+
+
+def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> str:
+    """The keys under which dense leaves have names of `like`; without such, those of the dict that holds everything."""
+    found: Counter[str] = Counter()
+    for name, path in paths.items():
+        for depth in range(len(path)):
+            prefix = "".join(f"{key}." for key in path[:depth])
+            found[prefix] += plain_name(name.removeprefix(prefix)) in like
+    most = max(found.values())
+    best = [prefix for prefix, count in found.items() if count == most]
+    if most and len(best) == 1:
+        return best[0]
+    shared = _shared([[str(key) for key in path[:-1]] for path in paths.values()])
+    if most or not shared:
+        where = (
+            f"under {' and '.join(prefix.removesuffix('.') or 'the outermost' for prefix in best)}"
+            if most
+            else "under none of its keys"
+        )
+        raise ValueError(
+            f"rest= (--rest) is nested, and names of the source's weights are {where}; give what holds the model's "
+            "weights alone"
+        )
+    return "".join(f"{key}." for key in shared)
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
+    """The keys with which all begin."""
+    shared = []
+    for keys in zip(*paths, strict=False):
+        if len(set(keys)) > 1:
+            break
+        shared.append(keys[0])
+    return shared
+
+
+def under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The entries whose names begin with the prefix, under the rest of their names as the plain model has them."""
+    chosen = {plain_name(name.removeprefix(prefix)): value for name, value in named.items() if name.startswith(prefix)}
+    if not chosen:
+        tops = sorted({name.partition(".")[0] for name in named})
+        raise ValueError(f"{where}: no tensor's name begins with {prefix!r}; names begin with {', '.join(tops[:8])}")
+    return chosen
