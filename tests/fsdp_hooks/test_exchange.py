@@ -27,7 +27,7 @@ from qtensor import (
     quantized_model_init,
     stochastic_rounding,
 )
-from qtensor.loading import watch_loads
+from qtensor.loading import quantize_dense_entries
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_catching
 
@@ -297,7 +297,7 @@ def test_an_entry_that_one_rank_refuses_is_an_error_on_all() -> None:
 
 def _bad_entry_beside_quantized_ones() -> None:
     net = nn.ModuleList([model(), model(recipe=MXFP8BlockScaling())])
-    watch_loads([net])
+    net.register_load_state_dict_pre_hook(quantize_dense_entries)
     state = net.state_dict()
     if dist.get_rank() == 0:
         mesh = net[0].a.weight.device_mesh
