@@ -84,7 +84,7 @@ def test_stock_torch_reads_what_its_version_can(written: Path) -> None:
         load(target, written / "sync")
         assert_holds(target, state())
     else:
-        with pytest.raises(dcp.CheckpointException, match="too many values to unpack|metadata is None"), alone():
+        with pytest.raises(dcp.CheckpointException, match=r"too many values to unpack|metadata is None"), alone():
             dcp.load(target, checkpoint_id=written / "sync")
         assert_holds(target, state(50))
 
