@@ -212,4 +212,6 @@ def test_inference_tensors_have_no_count() -> None:
     with torch.inference_mode():
         weight = model(RECIPES["mxfp8"]).weight
         count_writes([weight])
+        before = weight.dequantize()
         torch._foreach_mul_([weight], 2.0)
+        assert torch.equal(weight.dequantize(), 2 * before)
