@@ -45,7 +45,7 @@ from benchmarks.soak_jobs import (
     Save,
 )
 from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, QuantizedSavePlanner, expand, read_manifest
-from dcp_adapters.atomic_writer import AtomicFiles
+from dcp_adapters.save.atomic_writer import AtomicFiles
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 TIMEOUT = timedelta(seconds=GROUP_TIMEOUT)

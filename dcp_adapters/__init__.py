@@ -3,16 +3,16 @@
 Raw payloads and scales as plain tensors, resharded by stock DCP.
 """
 
-from dcp_adapters.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.expand import expand
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.importing import import_hf
-from dcp_adapters.load_planner import QuantizedLoadPlanner
+from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest, read_manifest
-from dcp_adapters.overwrite import remove_replaced
-from dcp_adapters.safe.reader import SafeFileSystemReader
-from dcp_adapters.save_planner import QuantizedSavePlanner
-from dcp_adapters.staging import QuantizedStager
+from dcp_adapters.reading.reader import SafeFileSystemReader
+from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
+from dcp_adapters.save.overwrite import remove_replaced
+from dcp_adapters.save.planner import QuantizedSavePlanner
+from dcp_adapters.staging.stager import QuantizedStager
 
 __all__ = [
     "AtomicFileSystemWriter",

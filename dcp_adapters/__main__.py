@@ -2,7 +2,7 @@
 
 import sys
 
-from dcp_adapters.commands.cli import main
+from dcp_adapters.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_adapters.own_entries import own_buffer
-from dcp_adapters.safe.metadata_checks import short
-from dcp_adapters.safe.reader import SafeFileSystemReader
+from dcp_adapters.reading.metadata_checks import short
+from dcp_adapters.reading.own_entries import own_buffer
+from dcp_adapters.reading.reader import SafeFileSystemReader
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, specs_of
 from qtensor.recipes import Recipe
 

@@ -16,7 +16,7 @@ from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.directory import Directory
 from dcp_adapters.hf.layout import LAYOUTS, Layout, Scheme
 from dcp_adapters.hf.modelopt import MODELOPT
-from dcp_adapters.safe.metadata_checks import short
+from dcp_adapters.reading.metadata_checks import short
 
 __all__ = ["Claims", "claims_of"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dcp_adapters.safe.metadata_checks import short, stray_path
+from dcp_adapters.reading.metadata_checks import short, stray_path
 
 __all__ = ["INDEX", "SINGLE", "Directory", "FileTensor", "listed", "read_directory"]
 

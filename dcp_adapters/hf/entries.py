@@ -26,8 +26,8 @@ from dcp_adapters.hf.names import Piece, pieces_of
 from dcp_adapters.hf.schemes import DTYPES, Contents, QuantizedLinear
 from dcp_adapters.manifest import DTYPES as APPEARANCES
 from dcp_adapters.manifest import Manifest, TensorEntry
-from dcp_adapters.safe.metadata_checks import short
-from dcp_adapters.write_items import part_box
+from dcp_adapters.reading.metadata_checks import short
+from dcp_adapters.save.write_items import part_box
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
 from qtensor.recipes import Recipe

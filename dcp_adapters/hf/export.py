@@ -21,8 +21,6 @@ from typing import Any
 
 from torch import nn
 
-from dcp_adapters.commands.progress import progress as bar
-from dcp_adapters.durable import refuse_taken
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.layout import INPUT_SCALE, layout_named
@@ -32,6 +30,8 @@ from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import Joined, Source, source_of
 from dcp_adapters.hf.writing import begun_directory, publish, write_files
+from dcp_adapters.stored.durable import refuse_taken
+from dcp_adapters.stored.progress import progress as bar
 from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide

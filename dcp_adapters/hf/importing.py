@@ -18,14 +18,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from dcp_adapters.differences import Target, differences, to_convert
 from dcp_adapters.expand import plain_leaf, quantized_local
 from dcp_adapters.hf.directory import listed
 from dcp_adapters.hf.entries import Wanted
 from dcp_adapters.hf.materialise import Live, materialise
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
-from dcp_adapters.load_planner import QuantizedLoadPlanner
+from dcp_adapters.load.compare import Target, differences, to_convert
+from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest
 from fsdp_hooks.alike import on_all, rank_of
 from qtensor.formats import specs_of

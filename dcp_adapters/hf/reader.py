@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from dcp_adapters.commands.progress import progress
 from dcp_adapters.hf.directory import FileTensor, read_directory
 from dcp_adapters.hf.entries import Entry, Presented, Source, Wanted, presented
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
-from dcp_adapters.read_failures import failures_told
+from dcp_adapters.reading.failures import failures_told
+from dcp_adapters.stored.progress import progress
 from fsdp_hooks.torch_private import cpu_by_default
 from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor

@@ -16,13 +16,13 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.commands.stored import StoredCheckpoint
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse_hidden
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.prefixes import under, weights_prefix
 from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, contents_of, is_quantized
 from dcp_adapters.plain_memory import is_plain
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
 from qtensor.recipes import Recipe

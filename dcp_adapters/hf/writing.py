@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dcp_adapters.commands.progress import Advance
-from dcp_adapters.durable import give_name, sync
 from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
 from dcp_adapters.hf.sources import Source
-from dcp_adapters.verification.part_values import holds_nan
+from dcp_adapters.stored.durable import give_name, sync
+from dcp_adapters.stored.part_values import holds_nan
+from dcp_adapters.stored.progress import Advance
 from fsdp_hooks.alike import on_all, rank_of, ranks_of
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe

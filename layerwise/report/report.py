@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from dcp_adapters.commands.tables import table
+from dcp_adapters.tables import table
 
 __all__ = ["LinearReport", "Report", "decibels"]
 

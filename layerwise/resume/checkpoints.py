@@ -32,7 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_adapters.durable import sync
+from dcp_adapters.stored.durable import sync
 from fsdp_hooks.alike import on_first
 from layerwise.resume.fingerprint import Fingerprint
 from layerwise.resume.progress import WINDOW, Progress, Window, read_progress, write_progress

@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from dcp_adapters.durable import sync
+from dcp_adapters.stored.durable import sync
 from layerwise.resume.fingerprint import Fingerprint
 
 __all__ = ["BACKUP", "FORMAT", "PROGRESS", "WINDOW", "Progress", "Window", "read_progress", "write_progress"]

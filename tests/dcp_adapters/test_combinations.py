@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters import SafeFileSystemReader
-from dcp_adapters.commands.cli import main
-from dcp_adapters.verification.verify import verify
+from dcp_adapters.cli.main import main
+from dcp_adapters.stored.verify import verify
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, assert_holds, load, save, values
 from tests.dcp_adapters.fsspec_storage import FsspecReader

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_adapters import QuantizedLoadPlanner, conversions
-from dcp_adapters.convert import Conversion, narrowed, widened
+from dcp_adapters.load.convert import Conversion, narrowed, widened
 from qtensor import Float8DelayedScaling, high_precision_init_val, quantize, quantized_model_init
 from qtensor.tensor import QuantizedTensor
 from tests import ranks

@@ -29,10 +29,10 @@ from torch.distributed.tensor import Shard
 
 from dcp_adapters import SafeFileSystemReader, export_hf
 from dcp_adapters.checksums import CHECKSUMS
-from dcp_adapters.commands.cli import main
-from dcp_adapters.coverage import coverage_problems, parts_of_target
-from dcp_adapters.file_checks import check_archives
+from dcp_adapters.cli.main import main
+from dcp_adapters.load.coverage import coverage_problems, parts_of_target
 from dcp_adapters.manifest import MANIFEST
+from dcp_adapters.reading.file_checks import check_archives
 from dcp_adapters.tiling import tiling_fault
 from fsdp_hooks.torch_private import StorageInfo
 from qtensor import quantize

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcp_adapters.commands.diff import Diff, Difference, diff
-from dcp_adapters.commands.stored import StoredCheckpoint
+from dcp_adapters.cli.diff import Diff, Difference, diff
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import models, reference, save, values
 from tests.dcp_adapters.live_storages import LiveStorages

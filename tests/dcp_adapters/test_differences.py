@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.differences import TOO_LATE, Dense, Target, differences, recipe_differences, to_convert
+from dcp_adapters.load.compare import TOO_LATE, Dense, Target, differences, recipe_differences, to_convert
 from dcp_adapters.manifest import Manifest, TensorEntry
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 

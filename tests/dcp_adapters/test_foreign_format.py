@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcp_adapters.commands.cli import main
-from dcp_adapters.commands.recipe_names import recipe_label, target_named
+from dcp_adapters.cli.main import main
+from dcp_adapters.cli.recipe_names import recipe_label, target_named
 from dcp_adapters.hf.layout import KINDS
-from dcp_adapters.verification.part_values import holds_nan
-from dcp_adapters.verification.verify import verify
+from dcp_adapters.stored.part_values import holds_nan
+from dcp_adapters.stored.verify import verify
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from tests.dcp_adapters.cases import assert_holds, load, save, values
 from tests.qtensor.foreign import SCALES, foreign_format

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_adapters import Manifest, QuantizedLoadPlanner, SafeFileSystemReader, read_manifest
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON
-from dcp_adapters.safe.metadata_checks import holding_faults, record_faults
-from dcp_adapters.safe.places import file_faults
-from dcp_adapters.verification.verify import verify
+from dcp_adapters.reading.metadata_checks import holding_faults, record_faults
+from dcp_adapters.reading.places import file_faults
+from dcp_adapters.stored.verify import verify
 from fsdp_hooks.torch_private import StorageInfo
 from qtensor import quantize
 from tests.dcp_adapters import tampering

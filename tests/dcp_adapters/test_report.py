@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcp_adapters.commands.report import tiles as tiles_module
-from dcp_adapters.commands.report.channels import Channels
-from dcp_adapters.commands.report.measure import measure_checkpoint, measure_tensor
-from dcp_adapters.commands.report.tiles import tiles
-from dcp_adapters.commands.stored import StoredCheckpoint, StoredTensor
+from dcp_adapters.cli.report import tiles as tiles_module
+from dcp_adapters.cli.report.channels import Channels
+from dcp_adapters.cli.report.measure import measure_checkpoint, measure_tensor
+from dcp_adapters.cli.report.tiles import tiles
+from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
 from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
@@ -32,7 +32,7 @@ from tests.dcp_adapters.live_storages import LiveStorages
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from dcp_adapters.commands.report.records import CheckpointReport, TensorReport
+    from dcp_adapters.cli.report.records import CheckpointReport, TensorReport
 
 RECIPES = {
     "float8_row": Float8CurrentScaling(),
@@ -394,7 +394,7 @@ def test_writing_is_measured_on_all_parts_and_the_quickest_counts(
     save({"a": quantize(values(SHAPE, 0), NVFP4BlockScaling()), "b": torch.ones(7)}, tmp_path / "a")
     checkpoint = StoredCheckpoint(tmp_path / "a")
     with monkeypatch.context() as patched:
-        patched.setattr("dcp_adapters.commands.report.measure.time.perf_counter", lambda: now)
+        patched.setattr("dcp_adapters.cli.report.measure.time.perf_counter", lambda: now)
         patched.setattr(torch, "save", slow_save)
         a, b = measure_checkpoint(checkpoint).tensors
     assert a.write_seconds == pytest.approx(0.001 * (1 + 2 + 3))

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_adapters.commands.errors import Error
-from dcp_adapters.commands.report.drawing import profile, snr_range
-from dcp_adapters.commands.report.layers import grid_of, kind_and_layer, labels
-from dcp_adapters.commands.report.markup import Markup, short, tag
-from dcp_adapters.commands.report.measure import measure_checkpoint
-from dcp_adapters.commands.report.overview import notes
-from dcp_adapters.commands.report.page import page
-from dcp_adapters.commands.report.records import CheckpointReport, Outlier, Profile, ScaleHistogram, TensorReport
-from dcp_adapters.commands.stored import StoredCheckpoint
+from dcp_adapters.cli.report.drawing import profile, snr_range
+from dcp_adapters.cli.report.layers import grid_of, kind_and_layer, labels
+from dcp_adapters.cli.report.markup import Markup, short, tag
+from dcp_adapters.cli.report.measure import measure_checkpoint
+from dcp_adapters.cli.report.overview import notes
+from dcp_adapters.cli.report.page import page
+from dcp_adapters.cli.report.records import CheckpointReport, Outlier, Profile, ScaleHistogram, TensorReport
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
+from dcp_adapters.stored.errors import Error
 from qtensor import NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import save, values
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters.checksums import CHECKSUMS
-from dcp_adapters.commands.stored import CheckpointUnusable, StoredCheckpoint
+from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
 from qtensor import MXFP8BlockScaling, quantize
 from tests.dcp_adapters.cases import alone, save, values
 

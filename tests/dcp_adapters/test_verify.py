@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_adapters import QuantizedSavePlanner
 from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
-from dcp_adapters.safe.metadata_checks import named
-from dcp_adapters.verification.verify import Report, verify
+from dcp_adapters.reading.metadata_checks import named
+from dcp_adapters.stored.verify import Report, verify
 from fsdp_hooks.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import RECIPES, alone, bits, models

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcp_adapters.commands.cli import main
+from dcp_adapters.cli.main import main
 from tests.docs.pages import namespace, page
 from tests.ranks import run_ranks
 

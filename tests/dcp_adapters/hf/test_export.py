@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_adapters import export_hf, import_hf
-from dcp_adapters.commands.cli import main
+from dcp_adapters.cli.main import main
 from dcp_adapters.hf import writing
 from dcp_adapters.hf.config import shard_size
 from fsdp_hooks import sync_scales

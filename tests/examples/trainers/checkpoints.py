@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dcp_adapters import read_manifest
-from dcp_adapters.commands.cli import main
+from dcp_adapters.cli.main import main
 
 
 def hold_the_same(one: Path, other: Path) -> bool:

@@ -1,0 +1,309 @@
+"""A checkpoint into another format: recipe to recipe, quantized to dense, dense to quantized. Needs no model.
+
+    plan     from the descriptions alone: which tensors change; all that can not be done in one error, nothing written
+    write    one tensor at a time: read, convert, write, forget; entries of bytes and all other tensors are copied as
+             they are; into a hidden directory beside the destination
+    finish   `.metadata`, then the directory gets its name: there is the whole checkpoint or none
+
+The values are those of converting full tensors: `quantize(dense)`, `q.dequantize(dtype)`, and from recipe to recipe
+what `b.copy_(a)` writes. The save planner sees stand-ins of the right shapes and dtypes that take no memory, plans them
+as it plans any state dict, and gets the data when the writer asks for an entry.
+"""
+
+import io
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from dcp_adapters.cli.inspect import kind_of, matches
+from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
+from dcp_adapters.save.planner import QuantizedSavePlanner
+from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
+from dcp_adapters.stored.durable import give_name, refuse_taken
+from dcp_adapters.stored.progress import Advance, unseen
+from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor, quantize
+
+__all__ = ["ConversionPlan", "ConversionRefused", "EntryStream", "convert_checkpoint", "converted", "plan_conversion"]
+
+Target = Recipe | torch.dtype
+
+
+class ConversionRefused(ValueError):  # noqa: N818 - what happened to the conversion
+    """It can not be done as asked; nothing has been written."""
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What will happen to each tensor.
+
+    changes: names of the tensors that are converted; the others are copied. idle: exclude patterns without a match.
+    """
+
+    to: Target
+    changes: frozenset[str]
+    idle: tuple[str, ...] = ()
+
+
+def plan_conversion(
+    tensors: Mapping[str, StoredTensor], to: Target, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> ConversionPlan:
+    """Decide which tensors are converted.
+
+    Args:
+        tensors: those of the source.
+        to: a recipe, or the dtype of dense results.
+        include: globs over tensor names. None: all quantized tensors.
+        exclude: globs over tensor names that stay as they are.
+
+    Raises:
+        ConversionRefused: an include glob matches nothing; there is nothing to convert; selected tensors can not be
+            quantized under the recipe (all of them are listed).
+    """
+    eligible = {name: tensor for name, tensor in tensors.items() if tensor.recipe is not None or isinstance(to, Recipe)}
+    unmatched = [pattern for pattern in include if not any(matches(name, [pattern]) for name in eligible)]
+    if unmatched:
+        what = "tensor" if isinstance(to, Recipe) else "quantized tensor"
+        raise ConversionRefused(f"--include {' '.join(unmatched)} matches no {what}; see the names with inspect")
+    selected = [
+        tensor
+        for name, tensor in eligible.items()
+        if (matches(name, include) if include else tensor.recipe is not None) and not matches(name, exclude)
+    ]
+    if not selected:
+        raise ConversionRefused(
+            "nothing to convert: no quantized tensor is selected"
+            if include or exclude or not isinstance(to, Recipe)
+            else "the source holds no quantized tensors; say which dense ones to quantize: --include '*_proj.weight'"
+        )
+    if isinstance(to, Recipe):
+        obstacles = [f"  {tensor.name}: {why}" for tensor in selected if (why := _obstacle(tensor, to))]
+        if obstacles:
+            raise ConversionRefused(
+                f"{len(obstacles)} of {len(selected)} selected tensors can not be quantized as {to}; leave them out "
+                "with --exclude:\n" + "\n".join(obstacles)
+            )
+    idle = tuple(pattern for pattern in exclude if not any(matches(name, [pattern]) for name in tensors))
+    return ConversionPlan(to, frozenset(tensor.name for tensor in selected if not _is(tensor, to)), idle)
+
+
+def convert_checkpoint(
+    source: StoredCheckpoint,
+    destination: str | os.PathLike[str],
+    plan: ConversionPlan,
+    *,
+    advance: Advance = unseen,
+) -> None:
+    """Write the converted checkpoint.
+
+    Args:
+        source: where from; open it with check=True to refuse damaged data instead of giving it fresh checksums.
+        destination: a directory that does not exist or is empty, in one that does.
+        plan: from `plan_conversion`.
+        advance: told the bytes of the source that are done.
+
+    Raises:
+        FileExistsError, FileNotFoundError: the destination is not empty, or has no directory to stand in.
+        CheckpointUnusable: data of the source is missing or damaged. The destination does not exist then.
+    """
+    final = Path(destination)
+    refuse_taken(final)
+    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        _write(source, partial, plan, advance)
+        give_name(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def converted(value: Tensor, to: Target) -> Tensor:
+    """A tensor in the target format; the appearance dtype of a quantized one is kept."""
+    if isinstance(to, torch.dtype):
+        assert isinstance(value, QuantizedTensor)
+        return value.dequantize(to)
+    if not isinstance(value, QuantizedTensor):
+        return quantize(value, to)
+    if value.recipe.stored == to.stored:
+        return value
+    return QuantizedTensor.from_parts(quantize(value.dequantize(torch.float32), to).parts(), to, value.dtype)
+
+
+def _is(tensor: StoredTensor, to: Target) -> bool:
+    """Whether a tensor is in the target format already."""
+    return isinstance(to, Recipe) and tensor.recipe is not None and tensor.recipe.stored == to.stored
+
+
+def _obstacle(tensor: StoredTensor, recipe: Recipe) -> str | None:
+    """Why a tensor can not be quantized, None where it can."""
+    multiple, shape = block_multiple(recipe), tensor.shape
+    if tensor.dtype not in APPEARANCE_DTYPES:
+        return f"{kind_of(tensor)}, expected bfloat16, float16 or float32"
+    if tensor.recipe is None and len(shape) < 2:
+        return f"shape {shape}, expected 2 dims or more"
+    if not shape or shape[-1] % multiple:
+        return f"shape {shape}, expected K to be a multiple of {multiple}"
+    if getattr(recipe, "blocks", "row") == "square" and (len(shape) < 2 or shape[-2] % multiple):
+        return f"shape {shape}, expected both N and K to be multiples of {multiple}"
+    return None
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _write(source: StoredCheckpoint, directory: Path, plan: ConversionPlan, advance: Advance) -> None:
+    state: dict[str, Any] = {name: _stand_in(tensor, plan) for name, tensor in source.tensors.items()}
+    state |= {name: _Bytes() for name in source.blobs}
+    state = {name: state[name] for name in source.names}
+    entries = {
+        entry: tensor.name for tensor in source.tensors.values() for entry in _entries(tensor, plan)
+    }  # written entry -> name of its tensor
+    stream = EntryStream(source, plan, entries, advance)
+    # one thread and no copying ahead: the writer asks for an entry, writes it, and asks for the next
+    writer = AtomicFileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
+    planner = _StreamingPlanner(stream, _paths(source, plan))
+    try:
+        with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+
+
+class _Bytes:
+    """Stands for an entry of bytes in the state dict that is planned."""
+
+
+class EntryStream:
+    """The entries to be written, made when they are asked for.
+
+    The writer keeps every tensor of a file until the file is complete. So when the next entry is asked for, the bytes
+    of the one before are given back: its storage is emptied, only the shell of the tensor remains.
+    """
+
+    def __init__(
+        self, source: StoredCheckpoint, plan: ConversionPlan, entries: Mapping[str, str], advance: Advance
+    ) -> None:
+        self.source, self.plan, self.entries, self.advance = source, plan, entries, advance
+        self.pending: dict[str, Tensor] = {}  # entries of the tensor at work that were not asked for yet
+        self.handed: Tensor | None = None
+
+    def __contains__(self, entry: str) -> bool:
+        return entry in self.entries or entry in self.source.blobs
+
+    def take(self, entry: str) -> Tensor | io.BytesIO:
+        """The data of an entry, valid until the next call."""
+        if self.handed is not None:
+            self.handed.untyped_storage().resize_(0)
+            self.handed = None
+        if entry not in self.entries:
+            self.advance(self.source.blob_size(entry))
+            return io.BytesIO(self.source.read_blob(entry))
+        if entry not in self.pending:
+            self.pending = {}
+            self.pending = self._made(self.entries[entry])
+        self.handed = self.pending.pop(entry)
+        return self.handed
+
+    def _made(self, name: str) -> dict[str, Tensor]:
+        stored, value = self.source.tensors[name], self.source.read(name)
+        if name in self.plan.changes:
+            value = converted(value, self.plan.to)
+        parts = {name: value}
+        if isinstance(value, QuantizedTensor):
+            parts = {f"{name}.{part}": data for part, data in value.parts().items()}
+        self.advance(stored.nbytes)
+        return {entry: _alone(data) for entry, data in parts.items()}
+
+
+class _StreamingPlanner(QuantizedSavePlanner):
+    """Plans the stand-ins; hands the writer what the stream makes in their place."""
+
+    def __init__(self, stream: EntryStream, paths: Mapping[str, tuple[Any, ...]]) -> None:
+        super().__init__(flatten_state_dict=bool(paths))
+        self.stream, self.paths = stream, paths
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        if self.flatten_state_dict:  # the stand-ins came flat; their places are those of the source
+            self.mappings = {entry: self.paths.get(entry, (entry,)) for entry in self.mappings}
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.stream.take(index.fqn) if index.fqn in self.stream else super().lookup_object(index)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        self.checksums.pickled.clear()  # kept because pickling twice may give other bytes; reading twice does not
+        return data
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's name
+        if write_item.type == WriteItemType.BYTE_IO and isinstance(object, io.BytesIO):
+            return object  # stored bytes already, where stock pickles
+        return super().transform_object(write_item, object)
+
+
+def _stand_in(tensor: StoredTensor, plan: ConversionPlan) -> Tensor:
+    """A tensor of the shape and dtype that will be written; parts that extend along it are one element in memory."""
+    to = plan.to if tensor.name in plan.changes else tensor.recipe or tensor.dtype
+    if isinstance(to, torch.dtype):
+        return torch.empty((), dtype=to, device="cpu").expand(tensor.shape)
+    parts = {
+        spec.name: torch.zeros(() if spec.per_row else shape, dtype=spec.dtype, device="cpu").expand(shape)
+        for spec in specs_of(to)
+        for shape in [spec.shape(tensor.shape)]
+    }
+    return QuantizedTensor.from_parts(parts, to, tensor.dtype)
+
+
+def _entries(tensor: StoredTensor, plan: ConversionPlan) -> Iterable[str]:
+    """Names under which a tensor will be written."""
+    to = plan.to if tensor.name in plan.changes else tensor.recipe
+    return [f"{tensor.name}.{spec.name}" for spec in specs_of(to)] if isinstance(to, Recipe) else [tensor.name]
+
+
+def _paths(source: StoredCheckpoint, plan: ConversionPlan) -> dict[str, tuple[Any, ...]]:
+    """Written entry -> its place in the nested state dict; a part stands where its weight did."""
+    stored = source.paths
+    paths = {name: stored[name] for name in source.blobs if name in stored}
+    for name, tensor in source.tensors.items():
+        first = next(iter(tensor.entries.values()))
+        if first not in stored:
+            continue
+        place = _weight_path(stored[first], first[len(name) :])
+        for entry in _entries(tensor, plan):
+            paths[entry] = _part_path(place, entry[len(name) :])
+    return paths
+
+
+def _weight_path(path: tuple[Any, ...], suffix: str) -> tuple[Any, ...]:
+    """Where the weight stands whose part, named by `suffix` (".payload"), stands at `path`; the path itself for ""."""
+    if not suffix:
+        return path
+    *above, last = path
+    return tuple(above) if f".{last}" == suffix else (*above, str(last).removesuffix(suffix))
+
+
+def _part_path(path: tuple[Any, ...], suffix: str) -> tuple[Any, ...]:
+    """The inverse of `_weight_path`: in a list a part is one step below its weight, else beside it."""
+    if not suffix:
+        return path
+    return (*path, suffix[1:]) if isinstance(path[-1], int) else (*path[:-1], f"{path[-1]}{suffix}")
+
+
+def _alone(data: Tensor) -> Tensor:
+    """A contiguous tensor that has its storage for itself."""
+    data = data.detach().contiguous()
+    return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()

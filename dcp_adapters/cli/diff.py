@@ -1,0 +1,195 @@
+"""What two checkpoints hold that is not the same: one tensor of each in memory at a time.
+
+Tensors are compared by their logical names, so a quantized one meets the dense one it was made from, and it does not
+matter how many ranks wrote either side. Where both sides have a tensor of one shape, the values of the first are the
+reference of the error (see errors.py). The manifest and the checksums are about the tensors, so they are not compared.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcp_adapters.cli.inspect import in_order, kind_of
+from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
+from dcp_adapters.stored.errors import Error, ErrorSum
+from dcp_adapters.stored.progress import Advance, unseen
+from dcp_adapters.tables import table
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["FORMAT", "Diff", "Difference", "Error", "diff"]
+
+FORMAT = "dcp_adapters.diff/1"
+SLICE = 1 << 20  # elements that are widened to float64 at once
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One name.
+
+    kind: only_in_a, only_in_b, shape, recipe (other recipe, or quantized and dense), dtype, bytes (the same kind of
+    tensor with other bytes), or blob (entries of bytes). a, b: what each side holds, in words.
+    """
+
+    name: str
+    kind: str
+    a: str | None = None
+    b: str | None = None
+    differing_bytes: int | None = None
+    error: Error | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; None where something does not apply."""
+        error = self.error
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "a": self.a,
+            "b": self.b,
+            "differing_bytes": self.differing_bytes,
+            "max_abs": error and error.max_abs,
+            "relative": error and error.relative,
+            "snr_db": error and error.snr_db,
+            "not_finite": error and error.not_finite,
+        }
+
+
+@dataclass(frozen=True)
+class Diff:
+    """All differences; `compared` names were looked at."""
+
+    a: str
+    b: str
+    compared: int
+    differences: list[Difference]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added under the same FORMAT."""
+        return {
+            "format": FORMAT,
+            "a": self.a,
+            "b": self.b,
+            "compared": self.compared,
+            "differences": [difference.to_json() for difference in self.differences],
+        }
+
+    def render(self) -> str:
+        """For people."""
+        if not self.differences:
+            return f"no differences ({self.compared} entries compared)"
+        columns = ("name", "difference", "A", "B", "bytes", "max |B-A|", "|B-A|/|A|", "SNR dB")
+        body = table(columns, [_row(difference) for difference in self.differences], right=columns[4:])
+        return f"{body}\n\n{len(self.differences)} of {self.compared} entries differ"
+
+
+def diff(a: StoredCheckpoint, b: StoredCheckpoint, *, advance: Advance = unseen) -> Diff:
+    """Compare two checkpoints; `advance` is told the bytes of A that are done."""
+    found = []
+    names = in_order({*a.tensors, *b.tensors})
+    for name in names:
+        left, right = a.tensors.get(name), b.tensors.get(name)
+        found.append(_tensors(a, b, left, right))
+        advance(left.nbytes if left else 0)
+    blobs = in_order({*a.blobs, *b.blobs})
+    found += [_blobs(a, b, name) for name in blobs]
+    compared = len(names) + len(set(blobs) - set(names))
+    return Diff(str(a.path), str(b.path), compared, [difference for difference in found if difference])
+
+
+def _tensors(
+    a: StoredCheckpoint, b: StoredCheckpoint, left: StoredTensor | None, right: StoredTensor | None
+) -> Difference | None:
+    if left is None or right is None:
+        return _only(left, right)
+    words = Difference(left.name, "bytes", _words(left), _words(right))
+    if left.shape != right.shape:
+        return replace(words, kind="shape")
+    x, y = a.read(left.name), b.read(right.name)
+    if left.recipe != right.recipe:
+        return replace(words, kind="recipe", error=_error(x, y))
+    if left.dtype != right.dtype:
+        return replace(words, kind="dtype", error=_error(x, y))
+    differing = _differing_bytes(x, y)
+    return replace(words, differing_bytes=differing, error=_error(x, y)) if differing else None
+
+
+def _only(left: StoredTensor | None, right: StoredTensor | None) -> Difference:
+    if left is not None:
+        return Difference(left.name, "only_in_a", a=_words(left))
+    assert right is not None
+    return Difference(right.name, "only_in_b", b=_words(right))
+
+
+def _blobs(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> Difference | None:
+    """An entry that at least one side holds as bytes (where the other has a tensor, both are reported as missing)."""
+    if name not in b.blobs:
+        return Difference(name, "only_in_a", a="bytes")
+    if name not in a.blobs:
+        return Difference(name, "only_in_b", b="bytes")
+    x, y = a.read_blob(name), b.read_blob(name)
+    if x == y:
+        return None
+    common = min(len(x), len(y))
+    left, right = (torch.frombuffer(bytearray(data[:common]), dtype=torch.uint8) for data in (x, y))
+    differing = int((left != right).sum()) + abs(len(x) - len(y))
+    return Difference(name, "blob", f"{len(x)} bytes", f"{len(y)} bytes", differing)
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    return list(x.parts().values()) if isinstance(x, QuantizedTensor) else [x]
+
+
+def _differing_bytes(x: Tensor, y: Tensor) -> int:
+    count = 0
+    for p, q in zip(_parts(x), _parts(y), strict=True):
+        for left, right in zip(_slices(p), _slices(q), strict=True):
+            count += int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
+    return count
+
+
+def _error(x: Tensor, y: Tensor) -> Error:
+    total = ErrorSum()
+    for left, right in zip(_values(x), _values(y), strict=True):
+        total.add(left, right)
+    return total.error()
+
+
+def _values(x: Tensor) -> Iterator[Tensor]:
+    """The values as float64, some at a time."""
+    dense = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
+    if dense.is_complex():
+        dense = torch.view_as_real(dense)
+    for piece in _slices(dense):
+        yield piece.to(torch.float64)
+
+
+def _slices(x: Tensor) -> Iterator[Tensor]:
+    """1-D pieces of at most SLICE elements."""
+    flat = x.contiguous().reshape(-1)
+    return (flat[start : start + SLICE] for start in range(0, flat.numel(), SLICE))
+
+
+def _words(tensor: StoredTensor) -> str:
+    appearance = f" as {str(tensor.dtype).removeprefix('torch.')}" if tensor.recipe is not None else ""
+    return f"{kind_of(tensor)}{appearance} {list(tensor.shape)}"
+
+
+def _row(difference: Difference) -> tuple[str, ...]:
+    error, differing = difference.error, difference.differing_bytes
+    numbers = ("", "", "")
+    if error is not None:
+        relative = "inf" if error.relative is None else f"{error.relative:.3g}"
+        snr = "-" if error.snr_db is None else f"{error.snr_db:.1f}"
+        numbers = (f"{error.max_abs:.3g}", relative, snr)
+    note = f" ({error.not_finite} not finite)" if error is not None and error.not_finite else ""
+    kind = difference.kind.replace("_", " ") + note
+    return (
+        difference.name,
+        kind,
+        difference.a or "",
+        difference.b or "",
+        "" if differing is None else str(differing),
+        *numbers,
+    )

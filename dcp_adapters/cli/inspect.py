@@ -1,0 +1,211 @@
+"""What is in a checkpoint: tensors, recipes, sizes, who wrote it. Reads its description only, no tensor data.
+
+The record is plain data: `to_json` is what `--json` prints (its layout has the version FORMAT), `render` is the same
+for people.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from dcp_adapters.cli.recipe_names import recipe_label
+from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
+from dcp_adapters.tables import human_bytes, table
+
+__all__ = ["FORMAT", "Inspection", "Total", "in_order", "inspect_checkpoint", "kind_of", "matches"]
+
+FORMAT = "dcp_adapters.inspect/1"
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over the tensors of one kind."""
+
+    kind: str
+    tensors: int
+    parameters: int
+    nbytes: int
+
+    @property
+    def bytes_per_parameter(self) -> float | None:
+        """None where there is no parameter."""
+        return self.nbytes / self.parameters if self.parameters else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The sums and their quotient."""
+        return {
+            "kind": self.kind,
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "bytes": self.nbytes,
+            "bytes_per_parameter": self.bytes_per_parameter,
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint holds.
+
+    format_version: of the manifest, None without one. world_size: at least so many ranks wrote it, None where the file
+    names do not tell; a rank that had nothing to write leaves no trace. blobs: (name, bytes) of entries of bytes.
+    """
+
+    path: str
+    format_version: int | None
+    checksums: bool
+    world_size: int | None
+    files: int
+    tensors: Sequence[StoredTensor]
+    blobs: Sequence[tuple[str, int]]
+
+    @property
+    def totals(self) -> list[Total]:
+        """One for each kind of tensor, the largest first."""
+        kinds: dict[str, list[StoredTensor]] = {}
+        for tensor in self.tensors:
+            kinds.setdefault(kind_of(tensor), []).append(tensor)
+        return sorted((_total(kind, found) for kind, found in kinds.items()), key=lambda total: -total.nbytes)
+
+    @property
+    def total(self) -> Total:
+        """Over all tensors."""
+        return _total("total", self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added under the same FORMAT."""
+        return {
+            "format": FORMAT,
+            "checkpoint": self.path,
+            "format_version": self.format_version,
+            "checksums": self.checksums,
+            "world_size_at_least": self.world_size,
+            "files": self.files,
+            "tensors": [_tensor_json(tensor) for tensor in self.tensors],
+            "bytes_entries": [{"name": name, "bytes": size} for name, size in self.blobs],
+            "totals": [total.to_json() for total in self.totals],
+            "total": self.total.to_json(),
+        }
+
+    def render(self) -> str:
+        """For people."""
+        tensors = [
+            (
+                tensor.name,
+                kind_of(tensor),
+                _dims(tensor.shape),
+                " ".join(part for part in tensor.entries if part),
+                str(tensor.chunks),
+                human_bytes(tensor.nbytes),
+            )
+            for tensor in self.tensors
+        ]
+        totals = [
+            (
+                total.kind,
+                str(total.tensors),
+                f"{total.parameters:,}",
+                human_bytes(total.nbytes),
+                "-" if total.bytes_per_parameter is None else f"{total.bytes_per_parameter:.4g}",
+            )
+            for total in (*self.totals, self.total)
+        ]
+        blocks = [
+            self._head(),
+            table(
+                ("tensor", "kind", "shape", "parts", "chunks", "bytes"),
+                tensors,
+                right=("shape", "chunks", "bytes"),
+                style=_look,
+            ),
+        ]
+        if self.blobs:
+            blobs = [(name, human_bytes(size)) for name, size in self.blobs]
+            blocks.append(table(("bytes entry", "bytes"), blobs, right=("bytes",), style=_look))
+        columns = ("kind", "tensors", "parameters", "bytes", "bytes/parameter")
+        blocks.append(table(columns, totals, right=columns[1:], style=_look))
+        return "\n\n".join(blocks)
+
+    def _head(self) -> str:
+        saved = (
+            "no quantized tensors (not saved with QuantizedSavePlanner)"
+            if self.format_version is None
+            else f"format version {self.format_version}"
+        )
+        world = "unknown" if self.world_size is None else f"at least {self.world_size}"
+        return (
+            f"{self.path}: {saved}, checksums: {'yes' if self.checksums else 'no'}, "
+            f"world size: {world}, files: {self.files}"
+        )
+
+
+def inspect_checkpoint(checkpoint: StoredCheckpoint, patterns: Sequence[str] = ()) -> Inspection:
+    """Describe a checkpoint, or only the entries whose names match one of the globs, in the order of their names."""
+    manifest, files = checkpoint.manifest, checkpoint.files()
+    return Inspection(
+        path=str(checkpoint.path),
+        format_version=None if manifest is None else manifest.format_version,
+        checksums=checkpoint.has_checksums,
+        world_size=_world_size(files),
+        files=len(files),
+        tensors=[checkpoint.tensors[name] for name in in_order(checkpoint.tensors) if _wanted(name, patterns)],
+        blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if _wanted(name, patterns)],
+    )
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sorted as people count: layers.2 before layers.10."""
+    return sorted(
+        names, key=lambda name: [(text, int(digits or -1)) for text, digits in re.findall("([^0-9]*)([0-9]*)", name)]
+    )
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of the globs; case counts."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def kind_of(tensor: StoredTensor) -> str:
+    """The recipe of a quantized tensor, the dtype of a dense one, in a word."""
+    return str(tensor.dtype).removeprefix("torch.") if tensor.recipe is None else recipe_label(tensor.recipe)
+
+
+def _look(column: str, cell: str) -> str:
+    """Quantized kinds in colour and dense ones plain, sizes in another, details faint."""
+    if column == "kind":
+        return "bold" if cell == "total" else "" if isinstance(getattr(torch, cell, None), torch.dtype) else "cyan"
+    return {"bytes": "green", "parts": "dim", "chunks": "dim", "shape": "dim"}.get(column, "")
+
+
+def _wanted(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or matches(name, patterns)
+
+
+def _total(kind: str, tensors: Sequence[StoredTensor]) -> Total:
+    return Total(kind, len(tensors), sum(tensor.numel for tensor in tensors), sum(tensor.nbytes for tensor in tensors))
+
+
+def _world_size(files: Iterable[str]) -> int | None:
+    """One more than the highest rank in the file names `__<rank>_<...>.distcp`; all of them must be such names."""
+    found = [re.fullmatch(r"__(\d+)_\w+\.distcp", file) for file in files]
+    return max((int(match[1]) + 1 for match in found if match), default=None) if all(found) else None
+
+
+def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "kind": kind_of(tensor),
+        "recipe": None if tensor.recipe is None else tensor.recipe.to_json(),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "parts": [part for part in tensor.entries if part],
+        "bytes": tensor.nbytes,
+        "chunks": tensor.chunks,
+    }
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

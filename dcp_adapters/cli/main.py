@@ -1,0 +1,303 @@
+"""The command line: python -m dcp_adapters inspect | report | verify | diff | convert | export CHECKPOINT ...
+
+Arguments in, text or JSON out; the work is done in a module a command. Exit status: 0, all is well; 1, something was
+found (an error by verify, a difference by diff); 2, the command could not do its work (no such path, no checkpoint, an
+unknown recipe): one message on stderr.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from dcp_adapters.cli.convert import convert_checkpoint, plan_conversion
+from dcp_adapters.cli.diff import diff
+from dcp_adapters.cli.help_texts import HELP, MAIN
+from dcp_adapters.cli.inspect import inspect_checkpoint
+from dcp_adapters.cli.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.cli.report.measure import measure_checkpoint
+from dcp_adapters.cli.report.page import page
+from dcp_adapters.hf.export import export_hf
+from dcp_adapters.hf.layout import LAYOUTS
+from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
+from dcp_adapters.stored.progress import Advance, progress
+from dcp_adapters.stored.verify import verify
+from dcp_adapters.tables import human_bytes, table
+
+__all__ = ["main"]
+
+PROGRAM = "python -m dcp_adapters"
+FINE, FOUND, FAILED = 0, 1, 2
+VERIFY_FORMAT = "dcp_adapters.verify/1"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. `argv` is without the program's name."""
+    try:
+        arguments = _parser().parse_args(argv)
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes once more at its end
+        return FAILED
+    except (OSError, ValueError, EOFError, pickle.PickleError) as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return FAILED
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    found = inspect_checkpoint(StoredCheckpoint(arguments.checkpoint), arguments.match)
+    _show(found.to_json() if arguments.json else found.render())
+    return FINE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    checkpoint = StoredCheckpoint(arguments.checkpoint)
+    against = None if arguments.against is None else StoredCheckpoint(arguments.against)
+    target = None
+    if arguments.output is not None or not arguments.json:
+        target = Path(arguments.output or f"{checkpoint.path.resolve().name}-report.html")
+        if target.is_dir() or not target.parent.is_dir():  # now, not when all has been measured
+            raise ValueError(f"{target}: expected a file in a directory that exists")
+    total = sum(tensor.nbytes for tensor in inspect_checkpoint(checkpoint, arguments.match).tensors)
+    with progress("measuring", total, enabled=arguments.progress) as advance:
+        found = measure_checkpoint(checkpoint, against, arguments.match, advance=advance)
+    if target is not None:
+        target.write_text(page(found), encoding="utf-8")
+    _show(found.to_json() if arguments.json else f"{target}: {len(found.tensors)} tensors")
+    return FINE
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    directory = checkpoint_directory(arguments.checkpoint)
+    total = sum(file.stat().st_size for file in directory.glob("*.distcp"))
+    with progress("verifying", total, enabled=arguments.progress) as advance:
+        report = verify(directory, progress=_steps(advance))
+    findings = [
+        {"severity": found.severity, "file": found.file, "entry": found.entry, "message": found.message}
+        for found in report.findings
+    ]
+    counts = {name: getattr(report, name) for name in ("tensors", "chunks", "bytes", "checksums")}
+    errors = sum(found["severity"] == "error" for found in findings)
+    if arguments.json:
+        _show({"format": VERIFY_FORMAT, "checkpoint": arguments.checkpoint, **counts, "findings": findings})
+        return FOUND if errors else FINE
+    if findings:
+        keys = ("severity", "file", "entry", "message")
+        _show(table(keys, [[str(found[key] or "-") for key in keys] for found in findings]) + "\n")
+    looked_at = f"{counts['tensors']} tensors, {counts['chunks']} chunks, {human_bytes(counts['bytes'])}"
+    verdict = f"{errors} errors, {len(findings) - errors} warnings" if findings else "no errors"
+    _show(f"{verdict} ({looked_at}, {counts['checksums']} checksums)")
+    return FOUND if errors else FINE
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    a, b = StoredCheckpoint(arguments.a), StoredCheckpoint(arguments.b)
+    total = sum(tensor.nbytes for tensor in a.tensors.values())
+    with progress("comparing", total, enabled=arguments.progress) as advance:
+        found = diff(a, b, advance=advance)
+    _show(found.to_json() if arguments.json else found.render())
+    return FOUND if found.differences else FINE
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    to = target_named(arguments.to, _options(arguments.option))
+    source = StoredCheckpoint(arguments.source, check=arguments.checksums)
+    plan = plan_conversion(source.tensors, to, arguments.include, arguments.exclude)
+    for pattern in plan.idle:
+        print(f"{PROGRAM}: warning: --exclude {pattern} matches no tensor", file=sys.stderr)
+    total = sum(tensor.nbytes for tensor in source.tensors.values()) + sum(map(source.blob_size, source.blobs))
+    with progress("converting", total, enabled=arguments.progress) as advance:
+        convert_checkpoint(source, arguments.destination, plan, advance=advance)
+    name = str(to).removeprefix("torch.") if isinstance(to, torch.dtype) else recipe_label(to)
+    copied = len(source.tensors) - len(plan.changes) + len(source.blobs)
+    _show(f"{arguments.destination}: {len(plan.changes)} tensors converted to {name}, {copied} entries copied")
+    return FINE
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    out = export_hf(
+        arguments.source,
+        arguments.destination,
+        layout=arguments.layout,
+        config=arguments.config,
+        rest=arguments.rest,
+        prefix=arguments.prefix,
+        fused_scales=arguments.fused_scales,
+        max_shard_size=arguments.max_shard_size,
+        verify_checksums=arguments.checksums,
+        progress=arguments.progress,
+    )
+    files = sorted(out.glob("*.safetensors"))
+    total = human_bytes(sum(file.stat().st_size for file in files))
+    if arguments.config is None:
+        why = "without --config, config.json tells of the quantization alone; engines need the model's"
+        print(f"{PROGRAM}: warning: {why}", file=sys.stderr)
+    _show(f"{out}: {total} in {len(files)} file{'s' if len(files) > 1 else ''}, layout {arguments.layout}")
+    return FINE
+
+
+def _steps(advance: Advance) -> Callable[[int, int], None]:
+    """`advance`, told the bytes since the last time, for work that reports all of them so far."""
+    before = 0
+
+    def report(done: int, _total: int) -> None:
+        nonlocal before
+        advance(done - before)
+        before = done
+
+    return report
+
+
+def _options(texts: Sequence[str]) -> dict[str, str]:
+    options = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--option {text}: expected KEY=VALUE, for example blocks=square")
+        options[key] = value
+    return options
+
+
+def _show(result: Any) -> None:
+    print(result if isinstance(result, str) else json.dumps(result, indent=2, allow_nan=False))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad usage as any other failure: a message of two lines, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}\n(see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM,
+        description=MAIN.about,
+        epilog=MAIN.examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_inspect(_command(commands, "inspect"))
+    _add_report(_command(commands, "report"))
+    _add_verify(_command(commands, "verify"))
+    _add_diff(_command(commands, "diff"))
+    _add_convert(_command(commands, "convert"))
+    _add_export(_command(commands, "export"))
+    return parser
+
+
+def _command(commands: Any, name: str) -> argparse.ArgumentParser:
+    text = HELP[name]
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text.summary,
+        description=text.about,
+        epilog=text.examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
+    parser.add_argument("--match", metavar="GLOB", action="append", default=[], help="only these names (repeatable)")
+    _add_json(parser)
+    parser.set_defaults(run=_inspect)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
+    parser.add_argument("--against", metavar="DENSE", help="the checkpoint whose values are right")
+    parser.add_argument("--match", metavar="GLOB", action="append", default=[], help="only these names (repeatable)")
+    parser.add_argument(
+        "-o", "--output", metavar="PAGE", help="the file to write (default: CHECKPOINT-report.html here)"
+    )
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_report)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_verify)
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="the reference")
+    parser.add_argument("b", metavar="B", help="what is compared with it")
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_diff)
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    globs: dict[str, Any] = {"metavar": "GLOB", "action": "extend", "nargs": "+", "default": []}
+    parser.add_argument("source", metavar="SRC", help="the checkpoint to convert")
+    parser.add_argument("destination", metavar="DST", help="the directory to write; must not exist, or be empty")
+    names = f"{', '.join(SHORT_NAMES)}, the name of a recipe's type, or {', '.join(DTYPES)}"
+    parser.add_argument("--to", metavar="FORMAT", required=True, help=names)
+    parser.add_argument("--include", **globs, help="convert the tensors with these names (default: all quantized ones)")
+    parser.add_argument("--exclude", **globs, help="leave the tensors with these names as they are")
+    parser.add_argument(
+        "--option", metavar="KEY=VALUE", action="append", default=[], help="a field of the recipe (repeatable)"
+    )
+    _add_checksums(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_convert)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="CHECKPOINT", help="the directory of the checkpoint")
+    parser.add_argument("destination", metavar="OUT", help="the directory to write; must not exist, or be empty")
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="compressed-tensors", help="default: %(default)s")
+    parser.add_argument("--config", metavar="PATH", help="the model's directory, or its config.json; engines need it")
+    parser.add_argument("--rest", metavar="PATH", help="where to take tensors from that the checkpoint does not have")
+    parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in the checkpoint")
+    parser.add_argument(
+        "--fused-scales",
+        choices=["raise", "requantize"],
+        default="raise",
+        help="where linears that engines fuse have different NVFP4 global scales: fail, or round them again",
+    )
+    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file; default: %(default)s")
+    _add_checksums(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_export)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def _add_checksums(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-checksums",
+        dest="checksums",
+        action="store_false",
+        help="do not compare what is read with the checkpoint's checksums",
+    )
+
+
+def _add_progress(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar on a terminal")

@@ -1,0 +1,99 @@
+"""Elements at the end of their format's range, told from the payload, and what that cut off, told with dense values.
+
+    at the largest     codes of the largest finite magnitude (448 for E4M3, 57344 for E5M2, 6 for E2M1)
+    saturated          those, less one for each scale that has any: the element that a scale was made for is there by
+                       right. Others may have been rounded to the largest value or clipped to it, which a payload does
+                       not tell: an upper bound of what was clipped.
+    clipped            |dense value| > largest * scale by more than half a step, so that rounding does not explain it
+    NaN codes          codes of the payload that are NaN or infinite (E2M1 has none)
+
+A scale here is what is decided once: square blocks store theirs a row at a time, and it counts once.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcp_adapters.cli.report.tiles import Tile, decoded
+from qtensor.formats import row_multiple, specs_of
+from qtensor.recipes import Recipe
+
+__all__ = ["ElementCounts", "counts_elements"]
+
+
+class _ElementType(NamedTuple):
+    """mask: the bits of a code's magnitude. largest: the code of the largest magnitude. fill: a byte of such codes.
+
+    slack: the largest value plus half the step before it, over the largest value.
+    """
+
+    mask: int
+    largest: int
+    fill: int
+    slack: float
+
+
+_TYPES: dict[torch.dtype | None, _ElementType] = {
+    torch.float8_e4m3fn: _ElementType(0x7F, 0x7E, 0x7E, 464 / 448),
+    torch.float8_e5m2: _ElementType(0x7F, 0x7B, 0x7B, 61440 / 57344),
+    torch.float4_e2m1fn_x2: _ElementType(0x07, 0x07, 0x77, 7 / 6),  # two E2M1 codes a byte
+}
+
+
+def counts_elements(recipe: Recipe) -> bool:
+    """Whether the elements of a format are of a type that is counted here."""
+    payload, *others = specs_of(recipe)
+    return payload.numbers in _TYPES and bool(others)
+
+
+@dataclass
+class ElementCounts:
+    """Counts over the pieces of one quantized tensor, [rows, K]."""
+
+    recipe: Recipe
+    rows: int
+    at_largest: int = 0
+    nan_codes: int = 0
+    clipped: int = 0
+
+    def __post_init__(self) -> None:
+        payload, scale = specs_of(self.recipe)[:2]
+        self._type = _TYPES[payload.numbers]
+        self._packed = payload.block == 2
+        self._block = scale.block if scale.per_row else 0
+        self._taken = 0  # scales of blocks that have such an element
+        # One scale a row or one for all: their elements may lie in several pieces.
+        self._rows_taken = torch.zeros(self.rows if scale.per_row else 1, dtype=torch.bool, device="cpu")
+
+    @property
+    def saturated(self) -> int:
+        """At the largest, beyond one for each scale."""
+        return self.at_largest - self._taken - int(self._rows_taken.sum())
+
+    def add(self, tile: Tile, reference: Tensor | None) -> None:
+        """One piece, with the dense values of that piece where there are some."""
+        codes = tile.parts["payload"].view(torch.uint8)
+        if self._packed:
+            codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+        magnitudes = codes & self._type.mask
+        largest = magnitudes == self._type.largest  # [rows, K]
+        self.at_largest += int(largest.sum())
+        if not self._packed:
+            self.nan_codes += int((magnitudes > self._type.largest).sum())
+        if self._block:
+            blocks = largest.unflatten(-1, (-1, self._block)).any(-1)  # [rows, blocks]
+            group = row_multiple(self.recipe)
+            self._taken += (
+                sum(int(rows.any(0).sum()) for rows in blocks.split(group)) if group > 1 else int(blocks.sum())
+            )
+        elif len(self._rows_taken) == self.rows > 1:
+            self._rows_taken[tile.rows] |= largest.any(-1)
+        else:
+            self._rows_taken |= largest.any()
+        if reference is not None:
+            payload = torch.full_like(tile.parts["payload"].view(torch.uint8), self._type.fill)
+            parts = {**tile.parts, "payload": payload.view(tile.parts["payload"].dtype)}
+            limit = decoded(parts, self.recipe).double().mul_(self._type.slack)
+            self.clipped += int((reference.double().abs() > limit).sum())  # under a NaN scale: none

@@ -1,0 +1,102 @@
+"""Names as the kind of a tensor and the number of its layer.
+
+    model.layers.12.mlp.experts.3.w1.weight   ->   ("model.layers.*.mlp.experts.*.w1.weight", 12)
+    lm_head.weight                            ->   ("lm_head.weight", None)
+
+The layer is the first number between dots. Tensors of one kind and layer, such as the experts of a mixture, share a
+cell of the picture.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dcp_adapters.cli.report.records import TensorReport
+
+__all__ = ["Cell", "Grid", "grid_of", "kind_and_layer", "labels"]
+
+COLUMNS = 100
+ROWS = 16
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Tensors of one kind and one layer or a few; `worst` is the one of the lowest SNR among them."""
+
+    first: int | None
+    last: int | None
+    worst: TensorReport
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Kinds as rows, layers as columns.
+
+    cells: (kind, column) -> cell; the column of what is in no layer is None. per_column: layers that share a column.
+    left_out: kinds that there was no room for; those of the lowest SNR are shown.
+    """
+
+    kinds: tuple[str, ...]
+    columns: int
+    per_column: int
+    cells: Mapping[tuple[str, int | None], Cell]
+    left_out: int
+
+
+def kind_and_layer(name: str) -> tuple[str, int | None]:
+    """The name with `*` for its numbers, and the first of them."""
+    words = name.split(".")
+    numbers = [int(word) for word in words if word.isdecimal() and len(word) < 10]
+    kind = ".".join("*" if word.isdecimal() else word for word in words)
+    return kind, numbers[0] if numbers else None
+
+
+def grid_of(tensors: Sequence[TensorReport]) -> Grid:
+    """The tensors with an error, in the order they come; kinds without any are left out uncounted."""
+    placed: dict[str, list[tuple[int | None, TensorReport]]] = {}
+    for tensor in tensors:
+        if tensor.error is not None:
+            kind, layer = kind_and_layer(tensor.name)
+            placed.setdefault(kind, []).append((layer, tensor))
+    placed = {kind: some for kind, some in placed.items() if not all(_exact(tensor) for _, tensor in some)}
+    worst = sorted(placed, key=lambda kind: min(badness(tensor) for _, tensor in placed[kind]))[:ROWS]
+    kinds = tuple(kind for kind in placed if kind in set(worst))
+    layers = sorted({layer for kind in kinds for layer, _ in placed[kind] if layer is not None})
+    ordinal = {layer: index for index, layer in enumerate(layers)}  # numbers may be far apart
+    per_column = max(-(-len(layers) // COLUMNS), 1)
+    together: dict[tuple[str, int | None], list[tuple[int | None, TensorReport]]] = {}
+    for kind in kinds:
+        for layer, tensor in placed[kind]:
+            column = None if layer is None else ordinal[layer] // per_column
+            together.setdefault((kind, column), []).append((layer, tensor))
+    cells = {place: _cell(some) for place, some in together.items()}
+    return Grid(kinds, -(-len(layers) // per_column), per_column, cells, len(placed) - len(kinds))
+
+
+def badness(tensor: TensorReport) -> float:
+    """What tensors are sorted by, the worst first: SNR; without a number it is the worst, or the best if exact."""
+    if tensor.snr_db is not None:
+        return tensor.snr_db
+    return float("inf") if _exact(tensor) else float("-inf")
+
+
+def labels(kinds: Sequence[str]) -> dict[str, str]:
+    """Kinds without the words that all of them begin with, and without a last `.weight`."""
+    words = [kind.split(".") for kind in kinds if "*" in kind]
+    common = 0
+    while words and all(len(some) > common + 2 and some[common] == words[0][common] for some in words):
+        common += 1
+    return {
+        kind: (".".join(kind.split(".")[common:]) if "*" in kind else kind).removesuffix(".weight") or kind
+        for kind in kinds
+    }
+
+
+def _exact(tensor: TensorReport) -> bool:
+    return tensor.error is not None and tensor.error.exact
+
+
+def _cell(some: Sequence[tuple[int | None, TensorReport]]) -> Cell:
+    layers = [layer for layer, _ in some if layer is not None]
+    worst = min((tensor for _, tensor in some), key=badness)
+    return Cell(min(layers, default=None), max(layers, default=None), worst, len(some))

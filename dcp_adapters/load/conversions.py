@@ -1,0 +1,183 @@
+"""All conversions of one load, and their agreement on shared scales: one fused all-reduce for each distinct group.
+
+    finish_plan    every rank   a group of its own for each group that has to agree
+    resolve        reader       the buffers of a conversion appear with its first item
+    commit         reader       with its last item it is written, or, if its scale is shared, kept until all of those
+                                have arrived; then amaxes are agreed on and the kept ones are written
+
+A rank whose reads fail can not bring its amaxes, and the others would wait for it. So the reduction has a slot which
+says that: `failed` takes part in the agreement with nothing but the slot set, and all ranks that share a scale with
+this one raise. The planner calls it for every error it sees; errors that only the reader sees reach it through
+SafeFileSystemReader, and with another reader the others give up after `timeout`. No group of the training is left in
+the middle of a collective for that: the reduction has a gloo group of its own, which meets in the store of the
+weights' group under a name that belongs to this load. (dist.new_group names a group after how many there are, which is
+not the same on all ranks of a job with experts or pipelines.)
+
+The order is that of the names, not that of the state dicts, which may differ from rank to rank; that all ranks of a
+group convert the same tensors is part of the agreement (see fsdp_hooks.exchange).
+"""
+
+import contextlib
+import datetime as dt
+import functools
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from dcp_adapters.load.convert import Conversion
+from fsdp_hooks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
+
+__all__ = ["Conversions"]
+
+
+class Conversions:
+    """The conversions of one rank."""
+
+    def __init__(self, conversions: Iterable[Conversion], metadata: Metadata, timeout: dt.timedelta) -> None:
+        self.metadata, self.timeout = metadata, timeout
+        self.all = sorted(conversions, key=lambda one: one.name)
+        self.agreed = [one for one in self.all if one.groups]  # all ranks of a group have the same in theirs
+        self.by_entry: dict[str, Conversion] = {}
+        self.lock = threading.Lock()  # readers commit from several threads
+        self.groups: dict[dist.ProcessGroup, ProcessGroupGloo] = {}  # of the weights -> of this load
+        self.settled = not self.agreed  # whether this rank has taken part in the agreement
+        self.awaited = 0  # of `agreed`, those with something to read that is not there yet
+
+    def read_items(self) -> list[ReadItem]:
+        """What all of them need read."""
+        items: list[ReadItem] = []
+        for one in self.all:
+            own = one.read_items(self.metadata)
+            self.by_entry |= {item.dest_index.fqn: one for item in own}
+            items += own
+        self.awaited = sum(bool(one.outstanding) for one in self.agreed)
+        return items
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Entry -> the shape of what is read of it."""
+        return {entry: shape for one in self.all for entry, shape in one.parts().items()}
+
+    def grouped(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
+        """The items of each conversion among those of a plan; those that have to wait for other ranks last."""
+        groups: dict[str, list[ReadItem]] = {one.name: [] for one in self.all}
+        for item in items:
+            one = self.by_entry.get(item.dest_index.fqn)
+            if one is not None:
+                groups[one.name].append(item)
+        return [groups[one.name] for one in sorted(self.all, key=lambda one: bool(one.groups))]
+
+    def begin(self, load_id: str) -> None:
+        """Open the groups, under a name that all ranks of this load know; write what needs no reading."""
+        for group in in_order([(one.label,) for one in self.agreed], [one.groups for one in self.agreed]):
+            store = dist.PrefixStore(f"qtensor.conversion.{load_id}", group.get_group_store())
+            place = dist.get_rank(group), dist.get_world_size(group)
+            self.groups[group] = ProcessGroupGloo(store, *place, timeout=self.timeout)
+        for one in self.all:
+            if not one.outstanding and not one.groups:
+                one.finish()
+        self._agree_if_complete()
+
+    def buffer(self, entry: str) -> Tensor | None:
+        """Where an entry that is to be converted is read into; None for any other entry."""
+        one = self.by_entry.get(entry)
+        if one is None:
+            return None
+        with self.lock:
+            return one.buffer(entry, self.metadata)
+
+    def arrived(self, entry: str) -> None:
+        """One read item of an entry is there."""
+        one = self.by_entry.get(entry)
+        if one is None:
+            return
+        with self.lock:
+            one.outstanding -= 1
+            if one.outstanding:
+                return
+            self.awaited -= bool(one.groups)
+        if one.groups:
+            self._agree_if_complete()
+        else:
+            one.finish()
+
+    def failed(self) -> None:
+        """Tell the ranks that wait for this one's amaxes that they will not come. Never raises."""
+        with self.lock:
+            if self.settled or not self.groups:
+                return
+            self.settled = True
+        self._tell_failure()
+
+    def _tell_failure(self) -> None:
+        with contextlib.suppress(Exception):  # the error that led here is the one to report
+            for group, own in self.groups.items():
+                tell_failure(_channel(group, own), torch.device("cpu"))
+        self.groups.clear()  # closes them
+
+    def _agree_if_complete(self) -> None:
+        with self.lock:
+            if self.settled or self.awaited:
+                return
+            self.settled = True
+        try:
+            own = [one.amax() for one in self.agreed]
+        except BaseException:
+            self._tell_failure()
+            raise
+        for one, amax in zip(self.agreed, self._reduced(own), strict=True):
+            one.finish(amax)
+
+    def _reduced(self, amaxes: list[Tensor]) -> list[Tensor]:
+        """Maxima over the groups of each conversion. All groups take part, also where one has told of a failure."""
+        what = f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first"
+        maxima, trouble = [amax.cpu() for amax in amaxes], None
+        try:
+            for group, own in self.groups.items():
+                channel = _channel(group, own)
+                if trouble is not None:
+                    tell_failure(channel, torch.device("cpu"))
+                    continue
+                members = [number for number, one in enumerate(self.agreed) if group in one.groups]
+                labels = [(self.agreed[number].label,) for number in members]
+                try:
+                    pieces, _ = largest(what, labels, [maxima[number] for number in members], channel)
+                except RanksDifferError as error:
+                    trouble = error
+                    continue
+                for number, piece in zip(members, pieces, strict=True):
+                    maxima[number] = piece
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{what}: the other ranks' amaxes did not come within {self.timeout}; one of them may have failed to "
+                "read its part, see its error. These tensors were left as they were"
+            ) from error
+        finally:
+            self.groups.clear()  # closes them
+        if trouble is not None and trouble.failed is None:
+            raise trouble
+        if trouble is not None:
+            raise RuntimeError(
+                f"{what}: another rank failed to read its part, see the error of rank {trouble.failed}; these tensors "
+                "were left as they were"
+            )
+        return [value.to(amax.device) for value, amax in zip(maxima, amaxes, strict=True)]
+
+
+def _channel(group: dist.ProcessGroup, own: ProcessGroupGloo) -> Channel:
+    """This load's group in the place of the weights' one."""
+    return Channel(dist.get_rank(group), dist.get_process_group_ranks(group), functools.partial(all_reduce_max, own))
+
+
+def all_reduce_max(group: ProcessGroupGloo, tensor: Tensor) -> None:
+    """Elementwise maximum over a group that is not registered with torch.distributed, in place."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    unregistered: Any = group  # its methods have no types
+    unregistered.allreduce([tensor], options).wait()

@@ -1,0 +1,214 @@
+"""Conversion of one tensor while it is loaded: dense -> quantized, quantized -> dense, recipe A -> recipe B.
+
+The result is, bit for bit, this rank's piece of converting the full tensor:
+
+    dense d   -> recipe     quantize(d)
+    A         -> recipe B   B's encoding of A's fp32 values, as q_b.copy_(q_a) does
+    quantized -> dtype      q.dequantize(dtype)
+
+Which piece of the stored tensor that takes is decided by boxes (offsets, sizes) alone: the rank's own, widened to whole
+square blocks of the target along N and to whole blocks of the source along K. Scales that shards share are made from
+amaxes that all of them agree on (see conversions.py); scales of blocks need nobody else.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.expand import plain_leaf, quantized_local
+from dcp_adapters.manifest import TensorEntry
+from dcp_adapters.save.write_items import Box, box_of, part_box
+from fsdp_hooks.scale_sync import groups_sharing, label_of, local_of
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
+from fsdp_hooks.versions import count_writes
+from qtensor import kernels
+from qtensor.blocks import canonical_nan
+from qtensor.formats import PartSpec, block_multiple, row_multiple, specs_of
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["Conversion", "narrowed", "widened"]
+
+DENSE = PartSpec("", torch.float32)  # a dense tensor is its own only part
+
+
+@dataclasses.dataclass
+class Conversion:
+    """One tensor on its way from what the checkpoint holds into the target.
+
+    Attributes:
+        name: its state-dict name. source: the manifest's entry, None for a dense tensor. target: the local quantized
+            tensor, or the local dense one. box: this rank's piece. values: the widened piece that decides its bytes.
+        region: the further widened piece to read.
+        groups: process groups over which a shared scale of the target is agreed; empty where there is none.
+        label: what all ranks of these groups must have alike.
+        inputs: entry -> the piece of it that has been read so far; filled in from `buffer`.
+        outstanding: read items that have not arrived.
+    """
+
+    name: str
+    source: TensorEntry | None
+    target: Tensor
+    box: Box
+    values: Box
+    region: Box
+    groups: list[dist.ProcessGroup]
+    label: str = ""
+    inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    outstanding: int = 0
+
+    @staticmethod
+    def of(name: str, value: Tensor, source: TensorEntry | None) -> "Conversion | None":
+        """Decide what to read for a leaf of the target; None where this rank is outside of its mesh.
+
+        Raises:
+            ValueError: the leaf is a view that can not be written as a whole.
+        """
+        q = quantized_local(value)
+        if q is not None:
+            arrangement = q.arrangement
+            if arrangement.flat is not None or arrangement.transposed or arrangement.severed or arrangement.partial:
+                raise ValueError(
+                    f"{name}: the target is a view of some of a larger tensor, which a conversion can not write; load "
+                    "all of it at once"
+                )
+            target: Tensor = q
+            box = box_of(name, value, q)
+        else:
+            dense = plain_leaf(value)
+            target, box = local_of(dense), _dense_box(dense)
+        if box is None:
+            return None
+        values = box if q is None else widened(box, value.shape, rows=row_multiple(q.recipe))
+        region = values if source is None else widened(values, value.shape, columns=block_multiple(source.recipe))
+        groups = groups_sharing(value) if q is not None else []
+        return Conversion(name, source, target, box, values, region, groups, label_of(name, value) if groups else "")
+
+    @property
+    def shared_scales(self) -> int:
+        """How many values the target's shared scale has."""
+        assert isinstance(self.target, QuantizedTensor)
+        count: int = self.target.shared_scale().numel()
+        return count
+
+    def read_items(self, metadata: Metadata) -> list[ReadItem]:
+        """What to read for it, and from now on how much is outstanding."""
+        items: list[ReadItem] = []
+        if all(self.region[1]):
+            for entry, spec in self._entries():
+                stored = metadata.state_dict_metadata[entry]
+                assert isinstance(stored, TensorStorageMetadata)
+                offsets, sizes = part_box(spec, *self.region)
+                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                items += create_read_items_for_chunk_list(entry, stored, [chunk])
+        self.outstanding = len(items)
+        return items
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Entry -> the shape of what is read of it."""
+        if not all(self.region[1]):
+            return {}
+        return {entry: tuple(part_box(spec, *self.region)[1]) for entry, spec in self._entries()}
+
+    def buffer(self, entry: str, metadata: Metadata) -> Tensor:
+        """Where an entry's piece is read into: on the target's device, in the stored dtype; made at the first call."""
+        found = self.inputs.get(entry)
+        if found is None:
+            stored = metadata.state_dict_metadata[entry]
+            assert isinstance(stored, TensorStorageMetadata)
+            spec = dict(self._entries())[entry]
+            shape = part_box(spec, *self.region)[1]
+            found = torch.empty(shape, dtype=stored.properties.dtype, device=self.target.device)
+            self.inputs[entry] = found
+        return found
+
+    def amax(self) -> Tensor:
+        """fp32, flat: the amaxes of the target's shared scales, of this rank's values."""
+        assert isinstance(self.target, QuantizedTensor)
+        x = narrowed(self._decoded(), self.region, self.box)
+        amax = self.target.shared_amax(x)
+        assert amax is not None
+        return amax
+
+    @torch.no_grad()
+    def finish(self, amax: Tensor | None = None) -> None:
+        """Write the target; `amax` is what was agreed on, flat. Frees what was read."""
+        if all(self.box[1]) or isinstance(self.target, QuantizedTensor):
+            values = narrowed(self._decoded(), self.region, self.values)
+            if isinstance(self.target, QuantizedTensor):
+                self._write_quantized(self.target, values, amax)
+            else:
+                self.target.copy_(canonical_nan(values) if self.target.dtype == torch.float32 else values)
+        self.inputs.clear()
+
+    def _write_quantized(self, q: QuantizedTensor, values: Tensor, amax: Tensor | None) -> None:
+        parts = kernels.encode(values, q.recipe, None if amax is None else amax.view_as(q.shared_scale()))
+        specs = {spec.name: spec for spec in specs_of(q.recipe)}
+        own = {
+            name: narrowed(part, part_box(specs[name], *self.values), part_box(specs[name], *self.box))
+            for name, part in parts.items()
+        }
+        q.store(own)
+        count_writes([q])
+        if self.source is None and q.init_value is not None:
+            q.init_value.copy_(narrowed(values, self.values, self.box))  # the value it was quantized from
+        else:
+            q.init_value = None
+
+    def _entries(self) -> list[tuple[str, PartSpec]]:
+        """(entry of the checkpoint, how it extends along the logical shape)."""
+        if self.source is None:
+            return [(self.name, DENSE)]
+        # an amax history is not gathered, and says nothing about values
+        return [(f"{self.name}.{spec.name}", spec) for spec in specs_of(self.source.recipe) if spec.gathered]
+
+    def _decoded(self) -> Tensor:
+        """fp32 values of the region."""
+        if not all(self.region[1]):
+            return torch.empty(self.region[1], dtype=torch.float32, device=self.target.device)
+        if self.source is None:
+            return self.inputs[self.name].float()
+        parts = {spec.name: self.inputs[entry] for entry, spec in self._entries()}
+        return kernels.decode(parts, self.source.recipe, torch.float32)
+
+
+def widened(box: Box, shape: Sequence[int], *, rows: int = 1, columns: int = 1) -> Box:
+    """The box with its last two dims moved out to multiples of `rows` and `columns`, within the shape; empty ones stay.
+
+    >>> widened(((3, 40), (2, 8)), (7, 64), rows=4, columns=32)
+    ((0, 32), (7, 32))
+    """
+    offsets, sizes = list(box[0]), list(box[1])
+    if not all(sizes):
+        return box
+    for dim, multiple in ((len(shape) - 2, rows), (len(shape) - 1, columns)):
+        if dim < 0 or multiple == 1:
+            continue
+        end = offsets[dim] + sizes[dim]
+        offsets[dim] -= offsets[dim] % multiple
+        sizes[dim] = min(end + -end % multiple, shape[dim]) - offsets[dim]
+    return tuple(offsets), tuple(sizes)
+
+
+def narrowed(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
+    """The inner box of a tensor that holds the outer one."""
+    for dim, (start, begin, size) in enumerate(zip(outer[0], inner[0], inner[1], strict=True)):
+        if tensor.shape[dim] != size:
+            tensor = tensor.narrow(dim, begin - start, size)
+    return tensor
+
+
+def _dense_box(value: Tensor) -> Box | None:
+    if not isinstance(value, DTensor):
+        return (0,) * value.ndim, tuple(value.shape)
+    if value.device_mesh.get_coordinate() is None:
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(offsets), tuple(sizes)

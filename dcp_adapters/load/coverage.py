@@ -1,0 +1,128 @@
+"""Whether what a load reads makes up what it writes, asked before anything is written.
+
+Stock DCP intersects the chunks that `.metadata` lists with the target and reads what it finds: a chunk that is
+missing leaves the target's old values, of two that overlap the later one wins, and a chunk whose place in the storage
+is that of another brings the other's values; all of it with success. Here is asked, on every rank of what it reads:
+
+    pieces    of each tensor of the target, the pieces to be read cover this rank's part exactly once
+    chunks    each lies inside of its tensor, and has a place
+    places    no other chunk is stored there
+
+The first looks at a rank's own read items, of which there are few, and so holds for metadata of one rank alone, too;
+the last sorts the chunks of the files that are read.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.reading.metadata_checks import named, stored_chunk
+from dcp_adapters.reading.order import has_files, is_own_index
+from dcp_adapters.reading.places import shared_places, shares_bytes
+from dcp_adapters.tiling import inside, tiling_fault
+from fsdp_hooks.scale_sync import local_of
+
+__all__ = ["coverage_problems", "parts_of_target"]
+
+Parts = dict[MetadataIndex | str, tuple[int, ...]]
+
+
+def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
+    """The shapes of what this rank reads into, of all tensors that the checkpoint has.
+
+    By name where a tensor is one piece, else by (name, offset).
+    """
+    parts: Parts = {}
+    for name, value in state_dict.items():
+        entry = metadata.state_dict_metadata.get(name)
+        if not isinstance(value, Tensor) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        if isinstance(value, DTensor):
+            if value.device_mesh.get_coordinate() is not None:
+                parts[name] = tuple(local_of(value).shape)
+        elif hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards"):
+            # in pieces of its own: what stock would read of them, were the tensor stored as one chunk
+            whole = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
+            one = Metadata({name: TensorStorageMetadata(entry.properties, entry.size, [whole])})
+            for item in create_default_local_load_plan({name: value}, one).items:
+                parts[item.dest_index] = tuple(item.lengths)
+        else:
+            parts[name] = tuple(value.shape)
+    return parts
+
+
+def coverage_problems(items: Iterable[ReadItem], parts: Parts, metadata: Metadata) -> list[str]:
+    """What keeps `items` from filling `parts` with what was saved; sentences that name the tensor."""
+    items = list(items)
+    pieces: dict[str, list[ReadItem]] = {}
+    for item in items:
+        pieces.setdefault(item.dest_index.fqn, []).append(item)
+    problems = []
+    for key, shape in parts.items():
+        if isinstance(key, str):
+            found, name = pieces.get(key, []), key
+        else:
+            found, name = [item for item in pieces.get(key.fqn, []) if item.dest_index == key], key.fqn
+        if (fault := _fault(shape, found)) is not None:
+            size = tuple(getattr(metadata.state_dict_metadata[name], "size", ()))
+            problems.append(f"{name}: its chunks do not make up the tensor {size}: {fault}")
+    return problems + _chunk_problems(items, metadata) + _place_problems(items, metadata)
+
+
+def _fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
+    if len(items) == 1 and tuple(items[0].lengths) == tuple(shape) and not any(items[0].dest_offsets):
+        return None
+    if not math.prod(shape):
+        return None
+    if not items:
+        return "no chunk holds any of what is read"
+    fault = tiling_fault(shape, [(item.dest_offsets, item.lengths) for item in items])
+    begin = tuple(items[0].dest_index.offset or ())
+    return (
+        fault if fault is None or not any(begin) else f"{fault}, counted from {begin}, where this rank's piece begins"
+    )
+
+
+def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
+    """Chunks that are read and lie outside of their tensor, or have no place."""
+    stored, problems = metadata.storage_data, list[str]()
+    # readers of other libraries may keep there what they like
+    by_chunk = isinstance(stored, dict) and all(isinstance(key, MetadataIndex) for key in itertools.islice(stored, 1))
+    for index in dict.fromkeys(item.storage_index for item in items):
+        if by_chunk and stored.get(index) is None:
+            problems.append(f"{named(index)}: no file holds it: storage_data has no such chunk")
+            continue
+        entry = metadata.state_dict_metadata[index.fqn]
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        chunk = stored_chunk(entry, index)
+        if not inside(entry.size, (chunk.offsets, chunk.sizes)):
+            problems.append(
+                f"{index.fqn}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not inside of the "
+                f"tensor's {tuple(entry.size)}"
+            )
+    return problems
+
+
+def _place_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
+    """Chunks that are read, and share bytes of a file with others."""
+    stored = metadata.storage_data
+    if not has_files(stored):
+        return []
+    wanted = {item.storage_index for item in items if item.storage_index in stored}
+    files = {stored[index].relative_path for index in wanted}
+    held = {index: info for index, info in stored.items() if info.relative_path in files and not is_own_index(index)}
+    return [
+        f"{named(one)}: {shares_bytes(start, other)} in {held[one].relative_path}"
+        for one, other, start in shared_places(held)
+        if one in wanted or other in wanted
+    ]

@@ -1,0 +1,339 @@
+"""QuantizedLoadPlanner: payloads and scales from a DCP checkpoint straight into the live shards, or converted.
+
+On any world size, mesh or shard dim, in the steps of every load planner:
+
+    set_up_planner       every rank   compare target and checkpoint; all differences in one error, before anything is
+                                      touched; then expand: the parts alias the live shards, so that stock resharding
+                                      writes the weights in place; conversions are set apart
+    create_local_plan    every rank   stock read items, and those of the conversions; what they read must make up what
+                                      they write (coverage.py)
+    finish_plan          every rank   in front of them, one byte from the end of every file: a missing, truncated or
+                                      damaged file stops the load before the first byte is written
+    load / commit        every rank   stock; with the last item of a conversion it is written (conversions.py)
+
+Where the storage drops planner data the manifest is read first, as a tensor, and compared when it arrives.
+"""
+
+import dataclasses
+import datetime as dt
+import io
+import itertools
+import pickle
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_adapters.checksums import CHECKSUMS, Verification
+from dcp_adapters.expand import expand_flat, plain_leaf, quantized_local
+from dcp_adapters.load.compare import Target, differences, recipe_differences, to_convert
+from dcp_adapters.load.conversions import Conversions
+from dcp_adapters.load.convert import Conversion
+from dcp_adapters.load.coverage import coverage_problems, parts_of_target
+from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.reading.file_checks import check_archives, check_ordinary
+from dcp_adapters.reading.metadata_checks import stored_chunk
+from dcp_adapters.reading.order import has_files, in_order, is_probe, original_index, probe_items
+from dcp_adapters.reading.own_entries import own_buffer
+from fsdp_hooks.torch_private import cpu_by_default, flatten_state_dict, set_element
+from fsdp_hooks.versions import count_writes
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["QuantizedLoadPlanner"]
+
+OWN = frozenset({MANIFEST, CHECKSUMS})
+MOST_TOLD = 20
+LOADS = itertools.count()  # names loads whose ranks plan each for itself; they count alike
+
+
+class QuantizedLoadPlanner(DefaultLoadPlanner):
+    """Loads checkpoints into quantized and dense targets, bit for bit where the recipes agree.
+
+    Use it with `dcp.load` on state dicts of plain or sharded models, nested or flat; the tensors in them are written in
+    place. Byte entries are unpickled by torch.load(weights_only=True).
+
+    Args:
+        on_mismatch: "raise", a target whose recipe is not the checkpoint's is an error. "convert", it is converted:
+            dense to quantized, quantized to dense, one recipe to another; each rank writes what its piece of the
+            converted full tensor is, bit for bit. Scales that shards share are agreed on by one all-reduce for each
+            group of ranks that shares some.
+        verify_checksums: compare every chunk that is read whole, and not cast, with the checkpoint's checksums. A chunk
+            that a rank reads in part is not checked; `python -m dcp_adapters verify` checks all.
+        conversion_timeout: how long a rank waits for the others' amaxes. One that fails to read says so at once if the
+            planner or SafeFileSystemReader sees it; otherwise the others learn of it after this time.
+        **kwargs: those of DefaultLoadPlanner. allow_partial_load=True permits tensors that only the target or only the
+            checkpoint has.
+
+    Raises:
+        ValueError: an unknown on_mismatch. While loading, on all ranks and before anything is written: one error that
+            lists every missing, extra, misshapen or differently quantized tensor. A tensor of the checkpoint is extra
+            if the target has its container (the dict that held it) but not the tensor; so loading only {"model": ...}
+            of a checkpoint with an optimizer in it is fine. A byte entry that needs more than weights_only=True allows.
+        EOFError, FileNotFoundError: a file of the checkpoint is truncated or missing.
+        RuntimeError: a chunk's bytes are not those that were saved; another rank failed while scales were agreed on.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_mismatch: str = "raise",
+        verify_checksums: bool = False,
+        conversion_timeout: dt.timedelta = dt.timedelta(minutes=9),  # below NCCL's 10 minutes and gloo's 30
+        **kwargs: Any,
+    ) -> None:
+        if on_mismatch not in {"raise", "convert"}:
+            raise ValueError(f'QuantizedLoadPlanner: on_mismatch={on_mismatch!r} is not one of "raise", "convert"')
+        super().__init__(**kwargs)
+        self.on_mismatch, self.verify_checksums = on_mismatch, verify_checksums
+        self.conversion_timeout = conversion_timeout
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
+        """Compare, then flatten and expand what is loaded as it is; set apart what is converted."""
+        assert metadata is not None
+        flat, paths = state_dict, dict[str, Any]({name: (name,) for name in state_dict})
+        if self.flatten_state_dict:
+            flat, paths = flatten_state_dict(state_dict)
+        self.manifest = manifest_of(metadata)
+        target = Target.of(flat, paths)
+        convert = self.on_mismatch == "convert"
+        problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load, convert=convert)
+        if problems:
+            raise ValueError(
+                "the checkpoint does not fit the target; nothing has been loaded:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+            )
+        self.target = target
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = dict(self.state_dict)  # without flattening it is the caller's own
+        names = to_convert(target, metadata, self.manifest) if convert else {}
+        pieces = [Conversion.of(name, self.state_dict.pop(name), source) for name, source in names.items()]
+        self.conversions = Conversions(filter(None, pieces), metadata, self.conversion_timeout)
+        self.quantized = {
+            name: q
+            for name, value in self.state_dict.items()
+            if (q := quantized_local(value)) is not None and f"{name}.payload" in metadata.state_dict_metadata
+        }
+        self.vectors = _vectors(self.quantized)
+        self.wrapped = [value for value in self.state_dict.values() if _is_wrapped(value)]
+        self.state_dict = expand_flat(self.state_dict)
+        self.awaits_manifest = self.manifest is None and bool(self.quantized)
+        if self.awaits_manifest:
+            self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
+        checks = self.verify_checksums and self._reads_first(CHECKSUMS, metadata, dims=2)
+        if self.verify_checksums and not checks:
+            raise ValueError(
+                "verify_checksums=True: the checkpoint has no checksums, since it was saved without "
+                "QuantizedSavePlanner or with checksums=False; nothing has been loaded"
+            )
+        self.verification = Verification() if checks else None
+
+    def create_local_plan(self) -> LoadPlan:
+        """Stock read items, and those of the conversions."""
+        assert self.metadata is not None
+        # Not stock's method: it tries the names of checkpoints before torch 2.4 on every entry that the target lacks,
+        # and those of conversions are such.
+        with cpu_by_default():
+            plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+        items = [*plan.items, *self.conversions.read_items()]
+        parts = parts_of_target(self.state_dict, self.metadata) | self.conversions.parts()
+        problems = coverage_problems(items, parts, self.metadata)
+        if problems:
+            told = [f"  {problem}" for problem in problems[:MOST_TOLD]]
+            told += [f"  and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
+            raise ValueError(
+                "the checkpoint's .metadata is damaged; nothing has been loaded. Use another checkpoint:\n"
+                + "\n".join(told)
+            )
+        return dataclasses.replace(plan, items=items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Coordinator only: stock's, and a name for this load that all its ranks know."""
+        plans = super().create_global_plan(global_plan)
+        name = uuid.uuid4().hex if len(plans) > 1 else None
+        return [dataclasses.replace(plan, planner_data=name) for plan in plans]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Probes, the checkpoint's own entries, what is loaded as it is, what is converted; in this order."""
+        assert self.metadata is not None
+        own = [item for item in new_plan.items if item.dest_index.fqn in OWN]
+        converted = self.conversions.grouped(new_plan.items)
+        apart = {id(item) for group in [own, *converted] for item in group}
+        rest = [item for item in new_plan.items if id(item) not in apart]
+        self.to_look_at = _by_file(self.metadata, new_plan)
+        probes = probe_items(self.metadata, new_plan, _weakly(self._look))
+        self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
+        if self.verification is not None:
+            self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
+        ordered = in_order([own, *converted], self.metadata)  # one call: aliases are numbered within it
+        items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
+        self._passed(0)
+        self.conversions.begin(new_plan.planner_data or f"alone.{next(LOADS)}")
+        return dataclasses.replace(new_plan, items=items)
+
+    def read_failed(self, error: BaseException) -> None:
+        """Called by readers (SafeFileSystemReader) that fail: ranks that would wait for this one are told."""
+        self.conversions.failed()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Check a probe, or load a bytes entry; nothing in it is executed."""
+        with self._telling():
+            if is_probe(read_item):
+                self._check_probe(read_item, value)
+                self._passed(1)
+                return
+            name = read_item.dest_index.fqn
+            if self.verification is not None:
+                self.verification.see(name, read_item.storage_index, value)
+            loaded = _unpickled(name, value)
+            if self.flatten_state_dict:
+                set_element(self.original_state_dict, self.mappings[name], loaded)
+            else:
+                self.original_state_dict[name] = loaded
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Where to read to: a conversion's buffer, or what stock finds."""
+        buffer = self.conversions.buffer(index.fqn)
+        return super().lookup_tensor(index) if buffer is None else buffer
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Compare what was read to compare; convert; spread a tensor-wide scale over a vector."""
+        with self._telling():
+            super().commit_tensor(read_item, tensor)
+            name = read_item.dest_index.fqn
+            if self.verification is not None:
+                self._verify(read_item, tensor)
+            if self.awaits_manifest and name == MANIFEST:
+                problems = recipe_differences(self.target, Manifest.from_tensor(self.state_dict[MANIFEST]))
+                if problems:
+                    raise ValueError(
+                        "the checkpoint does not fit the target:\n" + "\n".join(f"  {problem}" for problem in problems)
+                    )
+                self._passed(1)
+            elif name in self.vectors:
+                self.vectors[name].copy_(tensor.clone())
+            self.conversions.arrived(name)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """An error on this rank reaches those that wait for it."""
+        try:
+            yield
+        except BaseException:
+            self.conversions.failed()
+            raise
+
+    def _reads_first(self, name: str, metadata: Metadata, dims: int) -> bool:
+        """Read an entry of the checkpoint's own beside what was asked for, if there is one."""
+        buffer = own_buffer(name, metadata, dims)
+        if buffer is None:
+            return False
+        self.state_dict = {name: buffer, **self.state_dict}
+        return True
+
+    def _verify(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Digest a chunk that was read whole; the table tells, now or when it is there."""
+        assert self.metadata is not None
+        assert self.verification is not None
+        name, index = read_item.dest_index.fqn, original_index(read_item.storage_index)
+        if name == CHECKSUMS:
+            self.verification.arrived(self.state_dict[CHECKSUMS])
+            return
+        entry = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        if tensor.shape == stored_chunk(entry, index).sizes and tensor.dtype == entry.properties.dtype:
+            self.verification.see(name, index, tensor.detach().cpu())
+
+    def _look(self, path: Path, last: Any) -> None:
+        """Check a file that a reader is about to open, and its chunks; the probe tells if it is cut off."""
+        assert self.metadata is not None
+        with self._telling():
+            size = check_ordinary(path)
+            if size is not None and size >= last.offset + last.length:
+                check_archives(path, self.to_look_at.get(last.relative_path, {}), self.metadata)
+
+    def _check_probe(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if len(value.read(1)) != 1:
+            assert self.metadata is not None
+            info = self.metadata.storage_data[read_item.storage_index]
+            raise EOFError(
+                f"{info.relative_path} of the checkpoint is truncated: it should hold at least {info.offset + 1} "
+                "bytes. Nothing has been loaded; use another checkpoint"
+            )
+
+    def _passed(self, checks: int) -> None:
+        """Behind the last check the load is a write: it counts as one, and preserved initial values are stale."""
+        self.checks -= checks
+        if not self.checks:
+            for q in self.quantized.values():
+                q.init_value = None
+            count_writes(self.wrapped)  # the readers write into their parts
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether a leaf holds its bytes in tensors inside it."""
+    return quantized_local(value) is not None or plain_leaf(value) is not value
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method of an object that it does not keep: readers keep the storage data that probes stand in."""
+    kept = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        live = kept()
+        if live is not None:
+            live(*args, **kwargs)
+
+    return call
+
+
+def _by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, dict[MetadataIndex, Any]]:
+    """The tensor chunks that a plan reads, with their places, by file; empty where the storage has no files."""
+    stored = metadata.storage_data
+    files: dict[str, dict[MetadataIndex, Any]] = {}
+    for item in plan.items if has_files(stored) else []:
+        if item.type is not LoadItemType.BYTE_IO:
+            info = stored[item.storage_index]
+            files.setdefault(info.relative_path, {})[item.storage_index] = info
+    return files
+
+
+def _unpickled(name: str, value: io.BytesIO) -> Any:
+    try:
+        return torch.load(value, weights_only=True)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines()] if isinstance(error, pickle.UnpicklingError) else []
+        reason = next((line for line in lines if "GLOBAL" in line or "class" in line), None)
+        if reason is None:
+            raise ValueError(
+                f"{name}: this entry of the checkpoint is damaged, it can not be unpickled: {type(error).__name__}: "
+                f"{error}. Some tensors of the target may be loaded already: load another checkpoint"
+            ) from error
+        raise ValueError(
+            f"{name}: this entry of the checkpoint holds pickled objects that torch.load(weights_only=True) does not "
+            f"allow ({reason}). If you trust the checkpoint, load it inside torch.serialization.safe_globals([...]) "
+            "with the classes it needs"
+        ) from error
+
+
+def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
+    """Part name -> the vector of a gathered weight's tensor-wide values, which the checkpoint's one value replaces."""
+    vectors = {}
+    for name, q in quantized.items():
+        wide = q.tensor_wide()
+        if wide and q.arrangement.partial:
+            raise ValueError(
+                f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all "
+                "of it at once"
+            )
+        if wide and q.arrangement.shards is not None:
+            vectors[f"{name}.{wide}"] = q.parts()[wide]
+    return vectors

@@ -1,0 +1,295 @@
+"""Whether a checkpoint's metadata makes sense: pure checks over DCP's records.
+
+Everything that a reader takes from `.metadata` is checked here before it is used: names, sizes, where the bytes stand.
+What passes claims no more elements than its files hold bytes (they are looked at in places.py), and names no file
+outside of the checkpoint.
+Each check returns `Fault`s, naming file or entry, what was found and what was expected; an empty list means sound.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_adapters.reading.metadata_names import FIELDS, LARGEST
+from dcp_adapters.tiling import inside, tiling_fault
+from fsdp_hooks.torch_private import StorageInfo
+
+__all__ = [
+    "METADATA",
+    "Fault",
+    "chunks_of",
+    "holding_faults",
+    "length_faults",
+    "named",
+    "record_faults",
+    "shapes_of",
+    "short",
+    "stored_chunk",
+    "stray_path",
+]
+
+METADATA = ".metadata"
+MOST_SHOWN = 200  # characters
+DEEPEST = 64  # levels of planner data
+LEAVES = (type(None), bool, int, float, str, torch.Size, torch.dtype)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong: the file and the entry (a tensor's name) at fault, "" where there is none, and a sentence."""
+
+    file: str
+    entry: str
+    message: str
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return ": ".join(part for part in (self.file, self.entry, self.message) if part)
+
+
+def named(index: MetadataIndex) -> str:
+    """A chunk in words: its tensor, and its offset where it has one."""
+    return index.fqn if index.offset is None else f"{index.fqn} at {tuple(index.offset)}"
+
+
+def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> list[Fault]:
+    """Faults of the records in themselves: types, names, sizes, places. Where there is one nothing else can be said.
+
+    Args:
+        metadata: what stood in the file.
+        extent: length of the file in bytes; planner data may not describe more values than that allows.
+        transforms: chunks may have been transformed (compressed) on their way into the file.
+    """
+    if type(metadata) is not Metadata:
+        return [_fault("", f"it holds {short(metadata)}, expected DCP's Metadata")]
+    tensors = vars(metadata).get("state_dict_metadata")
+    storage = vars(metadata).get("storage_data")
+    faults = [*_planner_data_faults(metadata.planner_data, 16 * extent), *_storage_meta_faults(metadata)]
+    if type(tensors) is not dict or type(storage) is not dict:
+        return [*faults, _fault("", "its state_dict_metadata or storage_data is no dict")]
+    for name, record in tensors.items():
+        faults += _entry_faults(name, record)
+    for index, info in storage.items():
+        faults += _storage_faults(index, info, transforms=transforms)
+    return faults
+
+
+def holding_faults(metadata: Metadata, *, whole: bool = True) -> list[Fault]:
+    """Faults between sound records: chunks that do not cover their tensor once, or have no file.
+
+    `whole`: the metadata describes full tensors (a rank that saves for itself describes its own chunks).
+    """
+    faults = []
+    for name, record in metadata.state_dict_metadata.items():
+        if whole and isinstance(record, TensorStorageMetadata):
+            boxes = [(chunk.offsets, chunk.sizes) for chunk in record.chunks]
+            if (message := tiling_fault(record.size, boxes)) is not None:
+                faults.append(_fault(name, f"{message} (shape {tuple(record.size)})"))
+        faults += [
+            _fault(named(index), "no file holds it: storage_data has no such chunk")
+            for index in chunks_of(name, record)
+            if index not in metadata.storage_data
+        ]
+    return faults
+
+
+def length_faults(metadata: Metadata) -> dict[MetadataIndex, Fault]:
+    """Faults of the chunks with fewer bytes than a plain tensor of their size has."""
+    faults = {}
+    for name, record in metadata.state_dict_metadata.items():
+        for index, size in chunks_of(name, record).items():
+            info = metadata.storage_data.get(index)
+            if info is not None and info.length < size and not info.transform_descriptors:
+                message = (
+                    f"{METADATA} gives {info.length} bytes to a chunk that needs at least {size}, unless it is of a "
+                    "class of its own, which takes stock's reader"
+                )
+                faults[index] = Fault(info.relative_path, named(index), message)
+    return faults
+
+
+def chunks_of(name: str, record: Any) -> dict[MetadataIndex, int]:
+    """The chunks of a sound entry, with the bytes that each of them has as a tensor (0 for a byte entry)."""
+    if type(record) is BytesStorageMetadata:
+        return {MetadataIndex(name): 0}
+    width = record.properties.dtype.itemsize
+    return {MetadataIndex(name, chunk.offsets): width * math.prod(chunk.sizes) for chunk in record.chunks}
+
+
+def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    """The chunk that an index names, found where the index says that it is: there is one for each rank that saved."""
+    at = index.index
+    if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
+        return entry.chunks[at]
+    return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
+
+
+def shapes_of(name: str, record: TensorStorageMetadata) -> dict[MetadataIndex, tuple[int, ...]]:
+    """The chunks of a sound tensor, with their shapes."""
+    return {MetadataIndex(name, chunk.offsets): tuple(chunk.sizes) for chunk in record.chunks}
+
+
+def stray_path(path: str) -> bool:
+    """Whether a relative path is empty, absolute, or leads outside, as POSIX or as Windows reads it."""
+    views: tuple[PurePath, ...] = (PurePosixPath(path), PureWindowsPath(path))
+    return (
+        "\0" in path
+        or not views[0].parts
+        or any(view.is_absolute() or view.anchor or ".." in view.parts for view in views)
+    )
+
+
+def short(value: Any) -> str:
+    """A value in few words: hostile ones may be as long as the file, or endless."""
+    if isinstance(value, torch.Size):
+        return str(tuple(value))
+    if not isinstance(value, LEAVES):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def _fault(entry: str, message: str) -> Fault:
+    return Fault(METADATA, entry, message)
+
+
+def _complete(record: Any, kind: type) -> bool:
+    """Whether this is a record of that class with the fields that have no default."""
+    return type(record) is kind and all(hasattr(record, field) for field in FIELDS[kind])
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size and all(_is_count(extent) for extent in value)
+
+
+def _are_strides(value: Any) -> bool:
+    """Whether torch may have stored this as strides of a tensor, which it does from 2.15 on. Nothing reads them."""
+    return value is None or (isinstance(value, tuple) and all(type(step) is int for step in value))
+
+
+def _storage_meta_faults(metadata: Metadata) -> Iterator[Fault]:
+    meta = metadata.storage_meta
+    if metadata.version is not None and type(metadata.version) is not str:
+        yield _fault("", f"its version is {short(metadata.version)}, expected a string")
+    if meta is None:
+        return
+    if type(meta) is not StorageMeta:
+        yield _fault("", f"its storage_meta is a {type(meta).__name__}, expected DCP's StorageMeta")
+        return
+    texts = (meta.save_id, meta.load_id)
+    modules = vars(meta).get("modules", [])
+    if (
+        not isinstance(meta.checkpoint_id, str | PurePath | None)
+        or any(type(text) not in (str, type(None)) for text in texts)
+        or type(modules) is not list
+        or any(type(module) is not str for module in modules)
+    ):
+        yield _fault("", "its storage_meta holds values that are neither strings nor paths")
+
+
+def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
+    """Planner data is a tree of plain values; shared branches may not unfold into more than it could hold itself."""
+    known: dict[int, tuple[int, int]] = {}  # id -> (values below, levels below)
+
+    def weigh(value: Any, depth: int) -> tuple[int, int]:
+        if isinstance(value, LEAVES):
+            return 1, 0
+        if type(value) not in (dict, list, tuple):
+            raise ValueError(f"a {type(value).__name__}, expected plain values")
+        weight, height = known.get(id(value), (0, 0))
+        if not weight and depth <= DEEPEST:
+            below = [weigh(item, depth + 1) for item in (value.values() if type(value) is dict else value)]
+            if type(value) is dict and any(type(key) is not str for key in value):
+                raise ValueError("a dict whose keys are no strings")
+            weight, height = 1 + sum(size for size, _ in below), 1 + max((level for _, level in below), default=0)
+            known[id(value)] = weight, height
+        if depth + height > DEEPEST or weight > most:
+            raise ValueError(f"values nested in more than {DEEPEST} levels, or repeating each other without end")
+        return weight, height
+
+    try:
+        weigh(data, 0)
+    except ValueError as error:
+        yield _fault("", f"its planner_data holds {error}")
+
+
+def _entry_faults(name: Any, record: Any) -> Iterator[Fault]:
+    if type(name) is not str:
+        yield _fault("", f"an entry is named {short(name)}, expected a string")
+        return
+    if type(record) is BytesStorageMetadata:
+        return
+    if not _complete(record, TensorStorageMetadata):
+        yield _fault(name, f"a {type(record).__name__}, expected a complete TensorStorageMetadata")
+        return
+    properties = record.properties
+    if (
+        not _complete(properties, TensorProperties)
+        or not isinstance(properties.dtype, torch.dtype)
+        or not isinstance(properties.layout, torch.layout)
+        or not isinstance(properties.memory_format, torch.memory_format)
+        or type(properties.requires_grad) is not bool
+        or type(properties.pin_memory) is not bool
+    ):
+        yield _fault(name, "its properties are no dtype, layout, requires_grad, memory_format and pin_memory")
+    elif not _are_strides(vars(properties).get("strides")):
+        yield _fault(name, f"its strides are {short(properties.strides)}, expected None or integers")
+    elif not _is_size(record.size) or type(record.chunks) is not list:
+        yield _fault(name, f"its size is {short(record.size)}, expected counts below 2**63, and a list of chunks")
+    else:
+        yield from _chunk_faults(name, record)
+
+
+def _chunk_faults(name: str, record: TensorStorageMetadata) -> Iterator[Fault]:
+    size = tuple(record.size)
+    for chunk in record.chunks:
+        if not _complete(chunk, ChunkStorageMetadata) or not _is_size(chunk.offsets) or not _is_size(chunk.sizes):
+            yield _fault(name, f"a chunk is {short(chunk)}, expected offsets and sizes that are counts below 2**63")
+            return
+        if not inside(size, (chunk.offsets, chunk.sizes)):
+            yield _fault(
+                name,
+                f"a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not inside of the tensor's {size}",
+            )
+            return
+
+
+def _storage_faults(index: Any, info: Any, *, transforms: bool) -> Iterator[Fault]:
+    if not _complete(index, MetadataIndex) or type(index.fqn) is not str:
+        yield _fault("", f"storage_data has the key {short(index)}, expected a MetadataIndex")
+        return
+    if not (index.offset is None or _is_size(index.offset)) or not (index.index is None or type(index.index) is int):
+        yield _fault(index.fqn, f"its offset is {short(index.offset)}, expected counts below 2**63")
+        return
+    if not _complete(info, StorageInfo) or type(info.relative_path) is not str:
+        yield _fault(named(index), f"it is stored in {short(info)}, expected a file, an offset and a length")
+        return
+    if stray_path(info.relative_path):
+        message = f"it is stored in {short(info.relative_path)}, expected a file inside of the checkpoint"
+        yield _fault(named(index), message)
+    elif not _is_count(info.offset) or not _is_count(info.length):
+        message = f"offset {short(info.offset)} and length {short(info.length)}, expected counts below 2**63"
+        yield Fault(info.relative_path, named(index), message)
+    elif info.transform_descriptors:
+        given = info.transform_descriptors
+        if type(given) not in (list, tuple) or any(type(word) is not str for word in given) or not transforms:
+            words = ", ".join(map(short, given)) if type(given) in (list, tuple) else short(given)
+            message = f"it is transformed by {words}, which is read only with an _extension_registry that knows it"
+            yield Fault(info.relative_path, named(index), message)

@@ -1,0 +1,118 @@
+"""In what order a load reads: DCP gives planners no say in it, but the read items do.
+
+Two wishes: a probe of every file before any tensor is touched, and the items of one conversion together rather than
+file by file, so that one is finished before the next one needs memory. Stock's FileSystemReader groups items by the
+path that its storage data names, in the order in which paths come up; a path that is its own key in a dict makes a
+group of its own. Such aliases are entered into the storage data beside the original ones. Readers without
+(relative_path, offset, length) records are left to their own order.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import LoadPlan, Metadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_adapters.reading.file_checks import CheckedPath
+
+__all__ = ["has_files", "in_order", "is_own_index", "is_probe", "original_index", "probe_items"]
+
+PROBE = "qtensor.probe"
+ORDERED = "qtensor.ordered"
+# With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; beyond, only
+# the files it reads (opening every file from every one of thousands of ranks would cost more than it protects).
+PROBE_ALL_BELOW = 100_000
+
+
+class _OwnPath(str):
+    """A path that is its own key in a dict."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alias(MetadataIndex):
+    """Stands for another index in the storage data."""
+
+    original: MetadataIndex | None = dataclasses.field(default=None, compare=False)
+
+
+def is_probe(item: ReadItem) -> bool:
+    """Whether it is one of `probe_items`."""
+    return item.storage_index.fqn == PROBE
+
+
+def is_own_index(index: MetadataIndex) -> bool:
+    """Whether it was entered into the storage data here; metadata that a reader kept has those of an earlier load."""
+    return index.fqn in {PROBE, ORDERED}
+
+
+def original_index(index: MetadataIndex) -> MetadataIndex:
+    """The index of the stored chunk, behind an alias."""
+    return index.original if isinstance(index, _Alias) and index.original is not None else index
+
+
+def in_order(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[ReadItem]:
+    """The items of all groups, such that a reader reads group after group, each file of a group once."""
+    stored = metadata.storage_data
+    if not has_files(stored):
+        return [item for group in groups for item in group]
+    out: list[ReadItem] = []
+    for group in groups:
+        paths: dict[str, _OwnPath] = {}
+        for item in group:
+            info = stored[item.storage_index]
+            path = paths.setdefault(str(info.relative_path), _OwnPath(info.relative_path))
+            alias = _Alias(ORDERED, torch.Size([len(out)]), original=item.storage_index)
+            stored[alias] = dataclasses.replace(info, relative_path=path)
+            out.append(dataclasses.replace(item, storage_index=alias))
+    return out
+
+
+def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -> list[ReadItem]:
+    """One-byte reads at the end of every file; none for readers that keep no files.
+
+    `look` is called before a file is opened, where the reader tells its directory (see file_checks.py): with the path,
+    and the place of the last chunk in it.
+    """
+    stored = metadata.storage_data
+    if not has_files(stored):
+        return []
+    everything = len(stored) <= PROBE_ALL_BELOW
+    ends: dict[str, Any] = {}
+    indices = list(stored) if everything else {item.storage_index for item in plan.items}
+    for index in indices:
+        if is_own_index(index):
+            continue
+        info = stored[index]
+        last = ends.get(info.relative_path)
+        if info.length and (last is None or info.offset + info.length > last.offset + last.length):
+            ends[info.relative_path] = info
+    probes = []
+    for number, (path, info) in enumerate(sorted(ends.items())):
+        index = MetadataIndex(PROBE, index=number, offset=torch.Size([number]))
+        changes: dict[str, Any] = {
+            "relative_path": CheckedPath.of(str(path), partial(look, last=info)),
+            "offset": info.offset + info.length - 1,
+            "length": 1,
+        }
+        if hasattr(info, "transform_descriptors"):
+            changes["transform_descriptors"] = None
+        stored[index] = dataclasses.replace(info, **changes)
+        zero, one = torch.Size([0]), torch.Size([1])
+        probes.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(PROBE), zero, index, zero, one))
+    return probes
+
+
+def has_files(stored: Any) -> bool:
+    """Whether the storage data says where in which file each chunk lies; a reader's records are all of one kind."""
+    record = next(iter(stored.values()), None) if isinstance(stored, dict) else None
+    return hasattr(record, "relative_path") and hasattr(record, "length")

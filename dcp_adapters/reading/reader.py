@@ -1,0 +1,197 @@
+"""SafeFileSystemReader: DCP checkpoints from strangers.
+
+Stock FileSystemReader unpickles `.metadata`, so whoever wrote the file runs code in the process that reads it. This one
+differs in two places and reads the same checkpoints otherwise:
+
+    read_metadata   interprets the few records DCP writes (plain_pickle.py), then checks that they make sense
+                    (metadata_checks.py) before anything uses them
+    read_data       reads what the archives of all chunks say they hold (tensor_archive.py) before the first tensor is
+                    written: plain tensors, of the dtype and size in the metadata, not compressed; then reads the
+                    rows that are wanted from the file into the target (direct_read.py); tells the planner when reading
+                    fails
+
+Byte entries and what was transformed are handed on as stock does, tensors in an order of their own strides read with
+torch.load(weights_only=True).
+"""
+
+import os
+import pickle
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.futures import Future
+
+from dcp_adapters.reading.direct_read import Elements
+from dcp_adapters.reading.failures import failures_told
+from dcp_adapters.reading.file_checks import unreadable
+from dcp_adapters.reading.metadata_checks import (
+    METADATA,
+    Fault,
+    holding_faults,
+    length_faults,
+    named,
+    record_faults,
+    shapes_of,
+)
+from dcp_adapters.reading.order import original_index
+from dcp_adapters.reading.places import file_faults
+from dcp_adapters.reading.plain_pickle import read_plain
+from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
+
+__all__ = ["SafeFileSystemReader", "read_metadata_file"]
+
+MOST_TOLD = 20
+Place = tuple[str, int, int]  # file, offset, length of a chunk
+
+
+class SafeFileSystemReader(FileSystemReader):
+    """Reads DCP checkpoints of the local file system without executing anything that a file says.
+
+    Takes the place of `torch.distributed.checkpoint.FileSystemReader`, with the same arguments, in `dcp.load`
+    (`storage_reader=`) and `read_manifest`.
+
+    Args:
+        path: the checkpoint's directory.
+        _extension_registry: as stock's. Chunks that were transformed (compressed) when they were saved are read only
+            where it is given: their size is not known before they are unpacked.
+
+    Raises:
+        FileNotFoundError: there is no `.metadata`, so the directory is no checkpoint or one whose saving never
+            finished; or, while loading, a file is missing.
+        ValueError: `.metadata` holds anything but DCP's records, contradicts itself, names files outside of the
+            directory or bytes that its files do not have; a chunk is no plain tensor archive. Every fault is named,
+            and nothing has been executed or loaded.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
+        super().__init__(path, _extension_registry)
+        self.reads_transforms = _extension_registry is not None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata, sound in itself and in the files it names.
+
+        Args:
+            *args: none that is used.
+            **kwargs: `rank`: read the metadata which that rank saved for itself alone.
+        """
+        rank = kwargs.get("rank")
+        file = Path(self.path, METADATA if rank is None else f"__{rank}{METADATA}")
+        metadata, faults = read_metadata_file(file, transforms=self.reads_transforms)
+        if not faults:
+            faults = [*holding_faults(metadata, whole=rank is None), *length_faults(metadata).values()]
+            faults += file_faults(self.path, metadata.storage_data)
+        if faults:
+            raise _refusal(file, faults)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata  # type: ignore[no-any-return]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
+        with failures_told(planner):
+            headers = self._check_archives(plan)
+            per_path: dict[str, list[ReadItem]] = {}
+            for item in plan.items:  # as stock groups them: probes and conversions count on it
+                per_path.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            for items in per_path.values():
+                items.sort(key=lambda item: self.storage_data[item.storage_index].offset)  # as the file lies
+                self._read(items, headers, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, items: list[ReadItem], headers: Mapping["Place", Header], planner: LoadPlanner) -> None:
+        """Items of one file, in their order."""
+        path = Path(self.path, str(self.storage_data[items[0].storage_index].relative_path))
+        with path.open("rb", buffering=0) as stream:
+            for item in items:
+                info = self.storage_data[item.storage_index]
+                header = headers.get((str(info.relative_path), info.offset, info.length))
+                if item.type is LoadItemType.BYTE_IO:
+                    super().read_data(LoadPlan([item]), planner)
+                    continue
+                if header is None or header.first is None:
+                    with _named(path, item, (IndexError, KeyError, EOFError, pickle.UnpicklingError)):
+                        super().read_data(LoadPlan([item]), planner)
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                if target.shape != item.lengths:
+                    raise AssertionError(f"{item.storage_index}: {tuple(item.lengths)} into {tuple(target.shape)}")
+                with _named(path, item, (ValueError, EOFError, OSError)):
+                    elements = Elements.of(stream, info.offset, info.length, header)
+                    elements.read(item.storage_offsets, item.lengths, target)
+                planner.commit_tensor(item, target)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
+        """Keep the metadata."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self.records = metadata.state_dict_metadata
+
+    def _check_archives(self, plan: LoadPlan) -> dict["Place", Header]:
+        """Look into every tensor's archive that will be read, once each, before anything is loaded."""
+        headers: dict[Place, Header] = {}
+        wanted: dict[str, dict[tuple[int, int], MetadataIndex]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if item.type is not LoadItemType.BYTE_IO and not info.transform_descriptors:
+                slices = wanted.setdefault(str(info.relative_path), {})
+                slices[info.offset, info.length] = original_index(item.storage_index)
+        shapes: dict[MetadataIndex, tuple[int, ...]] = {}
+        for name in {index.fqn for slices in wanted.values() for index in slices.values()}:
+            shapes |= shapes_of(name, self.records[name])  # type: ignore[arg-type]
+        for name, slices in wanted.items():
+            path = Path(self.path, name)
+            with path.open("rb") as stream:
+                for (offset, length), index in sorted(slices.items(), key=lambda held: held[0]):
+                    header = read_header(FileSlice(stream, offset, length), f"{path}: {named(index)}")
+                    dtype = self.records[index.fqn].properties.dtype  # type: ignore[union-attr]
+                    if (header.dtype, header.shape) != (dtype, shapes[index]):
+                        raise ValueError(
+                            f"{path}: {named(index)}: the file holds {header}, {METADATA} says {dtype} "
+                            f"{shapes[index]}; use another checkpoint"
+                        )
+                    headers[name, offset, length] = header
+        return headers
+
+
+@contextmanager
+def _named(path: Path, item: ReadItem, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    """An error of one of these kinds says which chunk could not be read, and what has become of the target."""
+    try:
+        yield
+    except kinds as error:
+        state = "Some tensors of the target may be loaded already: load another checkpoint"
+        kind = OSError if isinstance(error, OSError) else EOFError if isinstance(error, EOFError) else ValueError
+        raise kind(unreadable(path, original_index(item.storage_index), error, state)) from error
+
+
+def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:
+    """What the file holds, and the faults of its records (the first is sound only where there is none of the second).
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is no ordinary file, or holds anything but DCP's records.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"{file}: no ordinary file; use another checkpoint")
+    data = file.read_bytes()
+    metadata = read_plain(data, str(file))
+    return metadata, record_faults(metadata, extent=len(data), transforms=transforms)
+
+
+def _refusal(file: Path, faults: Sequence[Fault]) -> ValueError:
+    """One error for all faults."""
+    told = [f"  {fault}" for fault in faults[:MOST_TOLD]]
+    if len(faults) > MOST_TOLD:
+        told.append(f"  and {len(faults) - MOST_TOLD} more")
+    return ValueError(
+        f"{file}: the checkpoint is damaged or not what it claims to be. Nothing has been loaded; use another "
+        "checkpoint:\n" + "\n".join(told)
+    )

@@ -1,0 +1,205 @@
+"""What a save does in a directory where another one has written, or is writing: at every moment one of the two loads.
+
+File writers open `__<rank>_<n>.distcp` for writing, whoever owns it. Two saves into one directory, or one that dies
+over an older checkpoint, then leave metadata of one over files of both; sizes and offsets agree as long as the shapes
+do, so it would load. These steps prevent that, on local paths:
+
+    make_room  the coordinator, after all checks and before any rank writes: files that the `.metadata` in place does
+               not name go, those of the checkpoint before it. What it names stays, and loads.
+    own_names  every rank, before it writes: files have names of their own where there is a checkpoint, or where the
+               first file exists already, of a save that died or of one at the same time.
+    commit     the coordinator, when all ranks have written: the files are there still. Behind it the writer puts the
+               new `.metadata` in place of the old one, and from then on the new checkpoint loads.
+
+So the files of a replaced checkpoint stay until the next save, for loads that have begun: DCP calls no planner after
+the rename. `remove_replaced` removes them earlier. `clear` removes the whole old checkpoint before anything is written,
+for disks without room for two.
+"""
+
+import dataclasses
+import mmap
+import os
+import re
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dcp_adapters.stored.durable import sync
+
+__all__ = ["clear", "commit", "make_room", "own_names", "remove_replaced"]
+
+DATA = re.compile(r"__\d+_\w+\.distcp", re.ASCII)
+NAMED = re.compile(DATA.pattern.encode(), re.ASCII)
+RANK_METADATA = re.compile(r"__\d+\.metadata")
+END_OF_PICKLE = b"."
+
+Directory = str | os.PathLike[str] | None
+
+
+def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
+    """Remove what the checkpoint in place has replaced; it stays itself.
+
+    Without metadata there is no checkpoint and nothing is removed: data files may belong to a save under way.
+
+    Args:
+        checkpoint_id: a local directory, which need not exist. None and URLs ("s3://...") are left alone: how to reach
+            the store behind a URL is known only to the storage writer.
+        own: what the names of this rank's files begin with, if it saves for itself (use_collectives=False). Only such
+            files go then; others may be what another rank has just written.
+
+    Returns:
+        Whether there was a checkpoint.
+
+    Raises:
+        OSError: a file can not be removed, or the metadata not be read; the checkpoint in place is as it was.
+    """
+    directory = _local(checkpoint_id)
+    if directory is None or not directory.is_dir():
+        return False
+    present = [path.name for path in directory.iterdir()]  # before the metadata are read: a save may end in between
+    of_ranks = sorted(name for name in present if RANK_METADATA.fullmatch(name))
+    whole = directory / ".metadata"
+    visible = [whole] if whole.exists() else [directory / name for name in of_ranks]
+    if not visible:
+        return False
+    data = [name for name in present if DATA.fullmatch(name) and (own is None or name.startswith(own))]
+    keep = visible if own is None else [*visible, *(directory / name for name in of_ranks)]
+    named = _named(keep)
+    if named is None:
+        return True
+    stale = [] if own is not None or visible != [whole] else [directory / name for name in of_ranks]  # never read again
+    stale += [directory / name for name in data if name not in named]
+    if stale:
+        for path in visible:
+            sync(path)  # or a crash could leave neither
+        sync(directory)
+    for path in stale:
+        _removed(path)
+    return True
+
+
+def remove_replaced(checkpoint_id: str | os.PathLike[str]) -> None:
+    """Remove the files that saves over older checkpoints have left beside the one that loads.
+
+    The next save into the directory does the same. Call it between saves, on one rank; it must not run while a save
+    into the directory does, whose files no metadata name yet. Whoever still loads the replaced checkpoint gets an error
+    that names a missing file.
+
+    Args:
+        checkpoint_id: a local directory; where it holds no complete checkpoint nothing is removed.
+
+    Raises:
+        ValueError: it is a URL.
+        OSError: a file can not be removed.
+    """
+    if _local(checkpoint_id) is None:
+        raise ValueError(f"{checkpoint_id}: expected a local directory; behind URLs saves overwrite files in place")
+    make_room(checkpoint_id)
+
+
+def clear(checkpoint_id: Directory, *, own: str | None = None) -> bool:
+    """Remove the checkpoint that is about to be overwritten, its metadata first; durable when it returns.
+
+    Args, returns and raises as `make_room`. A rank that saves for itself removes `.metadata` alone, which `dcp.load`
+    would prefer; otherwise metadata that ranks have saved each for itself (`__0.metadata`) goes as well, since
+    `dcp.load` falls back on it.
+    """
+    directory = _local(checkpoint_id)
+    if directory is None or not directory.is_dir():
+        return False
+    metadata = [directory / ".metadata"]
+    if own is None:
+        metadata += sorted(path for path in directory.iterdir() if RANK_METADATA.fullmatch(path.name))
+    found = [path for path in metadata if _removed(path)]
+    if not found:
+        return False
+    sync(directory)
+    if own is None:
+        for path in directory.iterdir():
+            if DATA.fullmatch(path.name):
+                _removed(path)
+    return True
+
+
+def own_names(checkpoint_id: Directory, storage_data: Any, *, taken: bool) -> Any:
+    """The writer's storage data, with a prefix of its own unless the directory is new to this rank's names.
+
+    `taken` says that there is or was another checkpoint; a save that had begun before may still write its files.
+    Writers that name no prefix, and stores behind URLs, are left as they are.
+    """
+    directory, prefix = _local(checkpoint_id), prefix_of(storage_data)
+    if directory is None or prefix is None or not directory.is_dir():
+        return storage_data
+    if not taken:
+        try:
+            os.close(os.open(directory / f"{prefix}0.distcp", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            taken = True
+    return dataclasses.replace(storage_data, prefix=f"{prefix}{uuid.uuid4().hex[:8]}_") if taken else storage_data
+
+
+def prefix_of(storage_data: Any) -> str | None:
+    """What the names of a rank's files begin with, where its writer says so."""
+    prefix = getattr(storage_data, "prefix", None)
+    return prefix if isinstance(prefix, str) else None
+
+
+def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> None:
+    """What is to be done before the new metadata replace those in place.
+
+    Args:
+        checkpoint_id: as in `make_room`.
+        files: the names of the files that the new metadata name.
+        alone: a rank saves for itself: the old `.metadata`, which `dcp.load` would prefer, goes at last.
+
+    Raises:
+        FileNotFoundError: another save has removed some of the files; the checkpoint in place is as it was.
+    """
+    directory = _local(checkpoint_id)
+    if directory is None or not (directory / ".metadata").exists():
+        return
+    gone = sorted({name for name in files if DATA.fullmatch(name) and not (directory / name).exists()})
+    if gone:
+        raise FileNotFoundError(
+            f"{directory / gone[0]}: another save into the same directory has removed it while this one was being "
+            "written; the checkpoint in place stays. Let one save at a time use a directory"
+        )
+    if alone:
+        _removed(directory / ".metadata")
+        sync(directory)
+
+
+def _named(metadata: Iterable[Path]) -> set[str] | None:
+    """The data files that metadata name, and perhaps more; None where they can not be told.
+
+    Found in the bytes, where each name stands as it is: nothing is unpickled, and a gigabyte takes seconds.
+    """
+    named: set[str] = set()
+    for path in metadata:
+        try:
+            stream = path.open("rb")
+        except FileNotFoundError:  # another save commits
+            return None
+        with stream:
+            if not os.fstat(stream.fileno()).st_size:  # which can not be mapped
+                return None
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as stored:
+                found = {match[0].decode() for match in NAMED.finditer(stored)}
+                if not found or stored[-1:] != END_OF_PICKLE:
+                    return None
+        named |= found
+    return named
+
+
+def _local(checkpoint_id: Directory) -> Path | None:
+    return None if checkpoint_id is None or "://" in os.fspath(checkpoint_id) else Path(checkpoint_id)
+
+
+def _removed(path: Path) -> bool:
+    """Whether there was such a file; a rank that saves for itself may have been faster."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True

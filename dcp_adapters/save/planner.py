@@ -1,0 +1,343 @@
+"""QuantizedSavePlanner: raw payloads and scales into a DCP checkpoint, with stock DCP doing the rest.
+
+    set_up_planner       every rank         flatten as DCP does; quantized leaves become local parts and their items
+    create_local_plan    every rank         stock write items for the rest; beside all items, one byte an item for the
+                                            recipe and the values of the tensor-wide scales
+    create_global_plan   the coordinator    recipes and scales must agree over all ranks; the manifest and the checksum
+                                            table become two more entries; what is not needed any more is removed
+    finish_plan          every rank         stock; or the plan of an earlier save, see plan_cache.py
+    resolve_data         every rank         stock, digested on the way out; the checksum table when it is asked for
+
+All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
+exchange. A chunk that a writer lost fails the save, too: see committed.py.
+"""
+
+import dataclasses
+import io
+import threading
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.checksums import CHECKSUMS, ROW, Checksums
+from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
+from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
+from dcp_adapters.plain_memory import without_bytes
+from dcp_adapters.save import plan_cache
+from dcp_adapters.save.committed import Committed
+from dcp_adapters.save.coordinator import PLAIN, Now, Record, merged_manifest, with_unlisted
+from dcp_adapters.save.overwrite import clear, commit, make_room, own_names, prefix_of
+from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item
+from fsdp_hooks.digest import digest
+from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import cpu_by_default, without_torch_function
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["QuantizedSavePlanner"]
+
+
+class QuantizedSavePlanner(DefaultSavePlanner):
+    """Saves quantized tensors as their parts plus a manifest (checkpoint format version 1), the rest as stock DCP does.
+
+    Use it with `dcp.save` and `dcp.async_save` on state dicts of plain or sharded models, nested or flat. Give
+    `async_save` a process group of its own (`dist.new_group(backend="gloo")`): its upload thread exchanges plans while
+    training uses the default one.
+
+    Args:
+        checksums: store an xxh3 digest of every chunk, made from the bytes as they are written. With them zip's own
+            CRC32 can be off: what torch.serialization.set_crc32_options says where the planner is built holds in the
+            other threads that write, too.
+        overwrite: what becomes of a checkpoint in the local directory that is saved into. "keep": it loads until the
+            new one is complete, and its files stay until the next save into the directory (or `remove_replaced`).
+            "delete_first": it goes before anything is written, so that there need not be room for two; what is
+            interrupted then leaves none.
+        **kwargs: those of DefaultSavePlanner. enable_plan_caching=True spares the exchange of plans while the state
+            dict keeps its names, shapes, placements and formats.
+
+    Raises:
+        ValueError: while saving, on all ranks and before anything is written: ranks disagree on a recipe or a
+            tensor-wide scale; a name is taken; a column cut does not fall on block boundaries.
+        RuntimeError: the storage writer lost a chunk (a writing thread that failed, say); no `.metadata` is written.
+    """
+
+    def __init__(
+        self, *, checksums: bool = True, overwrite: Literal["keep", "delete_first"] = "keep", **kwargs: Any
+    ) -> None:
+        if overwrite not in ("keep", "delete_first"):
+            raise ValueError(f'QuantizedSavePlanner: overwrite={overwrite!r} is not one of "keep", "delete_first"')
+        super().__init__(**kwargs)
+        self.overwrite = overwrite
+        self.with_checksums = checksums
+        # an option of the calling thread, which the threads that write do not inherit
+        self.crc32, self.built_by = torch.serialization.get_crc32_options(), threading.get_ident()
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
+        """Flatten; keep the local parts of quantized leaves, and what stock DCP saves, apart."""
+        self.current: frozenset[int] = frozenset()  # items of an earlier save that is still being written are none now
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
+        flat, layouts = self.state_dict, Layouts()
+        self.state_dict, self.parts, self.part_items = {}, dict[str, Tensor](), list[WriteItem]()
+        self.payloads: dict[str, QuantizedTensor] = {}
+        self.wide: dict[str, Tensor] = {}  # the tensor-wide scale of each payload that has one
+        self.watched: set[str] = set()  # parts that several ranks hold: [N, 1] scales cut along columns, histories
+        self.withheld: set[str] = set()  # scalars that another rank lists, the first of their mesh
+        entries: dict[str, dict[str, str]] = {}  # quantized leaf -> part -> its entry
+        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+            for name, value in flat.items():
+                q = quantized_local(value)
+                if q is None:
+                    self._keep_plain(name, value)
+                    continue
+                entries[name] = {spec.name: f"{name}.{spec.name}" for spec in q.specs()}
+                self._keep_parts(entries[name], q, layouts.of(name, value, q), name)
+        self._refuse_taken_names(entries)
+        if self.flatten_state_dict:
+            self.mappings = _part_paths(self.mappings, entries)
+        self.checksums = Checksums()
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items, with its record as planner data; or the token of an earlier plan that is the same."""
+        caching, self._enable_plan_caching = self._enable_plan_caching, False  # stock's compares no formats
+        try:
+            with cpu_by_default():
+                stock = super().create_local_plan()
+        finally:
+            self._enable_plan_caching = caching
+        items = [*stock.items, *self.part_items]
+        self.unlisted = [item for item in items if item.index.fqn in self.withheld] if self.withheld else []
+        if self.unlisted:
+            items = [item for item in items if item.index.fqn not in self.withheld]
+        numbers: dict[tuple[Any, torch.dtype], int] = {}
+        kinds = bytearray([PLAIN]) * len(items)
+        scales: list[Tensor] = []
+        with without_torch_function():
+            for place, item in enumerate(items):
+                q = self.payloads.get(item.index.fqn)
+                if q is None:
+                    continue
+                kinds[place] = numbers.setdefault((q.recipe.stored, q.dtype), len(numbers))
+                if item.index.fqn in self.wide:
+                    scales.append(self.wide[item.index.fqn])
+        now = Now(_bits(scales), self._replicated(items))
+        paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
+        record = Record(
+            paths, [(recipe.to_json(), dtype) for recipe, dtype in numbers], bytes(kinds), now, self.with_checksums
+        )
+        self.plan = dataclasses.replace(stock, items=items, planner_data=record)
+        self.cached = plan_cache.lookup_local(self.plan) if self._enable_plan_caching else None
+        if self.cached is None:
+            return self.plan
+        unchanged = plan_cache.Unchanged(self.cached.token, self.cached.place, now)
+        return SavePlan([], planner_data=unchanged, usable=False)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Coordinator only: check that ranks agree, plan as stock DCP does, add the manifest and the checksums."""
+        # so writers mark the plans of ranks that save without collectives; no file's name has a slash
+        marked = all_plans[0].storage_data
+        own = None if marked is None else prefix_of(marked) or "/"
+        all_plans, token = plan_cache.restored(all_plans)
+        all_plans = with_unlisted(all_plans, self.unlisted, self.mappings)
+        manifest = merged_manifest(all_plans)
+        known = plan_cache.lookup_global(token) if token else None
+        if known is not None:
+            self.parts[MANIFEST] = known.manifest_data
+            self.metadata = self._fresh(known.metadata, alone=own is not None)
+            taken = self._make_room(own)
+            return [SavePlan([], planner_data=(taken, None), usable=False) for _ in all_plans], self.metadata
+        plans, metadata, data = self._planned(all_plans, manifest)
+        if self._enable_plan_caching:
+            token = plan_cache.remember_global(plan_cache.Global(all_plans, plans, metadata, manifest, data))
+        taken = self._make_room(own)
+        plans = [dataclasses.replace(plan, planner_data=(taken, (token, place))) for place, plan in enumerate(plans)]
+        self.global_plan, self.metadata = plans, self._fresh(metadata, alone=own is not None)
+        return plans, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan to write: the coordinator's, or the one kept from an earlier save."""
+        taken, kept = new_plan.planner_data
+        if not new_plan.usable:
+            assert self.cached is not None
+            plan_cache.remember_local(self.cached)
+            new_plan = dataclasses.replace(self.cached.final, storage_data=new_plan.storage_data)
+        elif self._enable_plan_caching:
+            token, place = kept
+            plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
+        _refuse_bytes_in_safetensors(new_plan)
+        if new_plan.items:
+            names = own_names(self.checkpoint_id, new_plan.storage_data, taken=taken)
+            items = [dataclasses.replace(item) for item in new_plan.items]  # this save's own, in cached plans, too
+            new_plan = dataclasses.replace(new_plan, items=items, storage_data=names)
+        self.plan = new_plan
+        self.current = frozenset(map(id, new_plan.items))
+        return new_plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The local part, or what stock finds."""
+        part = self.parts.get(index.fqn)
+        return super().lookup_object(index) if part is None else part
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """What the writer stores for an item; digested, if checksums are on.
+
+        Raises:
+            RuntimeError: the planner has been given another save before this one was written.
+        """
+        checksums = self.checksums
+        if threading.get_ident() != self.built_by and torch.serialization.get_crc32_options() != self.crc32:
+            torch.serialization.set_crc32_options(self.crc32)
+        self._refuse_overlap(write_item)
+        if write_item.index.fqn == CHECKSUMS:
+            return checksums.table(self.plan.items, self.resolve_data)
+        data: Tensor | io.BytesIO = checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
+        self._refuse_overlap(write_item)  # and again behind the data: so it is this save's
+        return checksums.seen(write_item.index, data) if self.with_checksums else data
+
+    def _refuse_overlap(self, write_item: WriteItem) -> None:
+        if id(write_item) not in self.current:
+            raise RuntimeError(
+                f"{write_item.index.fqn}: its planner has been given to another save while this one was being written; "
+                "give each save that may overlap another a QuantizedSavePlanner of its own"
+            )
+
+    def _make_room(self, own: str | None) -> bool:
+        """Whether the directory held a checkpoint; what is to go of it has gone."""
+        return (make_room if self.overwrite == "keep" else clear)(self.checkpoint_id, own=own)
+
+    def _fresh(self, metadata: Metadata, *, alone: bool) -> Metadata:
+        """A record of its own for each save: writers fill in where things are stored."""
+        before = partial(commit, self.checkpoint_id, alone=alone)
+        return Committed(metadata.state_dict_metadata, metadata.planner_data, before=before)
+
+    def _planned(self, all_plans: list[SavePlan], manifest: Manifest) -> tuple[list[SavePlan], Metadata, Tensor]:
+        """Stock's global plan with our two entries, and the manifest as a tensor."""
+        self.parts[MANIFEST] = data = manifest.to_tensor()
+        plans = [dataclasses.replace(plan, planner_data=plan.planner_data.mappings) for plan in all_plans]
+        plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, plain_item(MANIFEST, data)])
+        caching, self._enable_plan_caching = self._enable_plan_caching, False
+        try:
+            plans, metadata = super().create_global_plan(plans)
+        finally:
+            self._enable_plan_caching = caching
+        planner_data = {**(metadata.planner_data or {}), MANIFEST: (MANIFEST,), MANIFEST_JSON: manifest.to_json()}
+        if self.with_checksums:
+            plans, entry = _with_checksums(plans)
+            metadata.state_dict_metadata[CHECKSUMS] = entry
+            planner_data[CHECKSUMS] = (CHECKSUMS,)
+        plans = [dataclasses.replace(plan, planner_data=None) for plan in plans]
+        return plans, dataclasses.replace(metadata, planner_data=planner_data), data
+
+    def _keep_plain(self, name: str, value: Any) -> None:
+        """A leaf that stock DCP saves."""
+        if not isinstance(value, Tensor):
+            refuse_hidden(name, value)
+        self.state_dict[name] = leaf = plain_leaf(value)
+        if isinstance(leaf, Tensor):
+            _refuse_without_bytes(name, local_of(leaf))
+        if isinstance(leaf, DTensor) and not leaf.ndim and not lists_scalars(leaf):
+            self.withheld.add(name)
+
+    def _keep_parts(
+        self, entries: dict[str, str], q: QuantizedTensor, layouts: tuple[PartLayout, ...], name: str
+    ) -> None:
+        """The parts of a quantized leaf and their items; nothing where this rank is outside of its mesh."""
+        if not layouts:
+            return
+        parts, wide = settled_parts(name, q), q.tensor_wide()
+        for part in parts.values():
+            _refuse_without_bytes(name, part)
+        for layout in layouts:
+            entry = entries[layout.part]
+            self.parts[entry] = parts[layout.part]
+            self.part_items.append(layout.item(entry))
+            if layout.several:
+                self.watched.add(entry)
+            if layout.withheld:
+                self.withheld.add(entry)
+        self.payloads[entries["payload"]] = q
+        if wide is not None:
+            self.wide[entries["payload"]] = parts[wide]
+
+    def _replicated(self, items: list[WriteItem]) -> list[tuple[str, tuple[int, ...], int]]:
+        """Digests of what several ranks hold."""
+        return [
+            (item.index.fqn, tuple(item.index.offset or ()), int(digest([self.parts[item.index.fqn]])))
+            for item in items
+            if item.index.fqn in self.watched
+        ]
+
+    def _refuse_taken_names(self, entries: dict[str, dict[str, str]]) -> None:
+        for name in (MANIFEST, CHECKSUMS):
+            if name in self.state_dict:
+                raise ValueError(
+                    f"the state dict holds an entry {name!r}, which is the name of the checkpoint's own; rename it"
+                )
+        taken = [entry for parts in entries.values() for entry in parts.values() if entry in self.state_dict]
+        if taken:
+            raise ValueError(
+                f"the state dict holds {min(taken)!r} twice: as an entry and as a part of a quantized weight; rename "
+                "the entry"
+            )
+
+
+def _refuse_without_bytes(name: str, local: Tensor) -> None:
+    """Here, before an older checkpoint is removed and any rank writes; a writer would fail on it later."""
+    reason = without_bytes(local)
+    if reason is not None:
+        raise ValueError(f"{name}: {reason}")
+
+
+def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:
+    """HuggingFaceStorageWriter writes byte entries in front of a file's header, and nobody can read the file."""
+    storage = plan.storage_data
+    if not isinstance(storage, dict) or not storage.keys() <= {"fqn_to_index_mapping", "shard_index"}:
+        return
+    names = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    if names:
+        raise ValueError(
+            f"{names[0]}: safetensors files hold tensors alone, and {len(names)} entries of the state dict are none; "
+            "save them elsewhere, or as tensors"
+        )
+
+
+def _with_checksums(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorageMetadata]:
+    """Each plan with an item for its rows of the table, and the table's metadata."""
+    total, first = sum(len(plan.items) for plan in plans), 0
+    out: list[SavePlan] = []
+    chunks: list[ChunkStorageMetadata] = []
+    entry = None
+    for plan in plans:
+        rows = torch.empty(len(plan.items), ROW, dtype=torch.uint8, device="meta")
+        if not plan.items:
+            out.append(plan)
+            continue
+        item = plain_item(CHECKSUMS, rows, rows=(first, total))
+        first += len(plan.items)
+        assert item.tensor_data is not None
+        item = dataclasses.replace(item, index=dataclasses.replace(item.index, index=len(chunks)))
+        chunks.append(item.tensor_data.chunk)  # type: ignore[union-attr]
+        entry = TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, chunks)  # type: ignore[union-attr]
+        out.append(dataclasses.replace(plan, items=[*plan.items, item]))
+    assert entry is not None  # the manifest is always an item
+    return out, entry
+
+
+def _part_paths(mappings: Any, entries: dict[str, dict[str, str]]) -> Any:
+    """Flat name -> path in the nested dict, with the paths of parts in place of the paths of their weights."""
+    paths = {name: path for name, path in mappings.items() if name not in entries}
+    for weight, parts in entries.items():
+        *container, last = mappings[weight]
+        for part, entry in parts.items():
+            paths[entry] = (*container, last, part) if isinstance(last, int) else (*container, f"{last}.{part}")
+    return paths
+
+
+def _bits(scales: list[Tensor]) -> list[int]:
+    """Bit patterns of tensor-wide scales (fp32 []), read back from the device at once."""
+    return torch.stack(scales).view(torch.int32).tolist() if scales else []

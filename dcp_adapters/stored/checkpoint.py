@@ -1,0 +1,286 @@
+"""A checkpoint on disk as the tensors it means, read one at a time.
+
+    entries w.payload, w.scale + manifest   ->   one StoredTensor w, quantized
+    entry b                                 ->   one StoredTensor b, dense
+    an entry of bytes                       ->   its name; the bytes are handed out as they are, never unpickled
+
+What is known without touching data (names, recipes, shapes, sizes) is there after opening; `read` joins the chunks of
+one tensor, however many ranks wrote them. No process group and no model are needed.
+"""
+
+import io
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
+from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry, manifest_of
+from dcp_adapters.reading.reader import SafeFileSystemReader
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+__all__ = ["BOOKKEEPING", "CheckpointUnusable", "StoredCheckpoint", "StoredTensor", "checkpoint_directory"]
+
+BOOKKEEPING = frozenset({MANIFEST, CHECKSUMS})  # entries about the others, no data of the user
+
+
+class CheckpointUnusable(ValueError):  # noqa: N818 - what it says about the checkpoint
+    """There is no checkpoint, or it can not be read."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint.
+
+    recipe: None for a dense one. dtype: of a quantized tensor the one it appears to have.
+    entries: part name -> name of the entry; a dense tensor is its only part, named "".
+    nbytes: of all parts. chunks: in how many pieces it was written (those of the payload).
+    """
+
+    name: str
+    recipe: Recipe | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    entries: Mapping[str, str]
+    nbytes: int
+    chunks: int
+
+    @property
+    def numel(self) -> int:
+        """Number of logical elements."""
+        return math.prod(self.shape)
+
+
+class StoredCheckpoint:
+    """A checkpoint directory, opened for reading.
+
+    Attributes:
+        path: the directory.
+        metadata: DCP's own description of it.
+        manifest: None where it was not saved with QuantizedSavePlanner.
+        tensors: name -> StoredTensor, in the order of the metadata.
+        blobs: names of the entries that are bytes.
+
+    Args:
+        path: the directory.
+        check: compare what is read with the checkpoint's checksums, where it has some.
+
+    Raises:
+        CheckpointUnusable: no such directory, no checkpoint, or one whose description can not be read or contradicts
+            itself. While reading: data that is missing, damaged or other than the description says.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, check: bool = False) -> None:
+        self.path = checkpoint_directory(path)
+        self._reader = SafeFileSystemReader(self.path)
+        self.metadata = self._read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self._checksums: dict[bytes, bytes] = {}
+        self.manifest = self._read_manifest()
+        self.tensors = self._stored_tensors()
+        self.blobs = [
+            name
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if not isinstance(entry, TensorStorageMetadata)
+        ]
+        if check and self.has_checksums:
+            self._checksums = self._read_checksums()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors and entries of bytes, in the order in which they were saved."""
+        owners = {entry: tensor.name for tensor in self.tensors.values() for entry in tensor.entries.values()}
+        entries = (name for name in self.metadata.state_dict_metadata if name not in BOOKKEEPING)
+        return list(dict.fromkeys(owners.get(name, name) for name in entries))
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a table of checksums was saved with it."""
+        return isinstance(self.metadata.state_dict_metadata.get(CHECKSUMS), TensorStorageMetadata)
+
+    @property
+    def paths(self) -> Mapping[str, tuple[Any, ...]]:
+        """Entry -> path in the nested state dict; empty where it was saved flat."""
+        data = self.metadata.planner_data
+        entries = self.metadata.state_dict_metadata
+        if not isinstance(data, Mapping):
+            return {}
+        return {name: tuple(path) for name, path in data.items() if name in entries and name not in BOOKKEEPING}
+
+    def files(self) -> set[str]:
+        """Names of its data files, as far as the storage tells."""
+        return {str(info.relative_path) for info in self._locations().values() if hasattr(info, "relative_path")}
+
+    def file_bytes(self) -> dict[str, int]:
+        """Stored bytes of the entries in each data file, as far as the storage tells."""
+        sizes: dict[str, int] = {}
+        for info in self._locations().values():
+            if hasattr(info, "relative_path"):
+                name = str(info.relative_path)
+                sizes[name] = sizes.get(name, 0) + int(getattr(info, "length", 0))
+        return sizes
+
+    def blob_size(self, name: str) -> int:
+        """Stored bytes of an entry of bytes."""
+        return int(getattr(self._locations().get(MetadataIndex(name)), "length", 0))
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor: a QuantizedTensor where it is stored quantized."""
+        stored = self.tensors[name]
+        parts = {part: self.read_entry(entry) for part, entry in stored.entries.items()}
+        if stored.recipe is None:
+            return parts[""]
+        return QuantizedTensor.from_parts(parts, stored.recipe, stored.dtype)
+
+    def read_entry(self, entry: str) -> Tensor:
+        """One stored tensor, a part or a dense one, its chunks joined."""
+        record = self.metadata.state_dict_metadata[entry]
+        assert isinstance(record, TensorStorageMetadata)
+        whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(record.size)), sizes=record.size)
+        target = torch.empty(record.size, dtype=record.properties.dtype, device="cpu")
+        self._read(entry, create_read_items_for_chunk_list(entry, record, [whole]), {entry: target})
+        return target
+
+    def read_blob(self, name: str) -> bytes:
+        """An entry of bytes, as it is stored."""
+        zero, index = torch.Size([0]), MetadataIndex(name)
+        item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+        return self._read(name, [item], {}).getvalue()
+
+    # -- below the surface ---------------------------------------------------------------------------------------------
+
+    def _read(self, entry: str, items: list[ReadItem], targets: dict[str, Tensor]) -> io.BytesIO:
+        planner = _Into(targets, self._checksums)
+        try:
+            self._reader.read_data(LoadPlan(items), planner).wait()
+        except CheckpointUnusable as error:
+            raise CheckpointUnusable(f"{self.path}: {error}") from None
+        except Exception as error:
+            raise CheckpointUnusable(
+                f"{self.path}: {entry} can not be read: {type(error).__name__}: {error}"
+            ) from error
+        return planner.blob
+
+    def _read_metadata(self) -> Metadata:
+        try:
+            metadata = self._reader.read_metadata()
+        except ValueError as error:  # the reader's own words
+            raise CheckpointUnusable(str(error)) from error
+        except Exception as error:
+            raise CheckpointUnusable(
+                f"{self.path}: .metadata can not be read: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointUnusable(f"{self.path}: .metadata holds a {type(metadata).__name__}, not a checkpoint's")
+        return metadata
+
+    def _read_manifest(self) -> Manifest | None:
+        """From the planner data, or from the entry where the storage dropped that."""
+        try:
+            manifest = manifest_of(self.metadata)
+            entry = self.metadata.state_dict_metadata.get(MANIFEST)
+            if manifest is None and isinstance(entry, TensorStorageMetadata):
+                manifest = Manifest.from_tensor(self.read_entry(MANIFEST))
+        except CheckpointUnusable:
+            raise
+        except ValueError as error:
+            raise CheckpointUnusable(f"{self.path}: {error}") from error
+        return manifest
+
+    def _read_checksums(self) -> dict[bytes, bytes]:
+        """Digest of a chunk's name and offset -> digest of its bytes."""
+        rows = self.read_entry(CHECKSUMS)
+        if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != ROW:
+            raise CheckpointUnusable(
+                f"{self.path}: {CHECKSUMS} is {rows.dtype} {tuple(rows.shape)}, expected torch.uint8 (chunks, {ROW})"
+            )
+        return dict(rows_of(rows))
+
+    def _stored_tensors(self) -> dict[str, StoredTensor]:
+        quantized = self.manifest.tensors if self.manifest is not None else {}
+        owners = {f"{name}.{part}": name for name, entry in quantized.items() for part in entry.parts()}
+        found: dict[str, StoredTensor] = {}
+        for name, entry in self.metadata.state_dict_metadata.items():
+            owner = owners.get(name)
+            if owner is not None:
+                if owner not in found:
+                    found[owner] = self._quantized(owner, quantized[owner])
+            elif isinstance(entry, TensorStorageMetadata) and name not in BOOKKEEPING:
+                shape, dtype = tuple(entry.size), entry.properties.dtype
+                found[name] = StoredTensor(
+                    name, None, dtype, shape, {"": name}, math.prod(shape) * dtype.itemsize, len(entry.chunks)
+                )
+        missing = sorted(quantized.keys() - found.keys())
+        if missing:
+            raise CheckpointUnusable(f"{self.path}: in the manifest but not stored: {', '.join(missing)}")
+        return found
+
+    def _quantized(self, name: str, described: TensorEntry) -> StoredTensor:
+        entries, nbytes = {}, 0
+        for part, (dtype, shape) in described.parts().items():
+            entry = self.metadata.state_dict_metadata.get(f"{name}.{part}")
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointUnusable(f"{self.path}: {name} lacks its {part}")
+            held = (entry.properties.dtype, tuple(entry.size))
+            if held != (dtype, shape):
+                raise CheckpointUnusable(
+                    f"{self.path}: {name}.{part} is stored as {held[0]} {held[1]}, the manifest says {dtype} {shape}"
+                )
+            entries[part] = f"{name}.{part}"
+            nbytes += math.prod(shape) * dtype.itemsize
+        payload = self.metadata.state_dict_metadata[entries["payload"]]
+        chunks = len(payload.chunks) if isinstance(payload, TensorStorageMetadata) else 0
+        return StoredTensor(name, described.recipe, described.dtype, described.shape, entries, nbytes, chunks)
+
+    def _locations(self) -> Mapping[Any, Any]:
+        data = self.metadata.storage_data
+        return data if isinstance(data, Mapping) else {}
+
+
+def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint. Raises CheckpointUnusable where there is none."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointUnusable(f"{directory}: no such directory")
+    if not (directory / ".metadata").is_file():
+        raise CheckpointUnusable(
+            f"{directory}: no .metadata, so this is no checkpoint or one whose saving never finished"
+        )
+    return directory
+
+
+class _Into(DefaultLoadPlanner):
+    """Reads into given tensors, keeps bytes as bytes, and compares each chunk with its checksum."""
+
+    def __init__(self, targets: dict[str, Tensor], checksums: Mapping[bytes, bytes]) -> None:
+        super().__init__()
+        self.state_dict = targets
+        self.checksums = checksums
+        self.blob = io.BytesIO()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.blob = value
+        self._compare(read_item, value)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._compare(read_item, tensor)
+
+    def _compare(self, read_item: ReadItem, data: Tensor | io.BytesIO) -> None:
+        index = read_item.storage_index
+        if self.checksums:
+            stored = self.checksums.get(chunk_key(index))
+            where = f"{index.fqn} at {tuple(index.offset)}" if index.offset else index.fqn
+            if stored is None:
+                raise CheckpointUnusable(f"{where} has no row in {CHECKSUMS}: it is not what was saved")
+            if stored != digest_of(data):
+                raise CheckpointUnusable(f"{where} is damaged: its bytes do not have the checksum stored")

@@ -1,0 +1,298 @@
+"""Whether a checkpoint is complete and sound, told without a model and without a process group.
+
+    metadata      it is there, its records make sense, every chunk has a file
+    tensors       chunks cover each one exactly (dcp_adapters/tiling.py)
+    manifest      both copies agree; every entry has its parts in the right dtype and shape; no part without an entry
+    files         there, inside of the directory, long enough; chunks do not share bytes
+    chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
+
+Nothing stops at the first fault: what can not be read becomes a finding, and the rest is read. One chunk at a time is
+in memory.
+"""
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
+from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.reading.metadata_checks import (
+    METADATA,
+    Fault,
+    chunks_of,
+    holding_faults,
+    length_faults,
+    named,
+    shapes_of,
+)
+from dcp_adapters.reading.places import cut_off, look_at, shared_places, shares_bytes
+from dcp_adapters.reading.reader import read_metadata_file
+from dcp_adapters.reading.tensor_archive import FileSlice, read_header
+from dcp_adapters.stored.findings import Finding, Report
+from dcp_adapters.stored.manifest_checks import manifest_faults
+from dcp_adapters.stored.part_values import value_fault
+from qtensor.formats import PartSpec, specs_of
+
+__all__ = ["Finding", "Report", "verify"]
+
+SHOWN = 3  # names in a sentence
+
+
+def verify(checkpoint: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> Report:
+    """Read a whole checkpoint of the local file system and report everything that is wrong with it.
+
+    Args:
+        checkpoint: the directory.
+        progress: called after each chunk with (bytes read, bytes in all).
+
+    Returns:
+        The report. Faults of the checkpoint never raise, a missing one neither.
+    """
+    directory = Path(checkpoint)
+    try:
+        metadata, faults = read_metadata_file(directory / METADATA)
+    except FileNotFoundError:
+        message = "it is not there: saving never finished, or this is no checkpoint; use the one before it"
+        faults = [Fault(METADATA, "", message)]
+    except (ValueError, OSError) as error:
+        faults = [Fault(METADATA, "", str(error))]
+    if faults:
+        return Report(str(directory), tuple(Finding("error", f.file, f.entry, f.message) for f in faults))
+    return _Verification(directory, metadata, progress or (lambda done, total: None)).run()
+
+
+class _Verification:
+    """The findings and counts of one run over sound metadata."""
+
+    def __init__(self, directory: Path, metadata: Metadata, progress: Callable[[int, int], None]) -> None:
+        self.directory, self.metadata, self.progress = directory, metadata, progress
+        self.records: dict[str, Any] = metadata.state_dict_metadata
+        self.known = {index for name, record in self.records.items() for index in chunks_of(name, record)}
+        self.sizes = {
+            index: shape
+            for name, record in self.records.items()
+            if isinstance(record, TensorStorageMetadata)
+            for index, shape in shapes_of(name, record).items()
+        }
+        self.findings: list[Finding] = []
+        self.chunks = self.bytes = self.read = self.checksums = 0
+        self.total = sum(info.length for info in metadata.storage_data.values())
+        self.specs: dict[str, PartSpec] = {}  # name of a part -> what it is
+        self.rows: dict[bytes, bytes] | None = None  # of the table of checksums
+        self.kept: dict[MetadataIndex, Tensor] = {}  # the chunks of the checkpoint's own entries
+
+    def run(self) -> Report:
+        """All checks, in the order of the module's docstring."""
+        self.found(holding_faults(self.metadata))
+        waiting = self.look_at_files()
+        own = (CHECKSUMS, MANIFEST)
+        for entry in own:
+            self.read_chunks([index for index in waiting if index.fqn == entry])
+            (self.take_checksums if entry == CHECKSUMS else self.take_manifest)()
+        self.found([fault for index, fault in length_faults(self.metadata).items() if not self.is_archive(index)])
+        self.read_chunks([index for index in waiting if index.fqn not in own])
+        self.compare_rows()
+        tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
+        findings = tuple(self.findings)
+        return Report(str(self.directory), findings, tensors, self.chunks, self.bytes, self.checksums)
+
+    def found(self, faults: list[Fault], severity: Literal["error", "warning"] = "error") -> None:
+        """Add findings."""
+        self.findings += [Finding(severity, fault.file, fault.entry, fault.message) for fault in faults]
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def look_at_files(self) -> list[MetadataIndex]:
+        """Check every file; the chunks that can be read, in the order in which they stand there."""
+        by_file: dict[str, list[MetadataIndex]] = {}
+        for index, info in self.metadata.storage_data.items():
+            by_file.setdefault(info.relative_path, []).append(index)
+            if index not in self.known:
+                message = "bytes are stored for a chunk that no tensor has"
+                self.found([Fault(info.relative_path, named(index), message)])
+        waiting = []
+        for name in sorted(by_file):
+            size, indices = look_at(self.directory, name), sorted(by_file[name], key=self.place)
+            if not isinstance(size, int):
+                held = sorted({index.fqn for index in indices})
+                more = f" and {len(held) - SHOWN} more" if len(held) > SHOWN else ""
+                message = "the file is missing" if size is None else size.message
+                self.found([Fault(name, ", ".join(held[:SHOWN]) + more, message)])
+                continue
+            waiting += [index for index in self.within(name, size, indices) if index in self.known]
+        self.stray_files(by_file)
+        return waiting
+
+    def place(self, index: MetadataIndex) -> tuple[int, int]:
+        """Where a chunk begins and ends in its file."""
+        info = self.metadata.storage_data[index]
+        return info.offset, info.offset + info.length
+
+    def within(self, file: str, size: int, indices: list[MetadataIndex]) -> list[MetadataIndex]:
+        """The chunks of a file, sorted by place, that end inside of it; overlaps are found here, too."""
+        shared = shared_places({index: self.metadata.storage_data[index] for index in indices})
+        self.found([Fault(file, named(index), shares_bytes(start, other)) for index, other, start in shared])
+        inside = []
+        for index in indices:
+            _, end = self.place(index)
+            if end > size:
+                self.found([cut_off(file, index, end, size)])
+            else:
+                inside.append(index)
+        return inside
+
+    def stray_files(self, known: Mapping[str, Any]) -> None:
+        """Data files that nothing refers to; not wrong, an earlier save may have left them."""
+        try:
+            names = sorted(path.name for path in self.directory.iterdir() if path.suffix == ".distcp")
+        except OSError as error:
+            self.found([Fault("", "", f"the directory can not be listed: {error}")])
+            return
+        message = f"{METADATA} does not refer to it: left over from an earlier save"
+        self.found([Fault(name, "", message) for name in names if name not in known], "warning")
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def read_chunks(self, indices: list[MetadataIndex]) -> None:
+        """Read and check chunks; each file is opened once."""
+        stream: IO[bytes] | None = None
+        opened = ""
+        try:
+            for index in indices:
+                info = self.metadata.storage_data[index]
+                try:
+                    if stream is None or info.relative_path != opened:
+                        if stream is not None:
+                            stream.close()
+                        stream = (self.directory / info.relative_path).open("rb")
+                        opened = info.relative_path
+                    self.check_chunk(index, info, FileSlice(stream, info.offset, info.length))
+                except Exception as error:  # noqa: BLE001 - damaged archives raise errors of all kinds
+                    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+                    message = f"it can not be read: {kind}{error}"
+                    self.found([Fault(info.relative_path, named(index), message)])
+                self.read += info.length
+                self.progress(self.read, self.total)
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def check_chunk(self, index: MetadataIndex, info: Any, chunk: FileSlice) -> None:
+        """One chunk: what it is, its checksum, its values."""
+        record = self.records[index.fqn]
+        data: Tensor | io.BytesIO
+        if self.is_archive(index):
+            what = "a tensor of another library's class: its checksum is compared, its values are not looked at"
+            self.found([Fault(info.relative_path, named(index), what)], "warning")
+            data = io.BytesIO(chunk.read())
+        elif isinstance(record, TensorStorageMetadata):
+            header, size = read_header(chunk, "its archive"), self.sizes[index]
+            if (header.dtype, header.shape) != (record.properties.dtype, size):
+                raise ValueError(f"the file holds {header}, {METADATA} says {record.properties.dtype} {size}")
+            data = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
+        else:
+            data = io.BytesIO(chunk.read())
+        self.chunks += 1
+        self.bytes += info.length
+        if index.fqn in (CHECKSUMS, MANIFEST) and isinstance(data, Tensor):
+            self.kept[index] = data
+        if self.rows is not None and index.fqn != CHECKSUMS:
+            self.compare(index, info.relative_path, data)
+        spec = self.specs.get(index.fqn)
+        if spec is not None and isinstance(data, Tensor) and data.dtype == spec.dtype:
+            message = value_fault(spec, data)
+            if message is not None:
+                self.found([Fault(info.relative_path, named(index), message)])
+
+    def is_archive(self, index: MetadataIndex) -> bool:
+        """Whether the table has the bytes of a chunk's archive, which holds a tensor of another library's class."""
+        return self.rows is not None and chunk_key(index, archive=True) in self.rows
+
+    def compare(self, index: MetadataIndex, file: str, data: Tensor | io.BytesIO) -> None:
+        """A chunk's bytes and its row in the table."""
+        assert self.rows is not None
+        expected = self.rows.get(chunk_key(index, archive=self.is_archive(index)))
+        if expected is None:
+            self.found([Fault(file, named(index), f"{CHECKSUMS} has no row for it")])
+        elif (digest := digest_of(data)) != expected:
+            message = f"its checksum is {digest.hex()}, {CHECKSUMS} says {expected.hex()}: its bytes have changed"
+            self.found([Fault(file, named(index), message)])
+        else:
+            self.checksums += 1
+
+    # -- the checkpoint's own entries ----------------------------------------------------------------------------------
+
+    def whole(self, name: str) -> Tensor | None:
+        """An own entry, put together from its chunks along dim 0; None where it is not there or not readable."""
+        pieces = sorted(
+            (index for index in self.known if index.fqn == name), key=lambda index: tuple(index.offset or ())
+        )
+        if not pieces or any(index not in self.kept for index in pieces):
+            return None
+        if not pieces[0].offset:
+            return self.kept[pieces[0]]
+        try:
+            return torch.cat([self.kept.pop(index) for index in pieces])
+        except RuntimeError as error:
+            self.found([Fault(METADATA, name, f"its chunks do not make up one tensor: {error}")])
+            return None
+
+    def take_checksums(self) -> None:
+        """The table, as a dict."""
+        if CHECKSUMS not in self.records:
+            message = "there is none: changed bytes can not be found (save with QuantizedSavePlanner(checksums=True))"
+            self.found([Fault("", CHECKSUMS, message)], "warning")
+            return
+        table = self.whole(CHECKSUMS)
+        if table is None:
+            return  # that it can not be read has been told
+        if table.dtype != torch.uint8 or table.ndim != 2 or table.shape[1] != ROW:
+            message = f"it is {table.dtype} {tuple(table.shape)}, expected torch.uint8 with {ROW} columns"
+            self.found([Fault(METADATA, CHECKSUMS, message)])
+            return
+        self.rows = dict(rows_of(table))
+        repeated = len(table) - len(self.rows)
+        if repeated:
+            self.found([Fault("", CHECKSUMS, f"{repeated} rows repeat the chunk of an earlier row, expected one each")])
+
+    def compare_rows(self) -> None:
+        """Rows that belong to no chunk."""
+        chunks = {chunk_key(index, archive=archive) for index in self.known for archive in (False, True)}
+        left = [key.hex() for key in self.rows or () if key not in chunks]
+        if left:
+            message = f"{len(left)} rows belong to no chunk of the checkpoint: {', '.join(left[:SHOWN])}"
+            self.found([Fault("", CHECKSUMS, message)])
+
+    def take_manifest(self) -> None:
+        """Both copies of the manifest, which must agree, and what they say of the stored tensors."""
+        copies = []
+        try:
+            copies.append(manifest_of(self.metadata))
+        except ValueError as error:
+            self.found([Fault(METADATA, MANIFEST, str(error))])
+        entry = self.whole(MANIFEST)
+        try:
+            copies.append(None if entry is None else Manifest.from_tensor(entry))
+        except ValueError as error:
+            self.found([Fault("", MANIFEST, str(error))])
+        manifests = [manifest for manifest in copies if manifest is not None]
+        if not manifests and MANIFEST not in self.records:
+            message = "there is none: the checkpoint was not saved with QuantizedSavePlanner"
+            self.found([Fault("", MANIFEST, message)], "warning")
+        if len(manifests) == 2 and manifests[0] != manifests[1]:
+            tensors = [manifest.tensors for manifest in manifests]
+            differing = sorted(
+                name for name in tensors[0].keys() | tensors[1].keys() if tensors[0].get(name) != tensors[1].get(name)
+            )
+            message = f"the entry and the planner data in {METADATA} differ about {', '.join(differing[:SHOWN])}"
+            self.found([Fault(METADATA, MANIFEST, message)])
+        for manifest in manifests[-1:] or [Manifest()]:
+            self.found(manifest_faults(manifest, self.metadata))
+            for name, held in manifest.tensors.items():
+                self.specs |= {f"{name}.{spec.name}": spec for spec in specs_of(held.recipe)}
