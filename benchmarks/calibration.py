@@ -27,11 +27,8 @@ from typing import Any
 import torch
 
 from benchmarks import calibration_figures
-from benchmarks.calibration_figures import draw, markdown
 from benchmarks.calibration_sides import ROOT, Job
 from benchmarks.calibration_worker import QUIET, Worker
-
-__all__ = ["draw", "markdown", "run"]
 
 THREADS = 2
 SIDES = ("layerwise", "at once", "modelopt")

@@ -12,8 +12,6 @@ from torch import Tensor
 from dcp_adapters import expand
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
-__all__ = ["FORMATS", "RECIPES", "Bench", "States", "llama_like", "smollm2_135m"]
-
 RECIPES: dict[str, Any] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 FORMATS = ("bf16", *RECIPES)
 States = dict[str, dict[str, Tensor]]  # format -> state dict

@@ -45,13 +45,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks import checkpoint_figures, disk
-from benchmarks.checkpoint_figures import draw, markdown
 from benchmarks.checkpoint_models import FORMATS, RECIPES, Bench, llama_like, smollm2_135m
 from benchmarks.timing import Contender, interleaved
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader, expand
 from qtensor import QuantizedTensor
-
-__all__ = ["draw", "markdown", "run"]
 
 ROOT = Path(__file__).parents[1]
 SCRATCH = ROOT / "runs"  # on the filesystem that is measured

@@ -25,8 +25,6 @@ from typing import Any
 from benchmarks.gather_copies import ALL_GATHER, REDUCE_SCATTER
 from benchmarks.gather_figures import (
     crossing,
-    draw,
-    markdown,
     meets,
     positions,
     predicted_bytes,
@@ -37,8 +35,6 @@ from benchmarks.gather_figures import (
 from benchmarks.gather_link import ADDRESSES, CABLE, WIRE, NoLink, Ranks, free_port
 from benchmarks.gather_rank import CONTENDERS, PEERS
 from benchmarks.timing import ratio
-
-__all__ = ["draw", "markdown", "run"]
 
 WIDTH, LAYERS, TOKENS = 1024, 4, 256
 LIMITS = (2000.0, 1000.0, 500.0, 250.0, 100.0)  # Mbit/s, each way

@@ -23,12 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.growth_figures import draw, markdown
 from benchmarks.growth_fits import summary, within
 from benchmarks.growth_planning import PLANNING, against_ranks, against_weights
 from benchmarks.growth_rank import PHASES, Job
-
-__all__ = ["draw", "markdown", "run"]
 
 FORM = "nvfp4"  # its tensor-wide scales make it do everything there is: agreement, three parts a weight
 SIDES = (FORM, "bf16")

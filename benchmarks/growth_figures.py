@@ -7,8 +7,6 @@ from typing import Any
 from benchmarks.growth_planning import PLANNING
 from benchmarks.growth_rank import PHASES
 
-__all__ = ["draw", "markdown"]
-
 # what of the results, how its x axis is called, the unit of y and by what seconds or bytes are multiplied
 PANELS = (
     (("layers",), "layers of 64x64, one rank", "CPU ms", 1e3),

@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["exponents", "summary", "within"]
-
 Series = Mapping[str, Sequence[float]]  # size -> one cost a round
 
 

@@ -15,8 +15,6 @@ from benchmarks.model_shapes import Shapes
 from benchmarks.plan_scaling import FORMATS, Contender, collector, coordinate, describe, plan_save, timed
 from benchmarks.simulated_ranks import as_rank, state_dict_of
 
-__all__ = ["PLANNING", "against_ranks", "against_weights"]
-
 PLANNING = ("local_plan", "coordinator", "write_metadata", "read_metadata", "load_plan", "metadata_bytes")
 ROWS, COLUMNS = 4096, 64  # of each weight: rows are cut, and are more than the ranks
 LOCAL_REPEATS = 5  # of the local plan, which takes a millisecond

@@ -35,8 +35,6 @@ from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from fsdp_hooks import sync_scales
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantized_model_init
 
-__all__ = ["PHASES", "RECIPES", "Job"]
-
 RECIPES = {"nvfp4": NVFP4BlockScaling(), "mxfp8": MXFP8BlockScaling()}
 PHASES = ("build", "shard", "fill", "first_step", "step", "save", "load")
 ROWS = 4  # of the batch: few, so that weights and not activations are what grows

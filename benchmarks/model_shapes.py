@@ -5,8 +5,6 @@ name -> (global shape, whether it is quantized)
 
 from collections.abc import Iterator
 
-__all__ = ["MODELS", "Shapes"]
-
 Shapes = dict[str, tuple[tuple[int, ...], bool]]
 
 

@@ -33,14 +33,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.model_shapes import MODELS
-from benchmarks.plan_scaling_figures import draw, markdown, targets
+from benchmarks.plan_scaling_figures import targets
 from benchmarks.simulated_ranks import as_rank, moved, state_dict_of
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.manifest import MANIFEST
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-
-__all__ = ["draw", "markdown", "run"]
 
 FORMATS = {"float8_row": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 LOCAL_WORLD = 1024

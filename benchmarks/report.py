@@ -7,8 +7,6 @@ not say which way is better, so `at_least` and `at_most` put it into words.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["at_least", "at_most", "of_run", "table_of_targets", "with_spread"]
-
 Target = dict[str, Any]
 
 

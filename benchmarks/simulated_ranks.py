@@ -25,8 +25,6 @@ from qtensor import QuantizedTensor
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["as_rank", "moved", "state_dict_of"]
-
 
 @contextlib.contextmanager
 def as_rank(rank: int, world: int) -> Iterator[DeviceMesh]:

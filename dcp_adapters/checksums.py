@@ -25,18 +25,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_adapters.plain_memory import is_plain, memory_of
 
-__all__ = [
-    "CHECKSUMS",
-    "ROW",
-    "Checksums",
-    "Verification",
-    "archive_digest_of",
-    "checksum_table",
-    "chunk_key",
-    "digest_of",
-    "rows_of",
-]
-
 CHECKSUMS = "qtensor.checksums"
 ROW = 16  # bytes: 8 that say which chunk, 8 of its data
 

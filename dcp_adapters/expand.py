@@ -26,16 +26,6 @@ from qtensor.formats import PartSpec, block_multiple
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = [
-    "expand",
-    "expand_flat",
-    "expand_leaf",
-    "plain_leaf",
-    "quantized_local",
-    "refuse_hidden",
-    "settled_parts",
-]
-
 
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict, nested or flat, with each quantized leaf F replaced by its parts F.payload, F.scale, ...

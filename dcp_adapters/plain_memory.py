@@ -13,8 +13,6 @@ from torch import Tensor
 
 FREED = "its storage was freed, as FSDP does with gathered weights; take the state dict of the sharded model anew"
 
-__all__ = ["is_plain", "memory_of", "without_bytes"]
-
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but elements in a storage, on whatever device.

@@ -11,8 +11,6 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 
-__all__ = ["human_bytes", "printable", "table"]
-
 WIDE = 1000  # columns where nobody looks: a file or a pipe should hold every name whole
 
 

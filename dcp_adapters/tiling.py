@@ -13,8 +13,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
-__all__ = ["Box", "inside", "tiling_fault"]
-
 # What hostile metadata may cost: a chunk has 2^(dims that are cut) corners, each of which is kept for a while.
 MOST_CUT_DIMS = 8
 MOST_CORNERS = 2**20  # of chunks that are cut along more than FEW_DIMS

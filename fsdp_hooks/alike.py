@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["alike", "any_of", "check_same", "device_of", "is_first", "on_all", "on_first", "rank_of", "ranks_of"]
-
 T = TypeVar("T")
 KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError)  # reach the other ranks
 

@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["AllGatherHooks", "Arrangement", "ShardRows"]
-
 
 @dataclass(frozen=True)
 class ShardRows:

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from fsdp_hooks.torch_private import is_tracing, is_watched, one_dispatch_state
 
-__all__ = ["Kernel", "use_kernels"]
-
 MODES = ("auto", "compiled", "eager")
 COMPILED_FROM = 2**18  # elements
 COMPILED_ON = frozenset({"cpu", "cuda", "xpu"})

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from fsdp_hooks.compiled import Kernel
 
-__all__ = ["digest", "digests"]
-
 NARROW, WIDE = 64, 1024  # words in a block
 LARGE = 2**18  # bytes; what is smaller is stacked
 STACK = 2**24  # bytes that are stacked at a time, so that no second copy of a large model is needed

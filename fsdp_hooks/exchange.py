@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Channel", "Label", "RanksDifferError", "channel_of", "in_order", "largest", "tell_failure"]
-
 Label = tuple[str, ...]  # a line for each weight that a value is about
 
 FIRST = 4096  # values, 16 KiB: a message that costs no more than an empty one

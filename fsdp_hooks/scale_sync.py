@@ -23,18 +23,6 @@ from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
 from fsdp_hooks.versions import count_writes
 
-__all__ = [
-    "SharesScales",
-    "agree_on_scales",
-    "cuts_of",
-    "groups_sharing",
-    "label_of",
-    "local_of",
-    "max_over_groups",
-    "sync_scales",
-    "tell_groups",
-]
-
 
 class SharesScales:
     """What `sync_scales` asks of a shard, in this order: whether pieces share a scale, its claim, and to adopt."""

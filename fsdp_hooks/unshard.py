@@ -27,8 +27,6 @@ from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.digest import digest
 from fsdp_hooks.versions import count_writes
 
-__all__ = ["holding", "unsharded"]
-
 # FSDP modules inside some unsharded() at this moment; an inner one leaves them to the outer.
 _held: WeakSet[Any] = WeakSet()
 

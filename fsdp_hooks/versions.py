@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import is_tracing, local_itself
 
-__all__ = ["count_writes"]
-
 
 def count_writes(tensors: Iterable[Tensor]) -> None:
     """Count one in-place write into each of them, and for a DTensor into its local tensor, too."""

@@ -13,8 +13,6 @@ import xxhash
 
 from fsdp_hooks.alike import on_all, on_first
 
-__all__ = ["check_agreed"]
-
 
 def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[str]]) -> None:
     """Compare what ranks are about to do. Call it on all ranks of the group; None: there is one.

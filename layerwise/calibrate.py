@@ -35,8 +35,6 @@ from layerwise.result import CalibrationResult, result_of
 from layerwise.run import Run
 from qtensor.recipes import Recipe
 
-__all__ = ["calibrate"]
-
 MAX = Max()
 OWN_ALGORITHMS = (Max, Mse, LocalHessian, SmoothQuant, AWQ, GPTQ)  # which write nothing on the way to a decision
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["Event", "Observer", "observing"]
-
 
 @dataclass(frozen=True)
 class Event:

@@ -18,8 +18,6 @@ from layerwise.algorithms.algorithm import Algorithm
 from layerwise.weights.hold import params_of
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Guard"]
-
 
 class Guard:
     """The parameters of a stage at one moment.

@@ -24,8 +24,6 @@ from layerwise.weights.shards import empty_quantizer, empty_weight, kept, kept_q
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Outcome", "outcome_of", "placeholders", "restored"]
-
 
 @dataclass(frozen=True, eq=False)
 class Outcome:

@@ -22,8 +22,6 @@ from layerwise.weights.hold import Resident, Sharded, Weights
 from layerwise.weights.on_disk import OnDisk
 from qtensor.recipes import Recipe
 
-__all__ = ["Options", "Plan", "planned"]
-
 LAYER_INPUTS = ("unquantized", "quantized")
 
 

@@ -15,8 +15,6 @@ from qtensor.float8 import Float8CurrentScaling
 from qtensor.formats import block_multiple, format_of, tensor_wide
 from qtensor.recipes import Recipe
 
-__all__ = ["CalibrationResult", "check_static_inputs", "input_scale_name", "result_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class CalibrationResult:

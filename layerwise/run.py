@@ -22,13 +22,12 @@ from layerwise.inputs.passes import Batches
 from layerwise.outcome import Outcome, outcome_of, placeholders, restored
 from layerwise.plan import Plan
 from layerwise.resume.checkpoints import CalibrationCheckpoint
-from layerwise.resume.fingerprint import Fingerprint, data_digest, weights_digest
+from layerwise.resume.fingerprint import Fingerprint, data_digest
+from layerwise.resume.weight_sums import weights_digest
 from layerwise.stage import Passes, Stage, calibrate_stage
 from layerwise.weights.hold import Sharded, working
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import dense_rows
-
-__all__ = ["Run"]
 
 
 class Run:

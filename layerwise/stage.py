@@ -32,8 +32,6 @@ from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Calibrated", "Method", "Passes", "Stage", "calibrate_stage"]
-
 
 @dataclass(frozen=True, eq=False)
 class Stage:

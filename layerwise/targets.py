@@ -23,8 +23,6 @@ from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Target", "find_targets", "linear_names", "siblings"]
-
 NOTHING = "no module with a weight to quantize (an nn.Linear, or experts [E, N, K])"
 OTHERS = "Other layers (embeddings, convolutions, Conv1D of transformers) are not calibrated"
 

@@ -17,8 +17,6 @@ from fsdp_hooks.scale_sync import SharesScales
 from qtensor import kernels
 from qtensor.formats import format_of, shares_scale_along
 
-__all__ = ["AgreedScales"]
-
 
 class AgreedScales(SharesScales):
     """Mixin of QuantizedTensor: `fsdp_hooks.sync_scales` from the side of one shard."""

@@ -20,8 +20,6 @@ from qtensor.formats import tensor_wide
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["shared_amaxes", "write_each"]
-
 SMALL = 2**18  # elements
 STACK = 2**22  # elements that are stacked at a time
 

@@ -11,23 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FLT_MAX",
-    "MULTIPLES",
-    "canonical_nan",
-    "finite",
-    "finite_amax",
-    "finite_magnitude",
-    "fp32",
-    "held_broken",
-    "nearest",
-    "power_of_two_floor",
-    "quotient",
-    "row_amax",
-    "scatter_blocks",
-    "tile",
-]
-
 FLT_MAX = torch.finfo(torch.float32).max
 MULTIPLES = tuple(0.25 + 3.75 * i / 38 for i in range(38, -1, -1))  # of an amax, tried as scales: 4 down to 1/4
 

@@ -24,17 +24,6 @@ from qtensor.recipes import Recipe, check_choice
 from qtensor.rounding import onto_grid
 from qtensor.tensor import QuantizedTensor
 
-__all__ = [
-    "FLOAT8_CAPABILITIES",
-    "FLOAT8_ELEMENTS",
-    "Float8",
-    "Float8CurrentScaling",
-    "Float8Tensor",
-    "multiply",
-    "rounded",
-    "snapped",
-]
-
 # element name -> (dtype, largest finite value)
 FLOAT8_ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 

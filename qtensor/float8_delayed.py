@@ -35,8 +35,6 @@ from qtensor.formats import PartSpec, register
 from qtensor.products import Route, register_route
 from qtensor.recipes import Recipe, check_choice
 
-__all__ = ["Float8DelayedScaling"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Float8DelayedScaling(Recipe):

@@ -17,26 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from qtensor.recipes import Recipe
 
-__all__ = [
-    "APPEARANCE_DTYPES",
-    "Format",
-    "PartSpec",
-    "block_multiple",
-    "check_shape",
-    "check_values",
-    "describe",
-    "format_of",
-    "logical_shape",
-    "part_problems",
-    "recipe_types",
-    "register",
-    "registered",
-    "row_multiple",
-    "shares_scale_along",
-    "specs_of",
-    "tensor_wide",
-]
-
 APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -35,8 +35,6 @@ from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
 
-__all__ = ["HighPrecisionWeight"]
-
 aten = torch.ops.aten
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 

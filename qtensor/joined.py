@@ -23,8 +23,6 @@ from fsdp_hooks.torch_private import make_wrapper
 from qtensor.formats import describe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Joined", "broadcast_flat"]
-
 aten = torch.ops.aten
 c10d = torch.ops.c10d
 

@@ -37,8 +37,6 @@ from qtensor.formats import (
 from qtensor.recipes import Recipe
 from qtensor.rounding import is_armed
 
-__all__ = ["decode", "encode", "encode_rows", "encode_step", "row_amaxes", "shared_amax", "shares_amax"]
-
 CHUNK = {"cpu": 2**18}  # elements; in fp32 a few such temporaries stay in the cache of a core
 CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
 

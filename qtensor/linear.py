@@ -23,8 +23,6 @@ from qtensor.formats import describe
 from qtensor.products import product
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
 
-__all__ = ["QuantizedLinear", "linear"]
-
 
 class QuantizedLinear(torch.autograd.Function):
     """The three products of a linear layer around a quantized weight [N, K]."""

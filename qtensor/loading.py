@@ -30,8 +30,6 @@ from qtensor.formats import check_values
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["quantize_dense_entries", "watch_loads"]
-
 
 @dataclass(frozen=True)
 class _Entry:

@@ -15,17 +15,6 @@ from torch import Tensor
 
 from qtensor.masters import refill
 
-__all__ = [
-    "check_masters",
-    "for_inner",
-    "forget_looks",
-    "load_masters",
-    "names_of",
-    "options_of",
-    "publish",
-    "saved_states",
-]
-
 MASTER = "master_weight"
 
 

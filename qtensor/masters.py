@@ -19,18 +19,6 @@ from fsdp_hooks.torch_private import dtensor_like, local_itself
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = [
-    "APART",
-    "Room",
-    "check_trainable",
-    "digests_of",
-    "in_fp32",
-    "master_of",
-    "outside_writes",
-    "refill",
-    "shard_of",
-]
-
 # torch's optimizers that treat every parameter apart; any other may look at all gradients together
 APART = frozenset(
     {

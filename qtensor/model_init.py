@@ -33,8 +33,6 @@ from qtensor.loading import watch_loads
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
 
-__all__ = ["clear_high_precision_init_val", "high_precision_init_val", "quantize_", "quantized_model_init"]
-
 STORAGES = ("quantized", "high_precision")
 
 

@@ -24,8 +24,6 @@ from qtensor.recipes import Recipe, check_choice
 from qtensor.rounding import onto_grid
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["MXFP8BlockScaling", "MXFP8Tensor"]
-
 BLOCK = 32
 NAN_CODE = 255
 SMALLEST_BITS = 0x00400000  # 2^-127, the one scale that is subnormal in fp32

@@ -40,8 +40,6 @@ from qtensor.recipes import Recipe, check_choice
 from qtensor.rounding import onto_grid
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["NVFP4BlockScaling", "NVFP4Tensor"]
-
 BLOCK = 16
 LARGEST = 6.0
 EPS, SMALLEST_NORMAL = 0.5, 1.0  # E2M1 has one mantissa bit, and 0.5 as its only subnormal

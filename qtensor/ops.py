@@ -26,8 +26,6 @@ from qtensor.rounding import armed
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
 
-__all__ = ["implements", "map_parts", "overload", "refuse_resharding_to_a_smaller_mesh"]
-
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -52,8 +52,6 @@ from qtensor.masters import (
 from qtensor.step_agreement import Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["MasterWeightOptimizer"]
-
 CHUNK = {"cpu": 2**22}  # elements; what the optimizer makes of them stays in reach of the cache
 CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
 

@@ -14,8 +14,6 @@ from fsdp_hooks.all_gather import Arrangement, ShardRows
 from qtensor.formats import registered
 from qtensor.recipes import Recipe
 
-__all__ = ["rebuild", "reduced"]
-
 PackedPart = tuple[Tensor, str, tuple[int, ...]]
 
 

@@ -29,8 +29,6 @@ from qtensor.formats import describe, format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Route", "product", "quantized_rows", "register_route", "scaled_mm_support", "swizzled"]
-
 Parts = Mapping[str, Tensor]
 
 

@@ -11,8 +11,6 @@ recipes that differ in it alone describe the same bytes, and `stored` is what is
 import dataclasses
 from typing import Any, ClassVar, Self
 
-__all__ = ["Recipe", "check_choice"]
-
 NOT_STORED = {"stored": False}  # metadata of a field that says nothing about bytes
 
 

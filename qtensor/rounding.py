@@ -14,8 +14,6 @@ from torch import Tensor
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.blocks import power_of_two_floor
 
-__all__ = ["armed", "is_armed", "onto_grid"]
-
 _armed: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding.armed", default=None)
 
 

@@ -20,8 +20,6 @@ from fsdp_hooks.scale_sync import SharesScales, cuts_of, max_over_groups, tell_g
 from qtensor.batches import shared_amaxes
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Outcome", "Trained", "agree", "tell"]
-
 WHAT = "MasterWeightOptimizer.step"
 
 

@@ -27,14 +27,6 @@ from fsdp_hooks.torch_private import is_tracing, tree_map
 from qtensor.formats import describe
 from qtensor.tensor import QuantizedTensor, dense
 
-__all__ = [
-    "generator_for",
-    "refuse_to_stand_still",
-    "stochastic_rounding",
-    "widened",
-    "widened_each",
-]
-
 _wish: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding", default=None)
 
 

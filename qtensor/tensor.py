@@ -42,8 +42,6 @@ from qtensor.formats import (
 from qtensor.pickling import rebuild, reduced
 from qtensor.recipes import Recipe
 
-__all__ = ["OPS", "TORCH_FUNCTIONS", "QuantizedTensor", "dense", "quantize"]
-
 # aten overload -> handler(func, args, kwargs), filled by ops.py and the modules that it names
 OPS: dict[Any, Callable[..., Any]] = {}
 # torch function -> handler(*args, **kwargs), filled by linear.py and ops.py

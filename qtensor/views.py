@@ -19,8 +19,6 @@ from qtensor.formats import PartSpec, block_multiple, describe, row_multiple
 from qtensor.ops import implements, refuse_resharding_to_a_smaller_mesh
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["cut"]
-
 aten = torch.ops.aten
 OWN = Arrangement()  # that of a tensor of its own
 

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.cli.inspect import in_order, kind_of
+from dcp_adapters.cli.inspect import kind_of
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
 from dcp_adapters.stored.errors import Error, ErrorSum
 from dcp_adapters.stored.progress import Advance, unseen
 from dcp_adapters.tables import table
+from dcp_adapters.words import in_order
 from qtensor.tensor import QuantizedTensor
-
-__all__ = ["FORMAT", "Diff", "Difference", "Error", "diff"]
 
 FORMAT = "dcp_adapters.diff/1"
 SLICE = 1 << 20  # elements that are widened to float64 at once

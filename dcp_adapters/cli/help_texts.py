@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["HELP", "MAIN", "HelpText"]
-
 
 @dataclass(frozen=True)
 class HelpText:

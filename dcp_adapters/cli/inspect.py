@@ -7,16 +7,14 @@ for people.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from dcp_adapters.cli.recipe_names import recipe_label
+from dcp_adapters.recipe_names import recipe_label
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
 from dcp_adapters.tables import human_bytes, table
-
-__all__ = ["FORMAT", "Inspection", "Total", "in_order", "inspect_checkpoint", "kind_of", "matches"]
+from dcp_adapters.words import in_order, matches
 
 FORMAT = "dcp_adapters.inspect/1"
 
@@ -154,18 +152,6 @@ def inspect_checkpoint(checkpoint: StoredCheckpoint, patterns: Sequence[str] = (
         tensors=[checkpoint.tensors[name] for name in in_order(checkpoint.tensors) if _wanted(name, patterns)],
         blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if _wanted(name, patterns)],
     )
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Sorted as people count: layers.2 before layers.10."""
-    return sorted(
-        names, key=lambda name: [(text, int(digits or -1)) for text, digits in re.findall("([^0-9]*)([0-9]*)", name)]
-    )
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name matches one of the globs; case counts."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def kind_of(tensor: StoredTensor) -> str:

@@ -16,9 +16,7 @@ from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.directory import Directory
 from dcp_adapters.hf.layout import LAYOUTS, Layout, Scheme
 from dcp_adapters.hf.modelopt import MODELOPT
-from dcp_adapters.reading.metadata_checks import short
-
-__all__ = ["Claims", "claims_of"]
+from dcp_adapters.words import short
 
 WEIGHTS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # what decides how weights decode
 KV_CACHE = ("FP8", None)  # None: nothing is said

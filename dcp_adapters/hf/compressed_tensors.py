@@ -17,8 +17,6 @@ from dcp_adapters.hf.layout import (
     register_layout,
 )
 
-__all__ = ["COMPRESSED_TENSORS"]
-
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_TENSOR = {**FP8, "strategy": "tensor", "dynamic": False}
 FP8_TOKEN = {**FP8, "strategy": "token", "dynamic": True}

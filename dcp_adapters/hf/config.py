@@ -18,8 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.schemes import contents_of, is_quantized
 
-__all__ = ["CONFIG", "ModelConfig", "model_config", "shard_size"]
-
 CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
 # What may be in a directory and is not the model's description: weights, their index, a DCP checkpoint, a card of the
 # dense model.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from qtensor.float8_delayed import FORMAT, Float8DelayedScaling
 
-__all__ = ["history_of"]
-
 NEAR = (0, 1, -1, 2, -2)  # units in the last place
 
 

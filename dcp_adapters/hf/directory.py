@@ -18,9 +18,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dcp_adapters.reading.metadata_checks import short, stray_path
-
-__all__ = ["INDEX", "SINGLE", "Directory", "FileTensor", "listed", "read_directory"]
+from dcp_adapters.reading.metadata_checks import stray_path
+from dcp_adapters.words import short
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

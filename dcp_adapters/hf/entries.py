@@ -26,13 +26,11 @@ from dcp_adapters.hf.names import Piece, pieces_of
 from dcp_adapters.hf.schemes import DTYPES, Contents, QuantizedLinear
 from dcp_adapters.manifest import DTYPES as APPEARANCES
 from dcp_adapters.manifest import Manifest, TensorEntry
-from dcp_adapters.reading.metadata_checks import short
 from dcp_adapters.save.write_items import part_box
+from dcp_adapters.words import short
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
 from qtensor.recipes import Recipe
-
-__all__ = ["Chunk", "Entry", "Presented", "Source", "Wanted", "presented"]
 
 VALUE = PartSpec("", torch.float32, per_row=False)
 WIDE_APART = (

@@ -36,8 +36,6 @@ from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide
 
-__all__ = ["export_hf"]
-
 BUILT_IN = (COMPRESSED_TENSORS, MODELOPT)
 
 

@@ -31,8 +31,6 @@ from fsdp_hooks.alike import on_all, rank_of
 from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["import_hf"]
-
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
 CONVERT = 'import with on_mismatch="convert"'
 

@@ -22,27 +22,6 @@ from qtensor.mxfp8 import MXFP8BlockScaling
 from qtensor.nvfp4 import NVFP4BlockScaling
 from qtensor.recipes import Recipe
 
-__all__ = [
-    "FLAT",
-    "INPUT_SCALE",
-    "KINDS",
-    "LAYOUTS",
-    "ONE",
-    "ONE_OVER",
-    "RECIPES",
-    "SAME",
-    "Form",
-    "Layout",
-    "Linears",
-    "Scheme",
-    "SchemeEntry",
-    "Stored",
-    "kind_of",
-    "layout_named",
-    "reciprocal",
-    "register_layout",
-]
-
 INPUT_SCALE = "input_scale"  # not a part of the weight; calibrated beside it, under `<module>.input_scale`
 RECIPES = "qtensor.recipes"  # in the metadata of a file: JSON {weight: its recipe}, where that is not KINDS[kind]
 Inputs = Literal["none", "dynamic", "static"]

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.hf.names import plain_name
 
-__all__ = ["Live", "materialise"]
-
 
 @dataclass(frozen=True)
 class Live:

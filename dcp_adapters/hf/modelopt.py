@@ -8,8 +8,6 @@ from typing import Any
 
 from dcp_adapters.hf.layout import FLAT, INPUT_SCALE, Layout, Linears, Scheme, SchemeEntry, Stored, register_layout
 
-__all__ = ["MODELOPT"]
-
 _WEIGHT = Stored("payload", "weight")
 _SCALE = Stored("scale", "weight_scale")
 _STATIC = Stored(INPUT_SCALE, "input_scale")

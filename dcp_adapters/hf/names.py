@@ -9,8 +9,6 @@ Names in a layout's files are built on these.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["FUSED", "RENAMED", "Piece", "fused_key", "fused_sets", "pieces_of", "plain_name", "turned_experts"]
-
 # In NVFP4 they must have one global scale between them, and everywhere one scale of their common input.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),

@@ -28,8 +28,6 @@ from dcp_adapters.hf.sources import Record
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["ExportPlan", "FilePlan", "Output", "Written", "plan_export"]
-
 CODES = ("weight", "weight_packed", "qweight", "_blocks", "_scales")  # matrices of integers under these names are codes
 EMBEDDINGS = tuple(f".{module}.weight" for module in ("embed_tokens", "wte", "word_embeddings", "tok_embeddings"))
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from dcp_adapters.hf.names import plain_name
 
-__all__ = ["under", "weights_prefix"]
-
 
 def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like: Collection[str] | None = None) -> str:
     """What the names of the model's weights begin with, in a state dict whose leaves stand at `paths`.

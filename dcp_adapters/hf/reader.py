@@ -40,8 +40,6 @@ from fsdp_hooks.torch_private import cpu_by_default
 from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["HuggingFaceReader", "OpenFiles"]
-
 AT_ONCE = 2**24  # elements of a matrix that are compared at once
 
 

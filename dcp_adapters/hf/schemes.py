@@ -18,8 +18,6 @@ from dcp_adapters.hf.directory import Directory, FileTensor, listed
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, Layout, Scheme, SchemeEntry, Stored
 from qtensor.formats import PartSpec, block_multiple, specs_of
 
-__all__ = ["COUNTS", "DTYPES", "VALUES", "Contents", "QuantizedLinear", "contents_of", "is_quantized"]
-
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,

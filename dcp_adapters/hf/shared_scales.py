@@ -9,16 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dcp_adapters.hf.layout import INPUT_SCALE, Scheme
 from dcp_adapters.hf.names import Piece, fused_sets
 
-__all__ = [
-    "KV_SCALES",
-    "check_fused",
-    "input_scales",
-    "kv_attentions",
-    "listed_names",
-    "renewed_scales",
-    "scale_entries",
-]
-
 KV_SCALES = ("k_scale", "v_scale")
 MOST_TOLD = 8
 

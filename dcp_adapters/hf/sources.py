@@ -27,16 +27,6 @@ from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
 from qtensor.recipes import Recipe
 
-__all__ = [
-    "CheckpointSource",
-    "DirectorySource",
-    "Joined",
-    "LiveSource",
-    "Record",
-    "Source",
-    "source_of",
-]
-
 
 @dataclass(frozen=True)
 class Record:

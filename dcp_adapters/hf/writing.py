@@ -33,8 +33,6 @@ from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["begun_directory", "publish", "write_files"]
-
 
 def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Path:
     """The hidden directory, with all files but the weights."""

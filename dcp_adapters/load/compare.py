@@ -17,9 +17,6 @@ from dcp_adapters.expand import quantized_local
 from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry
 
-__all__ = ["Target", "differences", "recipe_differences", "to_convert"]
-
-
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
 VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 SEVERED = "it is a slice of some columns, which is a copy: what is read into it would be lost; load the whole weight"

@@ -34,8 +34,6 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from dcp_adapters.load.convert import Conversion
 from fsdp_hooks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
 
-__all__ = ["Conversions"]
-
 
 class Conversions:
     """The conversions of one rank."""

@@ -34,8 +34,6 @@ from qtensor.blocks import canonical_nan
 from qtensor.formats import PartSpec, block_multiple, row_multiple, specs_of
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Conversion", "narrowed", "widened"]
-
 DENSE = PartSpec("", torch.float32)  # a dense tensor is its own only part
 
 

@@ -31,8 +31,6 @@ from dcp_adapters.reading.places import shared_places, shares_bytes
 from dcp_adapters.tiling import inside, tiling_fault
 from fsdp_hooks.scale_sync import local_of
 
-__all__ = ["coverage_problems", "parts_of_target"]
-
 Parts = dict[MetadataIndex | str, tuple[int, ...]]
 
 

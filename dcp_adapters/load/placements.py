@@ -8,8 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-__all__ = ["placement_problem"]
-
 
 def placement_problem(value: Any) -> str | None:
     """Why a leaf can be neither saved nor loaded as it is placed, in words; None where it can."""

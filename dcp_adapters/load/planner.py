@@ -48,8 +48,6 @@ from fsdp_hooks.torch_private import cpu_by_default, flatten_state_dict, set_ele
 from fsdp_hooks.versions import count_writes
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["QuantizedLoadPlanner"]
-
 OWN = frozenset({MANIFEST, CHECKSUMS})
 MOST_TOLD = 20
 LOADS = itertools.count()  # names loads whose ranks plan each for itself; they count alike

@@ -6,4 +6,9 @@ metadata_names.py    the records they may build
 metadata_checks.py   what must hold of the records before anyone uses them
 places.py            what must hold of the files that they name
 tensor_archive.py    what a stored tensor is, told without loading it
+file_checks.py       a look at a file before DCP's reader opens it
+order.py             in which order a load reads
+own_entries.py       room for the manifest and the table of checksums
+direct_read.py       plain bytes from a file straight into a tensor
+failures.py          what to say of a read that failed
 """

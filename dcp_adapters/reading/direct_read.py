@@ -23,8 +23,6 @@ from torch import Tensor
 from dcp_adapters.plain_memory import is_plain, memory_of
 from dcp_adapters.reading.tensor_archive import FileSlice, Header
 
-__all__ = ["Elements", "data_start"]
-
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, .., lengths of the name and of the extra field
 
 

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint import LoadPlanner
 
-__all__ = ["failures_told"]
-
 
 @contextmanager
 def failures_told(planner: LoadPlanner) -> Iterator[None]:

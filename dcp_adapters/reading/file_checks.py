@@ -31,8 +31,6 @@ if sys.platform == "win32":
 else:
     from pathlib import PosixPath as NativePath
 
-__all__ = ["CheckedPath", "check_archives", "check_ordinary", "unreadable"]
-
 WAY_OUT = "Nothing has been loaded; use another checkpoint"
 
 

@@ -25,24 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_adapters.reading.metadata_names import FIELDS, LARGEST
 from dcp_adapters.tiling import inside, tiling_fault
+from dcp_adapters.words import short
 from fsdp_hooks.torch_private import StorageInfo
 
-__all__ = [
-    "METADATA",
-    "Fault",
-    "chunks_of",
-    "holding_faults",
-    "length_faults",
-    "named",
-    "record_faults",
-    "shapes_of",
-    "short",
-    "stored_chunk",
-    "stray_path",
-]
-
 METADATA = ".metadata"
-MOST_SHOWN = 200  # characters
 DEEPEST = 64  # levels of planner data
 LEAVES = (type(None), bool, int, float, str, torch.Size, torch.dtype)
 
@@ -150,16 +136,6 @@ def stray_path(path: str) -> bool:
         or not views[0].parts
         or any(view.is_absolute() or view.anchor or ".." in view.parts for view in views)
     )
-
-
-def short(value: Any) -> str:
-    """A value in few words: hostile ones may be as long as the file, or endless."""
-    if isinstance(value, torch.Size):
-        return str(tuple(value))
-    if not isinstance(value, LEAVES):
-        return f"a {type(value).__name__}"
-    text = repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _fault(entry: str, message: str) -> Fault:

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_hooks.torch_private import StorageInfo
 
-__all__ = ["DTYPES", "FIELDS", "LARGEST", "MOST_DIMS", "NAMES", "PATHS", "Function"]
-
 MOST_DIMS = 64  # torch's own kernels take no more
 MOST_PATH_PARTS = 1024
 LARGEST = 2**63 - 1

@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_adapters.reading.file_checks import CheckedPath
 
-__all__ = ["has_files", "in_order", "is_own_index", "is_probe", "original_index", "probe_items"]
-
 PROBE = "qtensor.probe"
 ORDERED = "qtensor.ordered"
 # With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; beyond, only

@@ -7,8 +7,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-__all__ = ["own_buffer"]
-
 DIMS = {1: "one dim", 2: "two dims"}
 
 

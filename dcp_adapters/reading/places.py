@@ -10,8 +10,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_adapters.reading.metadata_checks import Fault, named
 
-__all__ = ["cut_off", "file_faults", "look_at", "shared_places", "shares_bytes"]
-
 
 def shared_places(storage: Mapping[MetadataIndex, Any]) -> Iterator[tuple[MetadataIndex, MetadataIndex, int]]:
     """Chunks that are stored in bytes of another one: (the chunk, the other, the first byte they share)."""

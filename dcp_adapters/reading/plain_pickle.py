@@ -28,8 +28,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_adapters.reading.metadata_names import FIELDS, MOST_DIMS, NAMES, PATHS, Function
 
-__all__ = ["read_plain"]
-
 MOST_PATHS = 16  # a checkpoint names itself once
 MOST_UNKNOWN = 16  # fields of one record that the running torch does not have
 KNOWN_FIELDS = {kind: {field.name: field for field in dataclasses.fields(kind)} for kind in FIELDS}

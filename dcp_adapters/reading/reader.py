@@ -44,8 +44,6 @@ from dcp_adapters.reading.places import file_faults
 from dcp_adapters.reading.plain_pickle import read_plain
 from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
 
-__all__ = ["SafeFileSystemReader", "read_metadata_file"]
-
 MOST_TOLD = 20
 Place = tuple[str, int, int]  # file, offset, length of a chunk
 

@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dcp_adapters.stored.durable import sync
 
-__all__ = ["AtomicFileSystemWriter"]
-
 
 class _Flushed(io.BufferedWriter):
     """A file that hands over what it buffers when its descriptor is asked for, which is done to sync it."""
@@ -37,6 +35,7 @@ class AtomicFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """A file that is written whole or not at all; reading is the superclass's."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream

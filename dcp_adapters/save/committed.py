@@ -7,8 +7,6 @@ from typing import Any
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-__all__ = ["Committed"]
-
 
 @dataclass(eq=False)
 class Committed(Metadata):

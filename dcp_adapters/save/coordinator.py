@@ -15,8 +15,6 @@ from dcp_adapters.manifest import Manifest, TensorEntry
 from qtensor.formats import PartSpec, specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["PLAIN", "Now", "Record", "merged_manifest", "with_unlisted"]
-
 PLAIN = 255  # the kind of an item that is not the payload of a quantized tensor
 
 

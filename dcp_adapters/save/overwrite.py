@@ -27,8 +27,6 @@ from typing import Any
 
 from dcp_adapters.stored.durable import sync
 
-__all__ = ["clear", "commit", "make_room", "own_names", "remove_replaced"]
-
 DATA = re.compile(r"__\d+_\w+\.distcp", re.ASCII)
 NAMED = re.compile(DATA.pattern.encode(), re.ASCII)
 RANK_METADATA = re.compile(r"__\d+\.metadata")

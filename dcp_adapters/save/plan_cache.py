@@ -27,8 +27,6 @@ from torch.distributed.checkpoint import Metadata, SavePlan
 from dcp_adapters.manifest import Manifest
 from dcp_adapters.save.coordinator import Now, Record
 
-__all__ = ["Global", "Unchanged", "lookup_global", "lookup_local", "remember_global", "remember_local", "restored"]
-
 KEPT = 4  # state dicts saved in turn: a model, an optimizer, ...
 
 

@@ -39,8 +39,6 @@ from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import cpu_by_default, without_torch_function
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["QuantizedSavePlanner"]
-
 
 class QuantizedSavePlanner(DefaultSavePlanner):
     """Saves quantized tensors as their parts plus a manifest (checkpoint format version 1), the rest as stock DCP does.

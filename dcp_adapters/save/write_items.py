@@ -19,8 +19,6 @@ from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
 from qtensor.formats import PartSpec, block_multiple
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Box", "Layouts", "PartLayout", "box_of", "lists_scalars", "part_box", "plain_item"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) in the global tensor
 
 

@@ -21,8 +21,6 @@ import weakref
 
 import torch
 
-__all__ = ["SnapshotMemory"]
-
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 
 

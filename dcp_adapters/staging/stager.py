@@ -31,8 +31,6 @@ from qtensor.formats import describe
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["QuantizedStager"]
-
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element size
 
 

@@ -1,7 +1,12 @@
-"""Is a checkpoint what was saved? Every chunk is read once; findings are collected, not thrown.
+"""A checkpoint on disk: opened as the tensors it means, verified, written durably.
 
-verify.py            the walk over all chunks
-report.py            findings and counts
-manifest_checks.py   do manifest and entries agree
-part_values.py       could a quantizer have written these scales and payloads
+checkpoint.py        the tensors of a checkpoint, read one at a time
+read_manifest.py     what it says about its quantized tensors
+verify.py            is it what was saved? every chunk is read once; findings are collected, not thrown
+findings.py          findings and counts
+manifest_checks.py   do manifest and entries agree?
+part_values.py       could a quantizer have written these scales and payloads?
+errors.py            how far values are from those that are right
+durable.py           files that survive a loss of power
+progress.py          the bar of a long command
 """

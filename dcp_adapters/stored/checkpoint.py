@@ -29,8 +29,6 @@ from dcp_adapters.reading.reader import SafeFileSystemReader
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["BOOKKEEPING", "CheckpointUnusable", "StoredCheckpoint", "StoredTensor", "checkpoint_directory"]
-
 BOOKKEEPING = frozenset({MANIFEST, CHECKSUMS})  # entries about the others, no data of the user
 
 

@@ -4,8 +4,6 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["give_name", "refuse_taken", "sync"]
-
 # Some network file systems can not sync a directory; there a removal is as durable as they make it.
 CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 

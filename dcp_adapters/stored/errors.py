@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Error", "ErrorSum"]
-
 
 @dataclass(frozen=True)
 class Error:

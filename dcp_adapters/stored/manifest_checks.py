@@ -5,8 +5,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_adapters.manifest import Manifest
 from dcp_adapters.reading.metadata_checks import METADATA, Fault
 
-__all__ = ["manifest_faults"]
-
 PARTS = frozenset({"payload", "scale", "global_scale", "amax_history"})
 
 

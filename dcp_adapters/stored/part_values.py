@@ -22,8 +22,6 @@ from qtensor import kernels
 from qtensor.formats import PartSpec, specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["holds_nan", "value_fault"]
-
 WITHOUT_NAN = frozenset({torch.float4_e2m1fn_x2})
 
 IN_CACHE = 2**18  # bytes compared at a time

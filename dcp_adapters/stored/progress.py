@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-__all__ = ["Advance", "progress", "unseen"]
-
 Advance = Callable[[int], object]  # told the number of bytes that have been dealt with
 
 

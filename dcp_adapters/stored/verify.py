@@ -39,8 +39,6 @@ from dcp_adapters.stored.manifest_checks import manifest_faults
 from dcp_adapters.stored.part_values import value_fault
 from qtensor.formats import PartSpec, specs_of
 
-__all__ = ["Finding", "Report", "verify"]
-
 SHOWN = 3  # names in a sentence
 
 

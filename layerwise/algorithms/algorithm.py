@@ -19,19 +19,6 @@ from torch import Tensor
 
 from qtensor.recipes import Recipe
 
-__all__ = [
-    "COLUMNS",
-    "HESSIAN",
-    "LOCAL_HESSIAN",
-    "SUB_BLOCK",
-    "Algorithm",
-    "Decision",
-    "Group",
-    "Inputs",
-    "Linear",
-    "Smoothing",
-]
-
 # What an algorithm can ask to know about inputs; their amax is always known.
 COLUMNS, LOCAL_HESSIAN, HESSIAN = "columns", "local_hessian", "hessian"
 SUB_BLOCK = 16  # columns of one block of the local Hessian

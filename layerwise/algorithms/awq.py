@@ -31,8 +31,6 @@ from qtensor.blocks import tile
 from qtensor.formats import block_multiple, format_of
 from qtensor.recipes import Recipe, check_choice
 
-__all__ = ["AWQ"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AWQ(Algorithm):

@@ -23,8 +23,6 @@ from qtensor.blocks import finite_magnitude, scatter_blocks, tile
 from qtensor.formats import format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["Clipped", "best_clips", "finite", "local_hessian_of", "rounded", "sharing"]
-
 Quantizer = dict[str, Tensor]
 
 

@@ -33,8 +33,6 @@ from layerwise.statistics.arithmetic import full_precision, one_thread
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 
-__all__ = ["GPTQ"]
-
 RAISES = 3  # of the damping, tenfold each, before giving up
 
 

@@ -14,8 +14,6 @@ from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.search import search
 from qtensor.recipes import Recipe
 
-__all__ = ["LocalHessian"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalHessian(Algorithm):

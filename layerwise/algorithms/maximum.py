@@ -8,8 +8,6 @@ from layerwise.algorithms.algorithm import Algorithm, Decision, Group
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 
-__all__ = ["Max"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Max(Algorithm):

@@ -8,8 +8,6 @@ from layerwise.algorithms.algorithm import Algorithm, Decision, Group
 from layerwise.algorithms.search import search
 from qtensor.recipes import Recipe
 
-__all__ = ["Mse"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mse(Algorithm):

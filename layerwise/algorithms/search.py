@@ -35,8 +35,6 @@ from qtensor.blocks import FLT_MAX, finite_amax, power_of_two_floor, quotient
 from qtensor.formats import Format, format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["search"]
-
 # Errors are sums of 16 terms in fp32, the rest in fp64: off by less than 20 * 2^-24 of themselves, and so is Max's.
 BETTER = 1 - 2.0**-18
 ROWS = 64  # rows are taken in multiples of it: whole square blocks, whole vector registers

@@ -17,8 +17,6 @@ from layerwise.algorithms.maximum import Max
 from qtensor.blocks import finite_magnitude
 from qtensor.recipes import Recipe
 
-__all__ = ["LARGEST_FACTOR", "SMALLEST_FACTOR", "SmoothQuant"]
-
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-4, 1e4
 
 

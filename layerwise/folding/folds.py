@@ -19,8 +19,6 @@ from torch import Tensor
 from layerwise.algorithms.algorithm import SUB_BLOCK, Inputs
 from layerwise.folding.probing import Producer
 
-__all__ = ["Fold", "fold", "tolerance", "transformed", "verify"]
-
 AMPLIFICATION = 4.0  # what a layer may make of the rounding errors of a fold (see `tolerance`)
 
 Key = tuple[int, tuple[int, ...]]  # where a tensor's values lie, and its shape

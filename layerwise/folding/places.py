@@ -25,8 +25,6 @@ from layerwise.weights.hold import modules_of
 if TYPE_CHECKING:
     from layerwise.stage import Stage
 
-__all__ = ["Known", "Pair", "identity", "pairs_of", "places"]
-
 PROBES = 2  # batches, of all ranks' together
 
 Pair = tuple[tuple[str, ...], str, str]  # linears, and the name and kind of what produces their input

@@ -32,8 +32,6 @@ from torch import Tensor, nn
 
 from qtensor.formats import APPEARANCE_DTYPES
 
-__all__ = ["ABSTAIN", "NO", "YES", "Producer", "choose", "producers_of", "propose"]
-
 # In this order, so that the least answer over ranks is theirs together: a NO anywhere refuses, a YES needs one rank.
 NO, YES, ABSTAIN = 0, 1, 2
 

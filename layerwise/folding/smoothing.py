@@ -22,8 +22,6 @@ from layerwise.statistics.arithmetic import full_precision
 if TYPE_CHECKING:
     from layerwise.stage import Method, Passes, Stage
 
-__all__ = ["Smoothed", "smooth", "smooths"]
-
 Groups = Sequence[tuple[tuple[str, ...], Inputs | None]]
 
 

@@ -23,8 +23,6 @@ from layerwise.inputs.stand_ins import forward_of
 from layerwise.inputs.stores import Kept, is_plain
 from layerwise.inputs.structure import Structure, flatten, paths, rebuild
 
-__all__ = ["Batch", "Data", "batches_of"]
-
 Data = Iterable[Any] | Callable[[nn.Module], Any]
 
 

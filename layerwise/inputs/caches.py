@@ -14,8 +14,6 @@ from torch import Tensor
 
 from layerwise.inputs.stores import version
 
-__all__ = ["CacheState", "is_cache", "is_empty"]
-
 
 def is_cache(value: Any) -> bool:
     """Whether it is a key/value cache."""

@@ -24,19 +24,6 @@ from layerwise.inputs.stand_ins import Escape, TensorSpec
 from layerwise.inputs.stores import Kept, Store, is_plain
 from layerwise.inputs.structure import Structure, flatten, rebuild
 
-__all__ = [
-    "Call",
-    "Fixed",
-    "Link",
-    "Output",
-    "Shape",
-    "Statics",
-    "is_value",
-    "restore_container",
-    "same_state",
-    "state_of_container",
-]
-
 
 @dataclass(frozen=True)
 class Link:

@@ -10,8 +10,6 @@ from typing import Any
 from layerwise.inputs.contents import content_hash
 from layerwise.inputs.parent_run import Sight
 
-__all__ = ["Common"]
-
 
 class Common:
     """Objects that were met, and those of them that were met in several batches.

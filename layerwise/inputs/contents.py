@@ -11,8 +11,6 @@ from dcp_adapters.plain_memory import memory_of
 from layerwise.inputs.calls import is_value, state_of_container
 from layerwise.inputs.stores import is_plain
 
-__all__ = ["add_tensor", "content_hash"]
-
 DEPTH = 4  # how far into objects to look
 
 

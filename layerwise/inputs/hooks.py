@@ -11,8 +11,6 @@ from torch import nn
 
 from fsdp_hooks.torch_private import hook_tables
 
-__all__ = ["called"]
-
 FSDP = "torch.distributed.fsdp."
 
 

@@ -9,8 +9,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["find_layers"]
-
 LISTS = (nn.ModuleList, nn.Sequential)
 
 

@@ -27,8 +27,6 @@ from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, 
 from layerwise.inputs.stores import Kept, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
 
-__all__ = ["BatchProgress", "ParentRun", "Sight"]
-
 
 @dataclass(eq=False)
 class BatchProgress:

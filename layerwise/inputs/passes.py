@@ -18,8 +18,6 @@ from layerwise.inputs.structure import flatten, rebuild
 from layerwise.plan import Options, Plan
 from layerwise.stage import Passes, Stage
 
-__all__ = ["Batches", "LayerPasses", "ModelPasses"]
-
 
 @dataclass(frozen=True, eq=False)
 class Ran:

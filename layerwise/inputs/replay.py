@@ -38,8 +38,6 @@ from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
 from layerwise.inputs.stores import Store
 from layerwise.inputs.structure import flatten
 
-__all__ = ["Recorder"]
-
 
 class Recorder:
     """Records and replays the calls of all layers of a model.

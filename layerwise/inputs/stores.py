@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from dcp_adapters.plain_memory import memory_of
 
-__all__ = ["INPUTS_ON", "Kept", "Store", "is_plain", "version"]
-
 INPUTS_ON = ("device", "cpu", "disk")
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Structure", "flatten", "is_container", "is_mutable", "paths", "rebuild"]
-
 
 @dataclass(frozen=True)
 class Structure:

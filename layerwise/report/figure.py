@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layerwise.report.report import Report
 
-__all__ = ["draw"]
-
 # kind -> layer -> SNR of each of its linears
 Series = dict[str, dict[int, list[float]]]
 

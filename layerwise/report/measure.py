@@ -22,8 +22,6 @@ from layerwise.statistics.arithmetic import full_precision
 from layerwise.statistics.collector import Collector
 from layerwise.targets import Target
 
-__all__ = ["Measured", "Yardstick", "matrices"]
-
 
 @dataclass(frozen=True)
 class Measured:

@@ -17,8 +17,6 @@ from typing import Any, Self
 
 from dcp_adapters.tables import table
 
-__all__ = ["LinearReport", "Report", "decibels"]
-
 VERSION = 1
 _COLUMNS = ("layer", "linear", "tokens", "weight amax", "input amax", "SNR dB", "clip", "alpha", "warning")
 _OPTIONAL = ("clip", "alpha", "warning")  # columns that are left out where no linear has one

@@ -38,8 +38,6 @@ from layerwise.resume.fingerprint import Fingerprint
 from layerwise.resume.progress import WINDOW, Progress, Window, read_progress, write_progress
 from layerwise.resume.window_files import check_usable, first_faults, read_window, write_window
 
-__all__ = ["CalibrationCheckpoint", "Resumed"]
-
 LEFT_OVER = re.compile(r"\.probe-.*|progress(\.backup)?\.json\..*\.tmp")
 
 

@@ -26,9 +26,6 @@ import torch.distributed as dist
 import xxhash
 
 from fsdp_hooks.alike import on_all
-from layerwise.resume.weight_sums import weights_digest
-
-__all__ = ["Fingerprint", "data_digest", "weights_digest"]
 
 
 def _versions() -> dict[str, str]:

@@ -24,8 +24,6 @@ import xxhash
 from dcp_adapters.stored.durable import sync
 from layerwise.resume.fingerprint import Fingerprint
 
-__all__ = ["BACKUP", "FORMAT", "PROGRESS", "WINDOW", "Progress", "Window", "read_progress", "write_progress"]
-
 FORMAT = 1
 PROGRESS, BACKUP = "progress.json", "progress.backup.json"
 WINDOW = re.compile(r"layers-\d{5,}-\d{5,}(-[0-9a-f]{8})?")

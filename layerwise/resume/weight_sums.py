@@ -24,8 +24,6 @@ from fsdp_hooks.alike import device_of, is_first, ranks_of
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
 
-__all__ = ["box_sum", "weights_digest"]
-
 LOW = (1 << 32) - 1
 # Odd, so that multiplying by them loses nothing (the last two are those of splitmix64), as signed 64-bit numbers.
 _INDEX, _BITS, _MIX = -7046029254386353131, -4658895280553007687, -7723592293110705685

@@ -21,8 +21,6 @@ from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, Quantized
 from fsdp_hooks.alike import is_first, on_all, on_first, rank_of, ranks_of
 from layerwise.resume.progress import Window
 
-__all__ = ["check_usable", "first_faults", "read_window", "write_window"]
-
 PROBE = ".probe-"
 READ = 1 << 24  # bytes of a file at a time
 

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["full_precision", "one_thread"]
-
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:

@@ -31,8 +31,6 @@ from layerwise.statistics.exact_sum import ExactSum, totals
 from layerwise.statistics.watching import Product, Targets, Watch
 from layerwise.targets import linear_names
 
-__all__ = ["SAMPLE_ROWS", "Collector", "partition"]
-
 SAMPLE_ROWS = 16  # kept of an input in each of the first batches
 SAMPLE_BATCHES = 4
 _SHOWN = 5  # linears that one message names

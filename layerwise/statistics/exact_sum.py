@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["MAX_TENSORS", "ExactSum", "totals"]
-
 BITS = 38  # of a value on its bucket's grid
 MAX_TENSORS = 2 ** (53 - BITS)
 STEP = 8  # between the exponents of buckets

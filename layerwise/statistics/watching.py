@@ -27,8 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from layerwise.targets import linear_names
 
-__all__ = ["Product", "Targets", "Watch"]
-
 _PLAIN = (Tensor, Parameter)
 
 # Product functions by name (some have several spellings, and some are private to torch or transformers), with the

@@ -20,8 +20,6 @@ from fsdp_hooks.unshard import holding
 from layerwise.targets import Target
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Resident", "Sharded", "Weights", "modules_of", "params_of", "tensors_of", "working"]
-
 
 class Weights(Protocol):
     """Brings in the weights of a stage. Called by all ranks alike."""

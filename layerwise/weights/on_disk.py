@@ -17,8 +17,6 @@ from dcp_adapters.hf.reader import HuggingFaceReader
 from fsdp_hooks.torch_private import cpu_by_default
 from layerwise.weights.hold import modules_of
 
-__all__ = ["OnDisk"]
-
 
 class OnDisk:
     """Weights of a model on the meta device.

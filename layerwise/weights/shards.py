@@ -20,8 +20,6 @@ from qtensor.formats import format_of, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["dense_rows", "empty_quantizer", "empty_weight", "kept", "kept_quantizer", "rounded", "store"]
-
 
 def kept(full: QuantizedTensor, param: Tensor) -> QuantizedTensor | DTensor:
     """This rank's rows of a calibrated weight, on the device of its shard; a copy, a DTensor where the parameter is."""

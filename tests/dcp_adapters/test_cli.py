@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_adapters.cli.inspect import in_order
 from dcp_adapters.cli.main import main
-from dcp_adapters.cli.recipe_names import SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.recipe_names import SHORT_NAMES, recipe_label, target_named
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.tables import table
+from dcp_adapters.words import in_order
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import alone, models, save, values
 from tests.ranks import run_ranks

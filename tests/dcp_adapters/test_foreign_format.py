@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.cli.main import main
-from dcp_adapters.cli.recipe_names import recipe_label, target_named
 from dcp_adapters.hf.layout import KINDS
+from dcp_adapters.recipe_names import recipe_label, target_named
 from dcp_adapters.stored.part_values import holds_nan
 from dcp_adapters.stored.verify import verify
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize

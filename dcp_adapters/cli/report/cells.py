@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from dcp_adapters.cli.report.markup import Markup, joined, short, tag
 
-__all__ = ["TOP", "breakable", "count", "meter", "name", "number", "share", "table", "tensors"]
-
 TOP = 12
 
 

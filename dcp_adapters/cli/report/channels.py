@@ -14,8 +14,6 @@ from torch import Tensor
 from dcp_adapters.cli.report.records import Outlier, Profile
 from dcp_adapters.cli.report.tiles import Tile
 
-__all__ = ["CHANNELS", "FACTOR", "Channels"]
-
 FACTOR = 4.0
 CHANNELS = 8
 LISTED = 8  # of a tensor's outliers, the largest are named

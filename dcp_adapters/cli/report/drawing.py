@@ -12,8 +12,6 @@ from dcp_adapters.cli.report.layers import Cell, Grid, badness, labels
 from dcp_adapters.cli.report.markup import Markup, joined, short, tag
 from dcp_adapters.cli.report.records import Profile, TensorReport
 
-__all__ = ["heat_map", "histogram", "power_of_two", "profile", "snr_range"]
-
 WIDTH = 1080
 LABEL = 10.0  # pixels between two labels of an axis
 LEAST_RANGE = 2.0  # dB: smaller differences are not blown up to the whole scale

@@ -20,8 +20,6 @@ from dcp_adapters.cli.report.tiles import Tile, decoded
 from qtensor.formats import row_multiple, specs_of
 from qtensor.recipes import Recipe
 
-__all__ = ["ElementCounts", "counts_elements"]
-
 
 class _ElementType(NamedTuple):
     """mask: the bits of a code's magnitude. largest: the code of the largest magnitude. fill: a byte of such codes.

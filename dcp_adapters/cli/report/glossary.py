@@ -3,8 +3,6 @@
 from dcp_adapters.cli.report.channels import FACTOR
 from dcp_adapters.cli.report.markup import Markup, tag
 
-__all__ = ["glossary"]
-
 WORDS = {
     "SNR": "10 log10 of the sum of squares of the right values over that of the errors, in dB, over elements that are "
     "finite on both sides. It compares weights: it says how well they are kept and not how good a model is.",

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from dcp_adapters.cli.report.records import TensorReport
 
-__all__ = ["Cell", "Grid", "grid_of", "kind_and_layer", "labels"]
-
 COLUMNS = 100
 ROWS = 16
 

@@ -7,8 +7,6 @@ import html
 
 from dcp_adapters.tables import printable
 
-__all__ = ["Markup", "joined", "short", "tag", "text"]
-
 EMPTY = frozenset({"meta", "wbr", "rect", "line"})
 
 

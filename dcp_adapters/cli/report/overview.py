@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from dcp_adapters.cli.inspect import in_order
 from dcp_adapters.cli.report.cells import TOP, breakable, count, share, table, tensors
 from dcp_adapters.cli.report.channels import FACTOR
 from dcp_adapters.cli.report.layers import badness
 from dcp_adapters.cli.report.markup import Markup, joined, short, tag
 from dcp_adapters.cli.report.records import CheckpointReport, TensorReport
 from dcp_adapters.tables import human_bytes
-
-__all__ = ["Note", "head", "notes", "notes_list", "sizes", "tiles"]
+from dcp_adapters.words import in_order
 
 UNEVEN = 1.5  # largest file over the mean
 

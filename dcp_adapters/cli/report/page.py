@@ -7,8 +7,6 @@ from dcp_adapters.cli.report.records import CheckpointReport
 from dcp_adapters.cli.report.sections import cost, elements, errors, outliers, scales
 from dcp_adapters.cli.report.style import STYLE
 
-__all__ = ["page"]
-
 # Even if something slipped through, a browser would neither run nor fetch it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from dcp_adapters.stored.errors import Error
 
-__all__ = ["FORMAT", "CheckpointReport", "Compared", "Outlier", "Profile", "ScaleHistogram", "TensorReport"]
-
 FORMAT = "dcp_adapters.report/1"
 Compared = Literal["no", "yes", "absent", "shape", "undecodable"]
 

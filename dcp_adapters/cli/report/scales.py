@@ -13,8 +13,6 @@ from dcp_adapters.cli.report.records import ScaleHistogram
 from qtensor.formats import PartSpec, specs_of
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["scale_histograms"]
-
 PIECE = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _STORED_AS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3", torch.float32: "fp32"}

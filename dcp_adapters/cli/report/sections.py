@@ -10,8 +10,6 @@ from dcp_adapters.cli.report.markup import Markup, joined, short, tag
 from dcp_adapters.cli.report.records import CheckpointReport, ScaleHistogram, TensorReport
 from dcp_adapters.tables import human_bytes
 
-__all__ = ["cost", "elements", "errors", "outliers", "scales"]
-
 PROFILES = 6
 HISTOGRAMS = 8
 FILES = 24

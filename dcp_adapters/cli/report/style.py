@@ -1,7 +1,5 @@
 """How a report looks: one style sheet, for light and dark, on screens and on paper."""
 
-__all__ = ["STYLE"]
-
 STYLE = """
 :root { color-scheme: light dark; --page: #f4f6f8; --card: #fff; --ink: #18212f; --soft: #5d6b7e; --line: #e2e7ed;
   --hot: #c2410c; --blue: #3468c9; --good: #15803d; --bad: #b91c1c; --on: #fff; --wash: #eef2f7; }

@@ -15,8 +15,6 @@ from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-__all__ = ["Tile", "decodable", "matrix_shape", "tiles"]
-
 ELEMENTS = 1 << 20  # about so many are decoded at once
 WIDTH = 1 << 15  # columns; a multiple of all blocks
 HEIGHT = 32  # rows come in so many; a multiple of all square blocks

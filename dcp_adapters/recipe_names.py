@@ -18,8 +18,6 @@ from qtensor.mxfp8 import MXFP8BlockScaling
 from qtensor.nvfp4 import NVFP4BlockScaling
 from qtensor.recipes import Recipe
 
-__all__ = ["DTYPES", "SHORT_NAMES", "recipe_label", "target_named"]
-
 SHORT_NAMES: Mapping[str, Recipe] = {
     "mxfp8": MXFP8BlockScaling(),
     "mxfp8-square": MXFP8BlockScaling(blocks="square"),

@@ -1,0 +1,33 @@
+"""How names and values of a checkpoint are chosen, sorted, and told in few words."""
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+MOST_SHOWN = 200  # characters
+LEAVES = (type(None), bool, int, float, str, torch.Size, torch.dtype)
+
+
+def short(value: Any) -> str:
+    """A value in few words: hostile ones may be as long as the file, or endless."""
+    if isinstance(value, torch.Size):
+        return str(tuple(value))
+    if not isinstance(value, LEAVES):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sorted as people count: layers.2 before layers.10."""
+    return sorted(
+        names, key=lambda name: [(text, int(digits or -1)) for text, digits in re.findall("([^0-9]*)([0-9]*)", name)]
+    )
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of the globs; case counts."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
