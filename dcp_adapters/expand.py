@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from dcp_adapters.entry import Entry
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around
 from qtensor.formats import PartSpec, block_multiple
@@ -89,6 +90,12 @@ def quantized_local(value: Any) -> QuantizedTensor | None:
         return None
     local = local_of(value) if isinstance(value, DTensor) else value
     return local if isinstance(local, QuantizedTensor) else None
+
+
+def entry_of(name: str, value: Tensor) -> Entry:
+    """What a tensor of a state dict is."""
+    q = quantized_local(value)
+    return Entry(name, None if q is None else q.recipe.stored, tuple(value.shape), value.dtype)
 
 
 def _expand_container(name: str, value: Any) -> Any:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.words import short
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, specs_of
+from qtensor.formats import APPEARANCE_DTYPES, check_shape
 from qtensor.recipes import Recipe
 
 FORMAT_VERSION = 1
@@ -30,36 +31,24 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in APPEARANCE_DTYPE
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """One quantized tensor: its recipe, logical shape and appearance dtype."""
-
-    recipe: Recipe
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Part name -> (dtype, global shape)."""
-        return {spec.name: (spec.dtype, spec.shape(self.shape)) for spec in specs_of(self.recipe)}
-
-
-@dataclass(frozen=True)
 class Manifest:
     """All quantized tensors of a checkpoint, by state-dict name."""
 
-    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    tensors: Mapping[str, Entry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the module docstring; deterministic, whatever the order the tensors came in."""
         recipes: list[Recipe] = []
-        records: dict[TensorEntry, dict[str, Any]] = {}  # tensors alike share a record, so that pickle writes it once
+        records: dict[object, dict[str, Any]] = {}  # tensors alike share a record, so that pickle writes it once
         tensors = {}
         for name, entry in sorted(self.tensors.items()):
-            record = records.get(entry)
+            record = records.get(entry.format)
             if record is None:
+                assert entry.recipe is not None, name
                 if entry.recipe not in recipes:
                     recipes.append(entry.recipe)
-                record = records[entry] = {
+                record = records[entry.format] = {
                     "recipe": recipes.index(entry.recipe),
                     "shape": list(entry.shape),
                     "dtype": _name(entry.dtype),
@@ -129,14 +118,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> TensorEntry:
+def _entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:
     index, dtype = value["recipe"], value["dtype"]
     if type(name) is not str or type(index) is not int or index < 0:
         raise TypeError(f"{short(name)} has the recipe {short(index)}, expected a name and the number of a recipe")
     if type(dtype) is not str or dtype not in DTYPES:
         raise TypeError(f"{short(dtype)} is no dtype that a quantized tensor can have")
-    entry = TensorEntry(recipes[index], _shape(value["shape"]), DTYPES[dtype])
-    check_shape(entry.shape, entry.recipe, f"the checkpoint's qtensor.manifest: {short(name)}", full=False)
+    entry = Entry(name, recipes[index], _shape(value["shape"]), DTYPES[dtype])
+    check_shape(entry.shape, recipes[index], f"the checkpoint's qtensor.manifest: {short(name)}", full=False)
     found = {part: (str(record["dtype"])[:64], _shape(record["shape"])) for part, record in value["parts"].items()}
     expected = {part: (_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
     if found != expected:

@@ -15,8 +15,8 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,14 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.cli.inspect import kind_of
+from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
-from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
+from dcp_adapters.source import Stored
 from dcp_adapters.stored.durable import give_name, refuse_taken
 from dcp_adapters.stored.progress import Advance, unseen
 from dcp_adapters.words import matches
-from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of
+from qtensor.formats import APPEARANCE_DTYPES, block_multiple
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
 
@@ -58,7 +58,7 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    tensors: Mapping[str, StoredTensor], to: Target, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    tensors: Mapping[str, Entry], to: Target, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> ConversionPlan:
     """Decide which tensors are converted.
 
@@ -100,7 +100,7 @@ def plan_conversion(
 
 
 def convert_checkpoint(
-    source: StoredCheckpoint,
+    source: Stored,
     destination: str | os.PathLike[str],
     plan: ConversionPlan,
     *,
@@ -141,16 +141,16 @@ def converted(value: Tensor, to: Target) -> Tensor:
     return QuantizedTensor.from_parts(quantize(value.dequantize(torch.float32), to).parts(), to, value.dtype)
 
 
-def _is(tensor: StoredTensor, to: Target) -> bool:
+def _is(tensor: Entry, to: Target) -> bool:
     """Whether a tensor is in the target format already."""
     return isinstance(to, Recipe) and tensor.recipe is not None and tensor.recipe.stored == to.stored
 
 
-def _obstacle(tensor: StoredTensor, recipe: Recipe) -> str | None:
+def _obstacle(tensor: Entry, recipe: Recipe) -> str | None:
     """Why a tensor can not be quantized, None where it can."""
     multiple, shape = block_multiple(recipe), tensor.shape
     if tensor.dtype not in APPEARANCE_DTYPES:
-        return f"{kind_of(tensor)}, expected bfloat16, float16 or float32"
+        return f"{tensor.kind}, expected bfloat16, float16 or float32"
     if tensor.recipe is None and len(shape) < 2:
         return f"shape {shape}, expected 2 dims or more"
     if not shape or shape[-1] % multiple:
@@ -163,13 +163,13 @@ def _obstacle(tensor: StoredTensor, recipe: Recipe) -> str | None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _write(source: StoredCheckpoint, directory: Path, plan: ConversionPlan, advance: Advance) -> None:
-    state: dict[str, Any] = {name: _stand_in(tensor, plan) for name, tensor in source.tensors.items()}
+def _write(source: Stored, directory: Path, plan: ConversionPlan, advance: Advance) -> None:
+    state: dict[str, Any] = {name: _stand_in(_written(entry, plan)) for name, entry in source.entries.items()}
     state |= {name: _Bytes() for name in source.blobs}
     state = {name: state[name] for name in source.names}
     entries = {
-        entry: tensor.name for tensor in source.tensors.values() for entry in _entries(tensor, plan)
-    }  # written entry -> name of its tensor
+        key: tensor.name for tensor in source.entries.values() for key in _written(tensor, plan).stored()
+    }  # written key -> name of its tensor
     stream = EntryStream(source, plan, entries, advance)
     # one thread and no copying ahead: the writer asks for an entry, writes it, and asks for the next
     writer = AtomicFileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
@@ -193,9 +193,7 @@ class EntryStream:
     of the one before are given back: its storage is emptied, only the shell of the tensor remains.
     """
 
-    def __init__(
-        self, source: StoredCheckpoint, plan: ConversionPlan, entries: Mapping[str, str], advance: Advance
-    ) -> None:
+    def __init__(self, source: Stored, plan: ConversionPlan, entries: Mapping[str, str], advance: Advance) -> None:
         self.source, self.plan, self.entries, self.advance = source, plan, entries, advance
         self.pending: dict[str, Tensor] = {}  # entries of the tensor at work that were not asked for yet
         self.handed: Tensor | None = None
@@ -218,14 +216,11 @@ class EntryStream:
         return self.handed
 
     def _made(self, name: str) -> dict[str, Tensor]:
-        stored, value = self.source.tensors[name], self.source.read(name)
+        stored, value = self.source.entries[name], self.source.read(name)
         if name in self.plan.changes:
             value = converted(value, self.plan.to)
-        parts = {name: value}
-        if isinstance(value, QuantizedTensor):
-            parts = {f"{name}.{part}": data for part, data in value.parts().items()}
         self.advance(stored.nbytes)
-        return {entry: _alone(data) for entry, data in parts.items()}
+        return {stored.key(part): _alone(data) for part, data in parts_of(value).items()}
 
 
 class _StreamingPlanner(QuantizedSavePlanner):
@@ -254,36 +249,33 @@ class _StreamingPlanner(QuantizedSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def _stand_in(tensor: StoredTensor, plan: ConversionPlan) -> Tensor:
-    """A tensor of the shape and dtype that will be written; parts that extend along it are one element in memory."""
-    to = plan.to if tensor.name in plan.changes else tensor.recipe or tensor.dtype
-    if isinstance(to, torch.dtype):
-        return torch.empty((), dtype=to, device="cpu").expand(tensor.shape)
+def _written(entry: Entry, plan: ConversionPlan) -> Entry:
+    """A tensor as it will be written."""
+    if entry.name not in plan.changes:
+        return entry
+    return replace(entry, recipe=plan.to) if isinstance(plan.to, Recipe) else replace(entry, recipe=None, dtype=plan.to)
+
+
+def _stand_in(entry: Entry) -> Tensor:
+    """A tensor that takes no memory; parts that extend along it are one element."""
     parts = {
-        spec.name: torch.zeros(() if spec.per_row else shape, dtype=spec.dtype, device="cpu").expand(shape)
-        for spec in specs_of(to)
-        for shape in [spec.shape(tensor.shape)]
+        spec.name: torch.zeros(() if spec.per_row else shape, dtype=dtype, device="cpu").expand(shape)
+        for spec, (dtype, shape) in zip(entry.specs(), entry.parts().values(), strict=True)
     }
-    return QuantizedTensor.from_parts(parts, to, tensor.dtype)
+    return entry.tensor(parts)
 
 
-def _entries(tensor: StoredTensor, plan: ConversionPlan) -> Iterable[str]:
-    """Names under which a tensor will be written."""
-    to = plan.to if tensor.name in plan.changes else tensor.recipe
-    return [f"{tensor.name}.{spec.name}" for spec in specs_of(to)] if isinstance(to, Recipe) else [tensor.name]
-
-
-def _paths(source: StoredCheckpoint, plan: ConversionPlan) -> dict[str, tuple[Any, ...]]:
+def _paths(source: Stored, plan: ConversionPlan) -> dict[str, tuple[Any, ...]]:
     """Written entry -> its place in the nested state dict; a part stands where its weight did."""
     stored = source.paths
     paths = {name: stored[name] for name in source.blobs if name in stored}
-    for name, tensor in source.tensors.items():
-        first = next(iter(tensor.entries.values()))
+    for name, entry in source.entries.items():
+        first = next(iter(entry.stored()))
         if first not in stored:
             continue
         place = _weight_path(stored[first], first[len(name) :])
-        for entry in _entries(tensor, plan):
-            paths[entry] = _part_path(place, entry[len(name) :])
+        for key in _written(entry, plan).stored():
+            paths[key] = _part_path(place, key[len(name) :])
     return paths
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.cli.inspect import kind_of
-from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
+from dcp_adapters.entry import Entry, parts_of
+from dcp_adapters.source import Stored
 from dcp_adapters.stored.errors import Error, ErrorSum
 from dcp_adapters.stored.progress import Advance, unseen
 from dcp_adapters.tables import table
@@ -83,12 +83,12 @@ class Diff:
         return f"{body}\n\n{len(self.differences)} of {self.compared} entries differ"
 
 
-def diff(a: StoredCheckpoint, b: StoredCheckpoint, *, advance: Advance = unseen) -> Diff:
+def diff(a: Stored, b: Stored, *, advance: Advance = unseen) -> Diff:
     """Compare two checkpoints; `advance` is told the bytes of A that are done."""
     found = []
-    names = in_order({*a.tensors, *b.tensors})
+    names = in_order({*a.entries, *b.entries})
     for name in names:
-        left, right = a.tensors.get(name), b.tensors.get(name)
+        left, right = a.entries.get(name), b.entries.get(name)
         found.append(_tensors(a, b, left, right))
         advance(left.nbytes if left else 0)
     blobs = in_order({*a.blobs, *b.blobs})
@@ -97,9 +97,7 @@ def diff(a: StoredCheckpoint, b: StoredCheckpoint, *, advance: Advance = unseen)
     return Diff(str(a.path), str(b.path), compared, [difference for difference in found if difference])
 
 
-def _tensors(
-    a: StoredCheckpoint, b: StoredCheckpoint, left: StoredTensor | None, right: StoredTensor | None
-) -> Difference | None:
+def _tensors(a: Stored, b: Stored, left: Entry | None, right: Entry | None) -> Difference | None:
     if left is None or right is None:
         return _only(left, right)
     words = Difference(left.name, "bytes", _words(left), _words(right))
@@ -114,14 +112,14 @@ def _tensors(
     return replace(words, differing_bytes=differing, error=_error(x, y)) if differing else None
 
 
-def _only(left: StoredTensor | None, right: StoredTensor | None) -> Difference:
+def _only(left: Entry | None, right: Entry | None) -> Difference:
     if left is not None:
         return Difference(left.name, "only_in_a", a=_words(left))
     assert right is not None
     return Difference(right.name, "only_in_b", b=_words(right))
 
 
-def _blobs(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> Difference | None:
+def _blobs(a: Stored, b: Stored, name: str) -> Difference | None:
     """An entry that at least one side holds as bytes (where the other has a tensor, both are reported as missing)."""
     if name not in b.blobs:
         return Difference(name, "only_in_a", a="bytes")
@@ -136,13 +134,9 @@ def _blobs(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> Difference | 
     return Difference(name, "blob", f"{len(x)} bytes", f"{len(y)} bytes", differing)
 
 
-def _parts(x: Tensor) -> list[Tensor]:
-    return list(x.parts().values()) if isinstance(x, QuantizedTensor) else [x]
-
-
 def _differing_bytes(x: Tensor, y: Tensor) -> int:
     count = 0
-    for p, q in zip(_parts(x), _parts(y), strict=True):
+    for p, q in zip(parts_of(x).values(), parts_of(y).values(), strict=True):
         for left, right in zip(_slices(p), _slices(q), strict=True):
             count += int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
     return count
@@ -170,9 +164,9 @@ def _slices(x: Tensor) -> Iterator[Tensor]:
     return (flat[start : start + SLICE] for start in range(0, flat.numel(), SLICE))
 
 
-def _words(tensor: StoredTensor) -> str:
+def _words(tensor: Entry) -> str:
     appearance = f" as {str(tensor.dtype).removeprefix('torch.')}" if tensor.recipe is not None else ""
-    return f"{kind_of(tensor)}{appearance} {list(tensor.shape)}"
+    return f"{tensor.kind}{appearance} {list(tensor.shape)}"
 
 
 def _row(difference: Difference) -> tuple[str, ...]:

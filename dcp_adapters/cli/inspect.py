@@ -1,18 +1,18 @@
-"""What is in a checkpoint: tensors, recipes, sizes, who wrote it. Reads its description only, no tensor data.
+"""What is in a checkpoint or a Hugging Face directory: tensors, recipes, sizes, who wrote it. Reads no tensor data.
 
 The record is plain data: `to_json` is what `--json` prints (its layout has the version FORMAT), `render` is the same
 for people.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dcp_adapters.recipe_names import recipe_label
-from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
+from dcp_adapters.entry import Entry
+from dcp_adapters.source import Stored
 from dcp_adapters.tables import human_bytes, table
 from dcp_adapters.words import in_order, matches
 
@@ -48,24 +48,28 @@ class Total:
 class Inspection:
     """What a checkpoint holds.
 
-    format_version: of the manifest, None without one. world_size: at least so many ranks wrote it, None where the file
-    names do not tell; a rank that had nothing to write leaves no trace. blobs: (name, bytes) of entries of bytes.
+    layout: of a Hugging Face directory, "" where it is not quantized; None for a checkpoint. chunks: of each tensor,
+    by name. format_version: of the manifest, None without one. world_size: at least so many ranks wrote it, None where
+    the file names do not tell; a rank that had nothing to write leaves no trace. blobs: (name, bytes) of entries of
+    bytes.
     """
 
     path: str
+    layout: str | None
     format_version: int | None
     checksums: bool
     world_size: int | None
     files: int
-    tensors: Sequence[StoredTensor]
+    tensors: Sequence[Entry]
+    chunks: Mapping[str, int]
     blobs: Sequence[tuple[str, int]]
 
     @property
     def totals(self) -> list[Total]:
         """One for each kind of tensor, the largest first."""
-        kinds: dict[str, list[StoredTensor]] = {}
+        kinds: dict[str, list[Entry]] = {}
         for tensor in self.tensors:
-            kinds.setdefault(kind_of(tensor), []).append(tensor)
+            kinds.setdefault(tensor.kind, []).append(tensor)
         return sorted((_total(kind, found) for kind, found in kinds.items()), key=lambda total: -total.nbytes)
 
     @property
@@ -82,7 +86,8 @@ class Inspection:
             "checksums": self.checksums,
             "world_size_at_least": self.world_size,
             "files": self.files,
-            "tensors": [_tensor_json(tensor) for tensor in self.tensors],
+            "layout": self.layout,
+            "tensors": [_tensor_json(tensor, self.chunks[tensor.name]) for tensor in self.tensors],
             "bytes_entries": [{"name": name, "bytes": size} for name, size in self.blobs],
             "totals": [total.to_json() for total in self.totals],
             "total": self.total.to_json(),
@@ -93,10 +98,10 @@ class Inspection:
         tensors = [
             (
                 tensor.name,
-                kind_of(tensor),
+                tensor.kind,
                 _dims(tensor.shape),
-                " ".join(part for part in tensor.entries if part),
-                str(tensor.chunks),
+                " ".join(part for part in tensor.parts() if part),
+                str(self.chunks[tensor.name]),
                 human_bytes(tensor.nbytes),
             )
             for tensor in self.tensors
@@ -128,6 +133,9 @@ class Inspection:
         return "\n\n".join(blocks)
 
     def _head(self) -> str:
+        if self.layout is not None:
+            quantized = f"layout {self.layout}" if self.layout else "not quantized"
+            return f"{self.path}: Hugging Face directory, {quantized}, files: {self.files}"
         saved = (
             "no quantized tensors (not saved with QuantizedSavePlanner)"
             if self.format_version is None
@@ -140,23 +148,21 @@ class Inspection:
         )
 
 
-def inspect_checkpoint(checkpoint: StoredCheckpoint, patterns: Sequence[str] = ()) -> Inspection:
+def inspect_checkpoint(checkpoint: Stored, patterns: Sequence[str] = ()) -> Inspection:
     """Describe a checkpoint, or only the entries whose names match one of the globs, in the order of their names."""
-    manifest, files = checkpoint.manifest, checkpoint.files()
+    files = checkpoint.file_bytes()
+    chosen = [name for name in in_order(checkpoint.entries) if _wanted(name, patterns)]
     return Inspection(
         path=str(checkpoint.path),
-        format_version=None if manifest is None else manifest.format_version,
+        layout=checkpoint.layout,
+        format_version=checkpoint.format_version,
         checksums=checkpoint.has_checksums,
         world_size=_world_size(files),
         files=len(files),
-        tensors=[checkpoint.tensors[name] for name in in_order(checkpoint.tensors) if _wanted(name, patterns)],
+        tensors=[checkpoint.entries[name] for name in chosen],
+        chunks={name: checkpoint.chunks(name) for name in chosen},
         blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if _wanted(name, patterns)],
     )
-
-
-def kind_of(tensor: StoredTensor) -> str:
-    """The recipe of a quantized tensor, the dtype of a dense one, in a word."""
-    return str(tensor.dtype).removeprefix("torch.") if tensor.recipe is None else recipe_label(tensor.recipe)
 
 
 def _look(column: str, cell: str) -> str:
@@ -170,7 +176,7 @@ def _wanted(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or matches(name, patterns)
 
 
-def _total(kind: str, tensors: Sequence[StoredTensor]) -> Total:
+def _total(kind: str, tensors: Sequence[Entry]) -> Total:
     return Total(kind, len(tensors), sum(tensor.numel for tensor in tensors), sum(tensor.nbytes for tensor in tensors))
 
 
@@ -180,16 +186,16 @@ def _world_size(files: Iterable[str]) -> int | None:
     return max((int(match[1]) + 1 for match in found if match), default=None) if all(found) else None
 
 
-def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
+def _tensor_json(tensor: Entry, chunks: int) -> dict[str, Any]:
     return {
         "name": tensor.name,
-        "kind": kind_of(tensor),
+        "kind": tensor.kind,
         "recipe": None if tensor.recipe is None else tensor.recipe.to_json(),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "parts": [part for part in tensor.entries if part],
+        "parts": [part for part in tensor.parts() if part],
         "bytes": tensor.nbytes,
-        "chunks": tensor.chunks,
+        "chunks": chunks,
     }
 
 

@@ -24,7 +24,9 @@ from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.layout import LAYOUTS
+from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.stored.progress import Advance, progress
 from dcp_adapters.stored.verify import verify
@@ -57,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    found = inspect_checkpoint(StoredCheckpoint(arguments.checkpoint), arguments.match)
+    found = inspect_checkpoint(_opened(arguments.checkpoint), arguments.match)
     _show(found.to_json() if arguments.json else found.render())
     return FINE
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    checkpoint = StoredCheckpoint(arguments.checkpoint)
-    against = None if arguments.against is None else StoredCheckpoint(arguments.against)
+    checkpoint = _opened(arguments.checkpoint)
+    against = None if arguments.against is None else _opened(arguments.against)
     target = None
     if arguments.output is not None or not arguments.json:
         target = Path(arguments.output or f"{checkpoint.path.resolve().name}-report.html")
@@ -103,8 +105,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    a, b = StoredCheckpoint(arguments.a), StoredCheckpoint(arguments.b)
-    total = sum(tensor.nbytes for tensor in a.tensors.values())
+    a, b = _opened(arguments.a), _opened(arguments.b)
+    total = sum(tensor.nbytes for tensor in a.entries.values())
     with progress("comparing", total, enabled=arguments.progress) as advance:
         found = diff(a, b, advance=advance)
     _show(found.to_json() if arguments.json else found.render())
@@ -113,15 +115,15 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     to = target_named(arguments.to, _options(arguments.option))
-    source = StoredCheckpoint(arguments.source, check=arguments.checksums)
-    plan = plan_conversion(source.tensors, to, arguments.include, arguments.exclude)
+    source = _opened(arguments.source, check=arguments.checksums)
+    plan = plan_conversion(source.entries, to, arguments.include, arguments.exclude)
     for pattern in plan.idle:
         print(f"{PROGRAM}: warning: --exclude {pattern} matches no tensor", file=sys.stderr)
-    total = sum(tensor.nbytes for tensor in source.tensors.values()) + sum(map(source.blob_size, source.blobs))
+    total = sum(tensor.nbytes for tensor in source.entries.values()) + sum(map(source.blob_size, source.blobs))
     with progress("converting", total, enabled=arguments.progress) as advance:
         convert_checkpoint(source, arguments.destination, plan, advance=advance)
     name = str(to).removeprefix("torch.") if isinstance(to, torch.dtype) else recipe_label(to)
-    copied = len(source.tensors) - len(plan.changes) + len(source.blobs)
+    copied = len(source.entries) - len(plan.changes) + len(source.blobs)
     _show(f"{arguments.destination}: {len(plan.changes)} tensors converted to {name}, {copied} entries copied")
     return FINE
 
@@ -146,6 +148,11 @@ def _export(arguments: argparse.Namespace) -> int:
         print(f"{PROGRAM}: warning: {why}", file=sys.stderr)
     _show(f"{out}: {total} in {len(files)} file{'s' if len(files) > 1 else ''}, layout {arguments.layout}")
     return FINE
+
+
+def _opened(path: str, *, check: bool = False) -> Stored:
+    """A checkpoint, or a Hugging Face directory."""
+    return StoredDirectory(path) if is_directory(path) else StoredCheckpoint(path, check=check)
 
 
 def _steps(advance: Advance) -> Callable[[int, int], None]:

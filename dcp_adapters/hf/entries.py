@@ -6,7 +6,7 @@
     scales of inputs and of the KV cache      ->  fp32 [] under their calibrated names
     everything else                           ->  as it is
 
-Which slice of which tensor a chunk's rows are, and what becomes of them, is a `Source`. Tensor-wide scales are looked
+Which slice of which tensor a chunk's rows are, and what becomes of them, is a `Slice`. Tensor-wide scales are looked
 at here, before anything is loaded: those of experts must agree, and a reciprocal needs a number that has one.
 """
 
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor, listed
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, Stored, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of
 from dcp_adapters.hf.schemes import DTYPES, Contents, QuantizedLinear
 from dcp_adapters.manifest import DTYPES as APPEARANCES
-from dcp_adapters.manifest import Manifest, TensorEntry
+from dcp_adapters.manifest import Manifest
 from dcp_adapters.save.write_items import part_box
 from dcp_adapters.words import short
 from qtensor.float8_delayed import Float8DelayedScaling
@@ -41,16 +42,7 @@ Look = Callable[[FileTensor], Tensor]  # reads a small tensor
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the target has under a name. shape: its global one. recipe: of a quantized one. dtype: its own."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    recipe: Recipe | None = None
-
-
-@dataclass(frozen=True)
-class Source:
+class Slice:
     """Where a chunk's values come from.
 
     read: what the file holds -> the part, in its dtype. per_row: slices of the chunk are slices of the tensor, which
@@ -77,38 +69,50 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    source: Source
+    held: Slice
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One entry of the checkpoint."""
+class Placed:
+    """What is stored under one key: a part of a quantized tensor, or a dense one, and where its chunks are."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def whole(dtype: torch.dtype, shape: Sequence[int], source: Source) -> "Entry":
-        """An entry of one chunk."""
-        return Entry(dtype, tuple(shape), (Chunk((0,) * len(shape), tuple(shape), source),))
+    def whole(dtype: torch.dtype, shape: Sequence[int], held: Slice) -> "Placed":
+        """One chunk."""
+        return Placed(dtype, tuple(shape), (Chunk((0,) * len(shape), tuple(shape), held),))
 
 
 @dataclass
 class Presented:
-    """The directory as a checkpoint: its entries, how the quantized tensors among them are, the names of scales."""
+    """The directory as a checkpoint.
 
-    entries: dict[str, Entry] = field(default_factory=dict)
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    placed: by key. quantized: those of several parts, by name. scales: names of the scales of inputs and of the KV
+    cache. layout: how it is quantized, "" where it is not.
+    """
+
+    layout: str = ""
+    placed: dict[str, Placed] = field(default_factory=dict)
+    quantized: dict[str, Entry] = field(default_factory=dict)
     scales: set[str] = field(default_factory=set)
 
     @property
     def manifest(self) -> Manifest:
         """The quantized tensors."""
-        return Manifest(self.tensors)
+        return Manifest(self.quantized)
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Entry]:
+        """All tensors, by name."""
+        parts = {key for entry in self.quantized.values() for key in entry.stored()}
+        dense = {key: Entry(key, None, held.shape, held.dtype) for key, held in self.placed.items() if key not in parts}
+        return dense | self.quantized
 
 
-def presented(directory: Directory, contents: Contents, wanted: Mapping[str, Wanted], look: Look) -> Presented:
+def presented(directory: Directory, contents: Contents, wanted: Mapping[str, Entry], look: Look) -> Presented:
     """Decide the entries.
 
     Args:
@@ -126,13 +130,13 @@ def presented(directory: Directory, contents: Contents, wanted: Mapping[str, Wan
 class _Presentation:
     """The state of `presented`: what is left of the contents, and what has been found wrong."""
 
-    def __init__(self, directory: Directory, contents: Contents, wanted: Mapping[str, Wanted], look: Look) -> None:
+    def __init__(self, directory: Directory, contents: Contents, wanted: Mapping[str, Entry], look: Look) -> None:
         self.directory, self.wanted, self.look = directory, wanted, look
         self.linears, self.dense, self.scales = dict(contents.linears), dict(contents.dense), dict(contents.scales)
         self.recipes = _recorded(directory)
         self.appearance = _appearance(directory) if self.linears else torch.bfloat16
         self.problems: list[str] = []
-        self.out = Presented()
+        self.out = Presented(contents.layout)
 
     def made(self) -> Presented:
         for name, want in self.wanted.items():
@@ -147,9 +151,9 @@ class _Presentation:
             if dtype is None:
                 self.problems.append(f"{name}: {tensor}, which torch can not hold")
             else:
-                self._add(name, Entry.whole(dtype, tensor.shape, Source(tensor, _same)))
+                self._add(name, Placed.whole(dtype, tensor.shape, Slice(tensor, _same)))
         for name, (stored, tensor) in self.scales.items():
-            self._add(name, Entry.whole(torch.float32, (), _source(tensor, stored, VALUE)))
+            self._add(name, Placed.whole(torch.float32, (), _source(tensor, stored, VALUE)))
             self.out.scales.add(name)
         if self.problems:
             raise ValueError(
@@ -158,9 +162,9 @@ class _Presentation:
             )
         return self.out
 
-    def _add(self, name: str, entry: Entry) -> None:
+    def _add(self, name: str, entry: Placed) -> None:
         """Enter an entry, whose name must be its own."""
-        if self.out.entries.setdefault(name, entry) is not entry:
+        if self.out.placed.setdefault(name, entry) is not entry:
             self.problems.append(f"{name}: the directory has it twice, as a tensor and as a part or scale of a linear")
 
     def _experts(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
@@ -196,8 +200,8 @@ class _Presentation:
                 self.problems.append(f"{tensor.name}: {tensor}, expected {[rows, shape[-1]]} of {name} {list(shape)}")
                 return
             offsets = (piece.expert or 0, piece.rows[0], 0)
-            chunks.append(Chunk(offsets, (1, *tensor.shape), Source(tensor, _same, lead=1)))
-        self._add(name, Entry(DTYPES[dtypes[0]], shape, tuple(chunks)))
+            chunks.append(Chunk(offsets, (1, *tensor.shape), Slice(tensor, _same, lead=1)))
+        self._add(name, Placed(DTYPES[dtypes[0]], shape, tuple(chunks)))
 
     def _quantized(self, name: str, shape: tuple[int, ...], linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
         """A quantized weight that consists of one linear or of several."""
@@ -215,8 +219,8 @@ class _Presentation:
             return
         want = self.wanted.get(name)
         dtype = want.dtype if want is not None and want.dtype in APPEARANCE_DTYPES else self.appearance
-        entry = TensorEntry(recipe, tuple(shape), dtype)
-        self.out.tensors[name] = entry
+        entry = Entry(name, recipe, tuple(shape), dtype)
+        self.out.quantized[name] = entry
         for spec in specs_of(recipe):
             self._add(f"{name}.{spec.name}", self._part(name, entry, spec, linears))
         self._input_scale(name, linears)
@@ -240,26 +244,26 @@ class _Presentation:
         return recipe
 
     def _part(
-        self, name: str, entry: TensorEntry, spec: PartSpec, linears: Sequence[tuple[Piece, QuantizedLinear]]
-    ) -> Entry:
+        self, name: str, entry: Entry, spec: PartSpec, linears: Sequence[tuple[Piece, QuantizedLinear]]
+    ) -> Placed:
         """The entry of one part."""
         if spec.length is not None:
             assert isinstance(entry.recipe, Float8DelayedScaling)
             stored, tensor = linears[0][1].parts["scale"]
             scale, history = _source(tensor, stored, VALUE), functools.partial(history_of, recipe=entry.recipe)
-            source = Source(tensor, lambda held: history(scale.read(held)), per_row=False)
-            return Entry.whole(spec.dtype, spec.shape(entry.shape), source)
+            source = Slice(tensor, lambda held: history(scale.read(held)), per_row=False)
+            return Placed.whole(spec.dtype, spec.shape(entry.shape), source)
         if not spec.per_row:
             self._check_wide(name, spec, linears)
             stored, tensor = linears[0][1].parts[spec.name]
-            return Entry.whole(spec.dtype, (), _source(tensor, stored, spec))
+            return Placed.whole(spec.dtype, (), _source(tensor, stored, spec))
         chunks = []
         for piece, linear in linears:
             lead = () if piece.expert is None else (piece.expert,)
             box = part_box(spec, (*lead, piece.rows[0], 0), (*(1 for _ in lead), *linear.shape))
             stored, tensor = linear.parts[spec.name]
             chunks.append(Chunk(*box, _source(tensor, stored, spec, lead=len(lead))))
-        return Entry(spec.dtype, spec.shape(entry.shape), tuple(chunks))
+        return Placed(spec.dtype, spec.shape(entry.shape), tuple(chunks))
 
     def _check_wide(self, name: str, spec: PartSpec, linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
         """A tensor-wide scale has a reciprocal where it is stored as one, and is the same in all linears."""
@@ -292,9 +296,9 @@ def _same(held: Tensor) -> Tensor:
     return held
 
 
-def _source(tensor: FileTensor, stored: Stored, spec: PartSpec, *, lead: int = 0) -> Source:
+def _source(tensor: FileTensor, stored: Stored, spec: PartSpec, *, lead: int = 0) -> Slice:
     """How a part is read from the tensor that holds it."""
-    return Source(tensor, _read(stored, spec), per_row=spec.per_row, lead=lead)
+    return Slice(tensor, _read(stored, spec), per_row=spec.per_row, lead=lead)
 
 
 @functools.cache

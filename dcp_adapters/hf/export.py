@@ -28,8 +28,9 @@ from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import RENAMED, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.shared_scales import KV_SCALES
-from dcp_adapters.hf.sources import Joined, Source, source_of
+from dcp_adapters.hf.sources import Joined, source_of
 from dcp_adapters.hf.writing import begun_directory, publish, write_files
+from dcp_adapters.source import Source
 from dcp_adapters.stored.durable import refuse_taken
 from dcp_adapters.stored.progress import progress as bar
 from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
@@ -94,14 +95,14 @@ def export_hf(  # noqa: PLR0913 - options of one operation
 
     def prepare() -> tuple[Source, ExportPlan, tuple[str, ...]]:
         first = source_of(state_dict_or_checkpoint, prefix, check=verify_checksums)
-        others = [] if rest is None else [source_of(rest, None, like=first.records, check=verify_checksums)]
+        others = [] if rest is None else [source_of(rest, None, like=first.entries, check=verify_checksums)]
         source = Joined([first, *others])
         scales = dict(_scales(source))
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
         request = Request(chosen, scales, producer, limit, described.tied, fused_scales == "requantize")
         _check_names(source, described)
         _check_complete(source, described, state_dict_or_checkpoint, rest)
-        plan = plan_export(source.records, request)
+        plan = plan_export(source.entries, request)
         return source, plan, _digests(source, request)
 
     prepared: list[Any] = []
@@ -138,7 +139,7 @@ def _into(prepared: list[Any], step: Any) -> Any:
 
 def _scales(source: Source) -> Iterator[tuple[str, float]]:
     """The values that a plan depends on: tensor-wide scales of weights, and entries that are scales."""
-    for name, record in source.records.items():
+    for name, record in source.entries.items():
         own = name.rpartition(".")[2]
         if record.recipe is not None:
             wide = tensor_wide(record.recipe)
@@ -155,7 +156,7 @@ def _check_names(source: Source, described: ModelConfig) -> None:
     renamed = described.model_types & RENAMED
     experts = [
         name
-        for name, record in source.records.items()
+        for name, record in source.entries.items()
         if len(record.shape) == 3 and pieces_of(name, record.shape) is not None
     ]
     if renamed and experts:
@@ -170,10 +171,10 @@ def _check_complete(source: Source, described: ModelConfig, given: Any, rest: An
     """Refuse what lacks tensors of the model that the config's directory holds."""
     if isinstance(given, nn.Module) or not described.weights:
         return
-    have = set(source.records)
+    have = set(source.entries)
     left = ("inv_freq", "lm_head.weight") if described.tied else ("inv_freq",)
     experts = tuple(
-        {f"{name.rpartition('.')[0]}." for name, record in source.records.items() if len(record.shape) == 3}
+        {f"{name.rpartition('.')[0]}." for name, record in source.entries.items() if len(record.shape) == 3}
     )
     lacking = sorted(
         name for name in described.weights - have if not name.startswith(experts) and not name.endswith(left)
@@ -199,10 +200,10 @@ ALIKE = {
 def _digests(source: Source, request: Request) -> tuple[str, ...]:
     """What all ranks must have alike, in few bytes each, in the order of ALIKE."""
     told: tuple[Any, ...] = (
-        [f"{name} {record}" for name, record in source.records.items()],
+        [f"{name} {record}" for name, record in source.entries.items()],
         [
             (request.layout.name, request.max_shard_size, request.requantize),
-            [source.is_collective(name) for name in source.records],
+            [source.is_collective(name) for name in source.entries],
         ],
         {name: value.hex() for name, value in request.scales.items()},
         _replicas(source) if ranks_of(None) > 1 else [],
@@ -212,7 +213,7 @@ def _digests(source: Source, request: Request) -> tuple[str, ...]:
 
 def _replicas(source: Source) -> list[int]:
     """A number for the bytes of each tensor that every rank has whole, since one of them writes its own."""
-    found = [source.replicas(name) for name in source.records]
+    found = [source.replicas(name) for name in source.entries]
     return [int(digest(parts)) if parts else 0 for parts in found]
 
 

@@ -18,18 +18,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from dcp_adapters.expand import plain_leaf, quantized_local
+from dcp_adapters.expand import entry_of, plain_leaf
 from dcp_adapters.hf.directory import listed
-from dcp_adapters.hf.entries import Wanted
 from dcp_adapters.hf.materialise import Live, materialise
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
 from dcp_adapters.load.planner import QuantizedLoadPlanner
-from dcp_adapters.manifest import Manifest
 from fsdp_hooks.alike import on_all, rank_of
-from qtensor.formats import specs_of
-from qtensor.tensor import QuantizedTensor
 
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
 CONVERT = 'import with on_mismatch="convert"'
@@ -86,7 +82,9 @@ def import_hf(
         return _whole(path, device or "cpu", show=progress)
     live = Live.of(model)
     show = progress and rank_of(None) == 0
-    reader = HuggingFaceReader(path, wanted=_wanted(live.state), show=show)
+    reader = HuggingFaceReader(
+        path, wanted={name: entry_of(name, value) for name, value in live.state.items()}, show=show
+    )
     names: list[str] = []
     on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch)))
     on_all(None, lambda: materialise(model, live, device))
@@ -100,19 +98,12 @@ def import_hf(
 def _whole(path: str | os.PathLike[str], device: torch.device | str, *, show: bool) -> dict[str, Tensor]:
     """The directory's state dict, in this process alone."""
     reader = HuggingFaceReader(path, show=show)
-    made = reader.presented()
-    parts = {f"{name}.{part}" for name, entry in made.tensors.items() for part in entry.parts()}
-    state: dict[str, Tensor] = {
-        name: torch.empty(entry.shape, dtype=entry.dtype, device=device)
-        for name, entry in made.entries.items()
-        if name not in parts
+    state = {
+        name: entry.tensor(
+            {part: torch.empty(shape, dtype=dtype, device=device) for part, (dtype, shape) in entry.parts().items()}
+        )
+        for name, entry in reader.presented().entries.items()
     }
-    for name, entry in made.tensors.items():
-        own = {
-            spec.name: torch.empty(spec.shape(entry.shape), dtype=spec.dtype, device=device)
-            for spec in specs_of(entry.recipe)
-        }
-        state[name] = QuantizedTensor.from_parts(own, entry.recipe, entry.dtype)
     _load(state, reader, alone=True)
     return state
 
@@ -125,15 +116,6 @@ def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, *, alone: bool
         dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=alone)
 
 
-def _wanted(state: Mapping[str, Tensor]) -> dict[str, Wanted]:
-    """What the reader may know of the model."""
-    wanted = {}
-    for name, value in state.items():
-        q = quantized_local(value)
-        wanted[name] = Wanted(tuple(value.shape), value.dtype, None if q is None else q.recipe.stored)
-    return wanted
-
-
 def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[str]:
     """The names to load, one for each tensor of the model.
 
@@ -141,17 +123,16 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
         ValueError: the directory does not fit the model.
     """
     made = reader.presented()
-    held = {*made.tensors, *(name for name in made.entries if _owner(name, made.manifest) is None)} - made.scales
-    names, problems = _names(held, live, reader)
+    names, problems = _names(made.entries.keys() - made.scales, live, reader)
     problems += live.problems()
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
     target = Target.of(flat, {name: (name,) for name in flat})
     problems += differences(target, metadata, made.manifest, partial=True, convert=True)
     if on_mismatch == "raise":
         for name, source in to_convert(target, metadata, made.manifest).items():
-            own = target.quantized.get(name)
-            if source is not None:
-                what = "is dense" if own is None else f"is {own.recipe}"
+            own = target.entries[name].recipe
+            if source.recipe is not None:
+                what = "is dense" if own is None else f"is {own}"
                 problems.append(
                     f"{name}: the directory holds {source.recipe}, the parameter {what}; build the model with the "
                     f"directory's recipe, or {CONVERT}"
@@ -161,13 +142,6 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
             f"{reader.path} does not fit the model; nothing has been loaded:" + listed(sorted(problems), lines=True)
         )
     return names
-
-
-def _owner(name: str, manifest: Manifest) -> str | None:
-    """The quantized tensor whose part an entry is."""
-    owner, _, part = name.rpartition(".")
-    entry = manifest.tensors.get(owner)
-    return owner if entry is not None and part in entry.parts() else None
 
 
 def _names(held: set[str], live: Live, reader: HuggingFaceReader) -> tuple[list[str], list[str]]:

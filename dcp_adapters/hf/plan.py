@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.hf.layout import INPUT_SCALE, SAME, Form, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.shared_scales import (
@@ -24,7 +25,6 @@ from dcp_adapters.hf.shared_scales import (
     renewed_scales,
     scale_entries,
 )
-from dcp_adapters.hf.sources import Record
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
@@ -116,7 +116,7 @@ class Request:
     requantize: bool = False
 
 
-def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
+def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     """The plan of an export.
 
     Args:
@@ -175,7 +175,7 @@ def plan_export(records: Mapping[str, Record], request: Request) -> ExportPlan:
 # -- linears -----------------------------------------------------------------------------------------------------------
 
 
-def _pieces(name: str, record: Record) -> list[Piece]:
+def _pieces(name: str, record: Entry) -> list[Piece]:
     pieces = pieces_of(name, record.shape)
     if pieces is None:
         raise ValueError(
@@ -186,7 +186,7 @@ def _pieces(name: str, record: Record) -> list[Piece]:
     return pieces
 
 
-def _check_values(records: Mapping[str, Record]) -> None:
+def _check_values(records: Mapping[str, Entry]) -> None:
     """Dense tensors are values: codes of another library's layout would be copied without what says so."""
     codes = [
         f"{name} ({str(record.dtype).removeprefix('torch.')})"
@@ -200,7 +200,7 @@ def _check_values(records: Mapping[str, Record]) -> None:
         )
 
 
-def _holds_codes(name: str, record: Record) -> bool:
+def _holds_codes(name: str, record: Entry) -> bool:
     dtype = record.dtype
     if dtype.is_floating_point:
         return dtype.itemsize == 1
@@ -240,7 +240,7 @@ def _kind(name: str, recipe: Recipe | None) -> str:
 
 
 def _linear(
-    piece: Piece, record: Record, schemes: Mapping[str, Scheme], inputs: Mapping[str, float], request: Request
+    piece: Piece, record: Entry, schemes: Mapping[str, Scheme], inputs: Mapping[str, float], request: Request
 ) -> Iterable[Written]:
     """The tensors of one linear."""
     assert record.recipe is not None
@@ -258,7 +258,7 @@ def _linear(
             yield Written(name, spec.dtype, form, stored.part, stored.form, None if whole else piece)
 
 
-def _dense(name: str, record: Record) -> Iterable[Written]:
+def _dense(name: str, record: Entry) -> Iterable[Written]:
     """A dense tensor as it is; those of all experts as engines know them."""
     pieces = pieces_of(name, record.shape) if len(record.shape) == 3 else None
     if pieces is None:
@@ -270,7 +270,7 @@ def _dense(name: str, record: Record) -> Iterable[Written]:
 
 
 def _ignored(
-    records: Mapping[str, Record], schemes: Mapping[str, Scheme], turned: Collection[str], *, tied: bool
+    records: Mapping[str, Entry], schemes: Mapping[str, Scheme], turned: Collection[str], *, tied: bool
 ) -> list[str]:
     """Modules with a weight of a linear's shape that is not quantized, embeddings too: engines ask for linears only.
 
@@ -289,7 +289,7 @@ def _is_embedding(name: str) -> bool:
     return f".{name}".endswith(EMBEDDINGS)
 
 
-def _tied(records: Mapping[str, Record]) -> dict[str, str]:
+def _tied(records: Mapping[str, Entry]) -> dict[str, str]:
     """The embedding -> the output projection that the config ties to it, where the source has both."""
     head = next((name for name in records if f".{name}".endswith(".lm_head.weight")), None)
     if head is None:
@@ -299,7 +299,8 @@ def _tied(records: Mapping[str, Record]) -> dict[str, str]:
             f"{head} is quantized, but the config ties it to the embedding (tie_word_embeddings), so engines would not "
             "read it; export with a config that has tie_word_embeddings=False"
         )
-    return {name: head for name, record in records.items() if _is_embedding(name) and record == records[head]}
+    alike = [name for name, record in records.items() if record.format == records[head].format]
+    return {name: head for name in alike if _is_embedding(name)}
 
 
 def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -> Iterable[Output]:

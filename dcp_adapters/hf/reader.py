@@ -29,15 +29,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.hf.directory import FileTensor, read_directory
-from dcp_adapters.hf.entries import Entry, Presented, Source, Wanted, presented
+from dcp_adapters.hf.entries import Placed, Presented, Slice, presented
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
 from dcp_adapters.reading.failures import failures_told
 from dcp_adapters.stored.progress import progress
 from fsdp_hooks.torch_private import cpu_by_default
-from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
 
 AT_ONCE = 2**24  # elements of a matrix that are compared at once
@@ -88,7 +88,7 @@ class HuggingFaceReader(StorageReader):
         self,
         path: str | os.PathLike[str],
         *,
-        wanted: Mapping[str, Wanted] | None = None,
+        wanted: Mapping[str, Entry] | None = None,
         show: bool = False,
         only_wanted: bool = False,
     ) -> None:
@@ -123,26 +123,25 @@ class HuggingFaceReader(StorageReader):
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """That of a tensor, quantized or dense; None where there is none of this name."""
+        entry = self.presented().entries.get(name)
+        return None if entry is None else entry.shape
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """The whole parts of a tensor, on the CPU."""
         made = self.presented()
-        entry = made.tensors.get(name) or made.entries.get(name)
-        return None if entry is None else tuple(entry.shape)
+        entry = made.entries[name]
+        with OpenFiles(self.root) as files:
+            return {part: _whole(made.placed[entry.key(part)], files) for part in entry.parts()}
 
     def values(self, name: str) -> Tensor:
         """A whole tensor on the CPU; a quantized one's values, in the dtype that is wanted of it or the directory's."""
-        made = self.presented()
-        quantized = made.tensors.get(name)
-        with OpenFiles(self.root) as files:
-            if quantized is None:
-                return _whole(made.entries[name], files)
-            parts = {
-                spec.name: _whole(made.entries[f"{name}.{spec.name}"], files) for spec in specs_of(quantized.recipe)
-            }
-        return QuantizedTensor.from_parts(parts, quantized.recipe, quantized.dtype).dequantize()
+        value = self.presented().entries[name].tensor(self.read(name))
+        return value.dequantize() if isinstance(value, QuantizedTensor) else value
 
     def alike(self, name: str, other: str) -> bool:
         """Whether two dense tensors of the directory have equal bytes; compared in pieces of AT_ONCE."""
-        pair = [self.presented().entries.get(one) for one in (name, other)]
-        tensors = [entry.chunks[0].source.tensor for entry in pair if entry is not None and len(entry.chunks) == 1]
+        pair = [self.presented().placed.get(one) for one in (name, other)]
+        tensors = [held.chunks[0].held.tensor for held in pair if held is not None and len(held.chunks) == 1]
         if len(tensors) < 2 or tensors[0].dtype != tensors[1].dtype or tensors[0].shape != tensors[1].shape:
             return False
         shape = tensors[0].shape
@@ -163,11 +162,11 @@ class HuggingFaceReader(StorageReader):
             return self.metadata
         made = self.presented()
         records: dict[str, Any] = {}
-        storage: dict[MetadataIndex, Source] = {}
-        for name, entry in made.entries.items():
+        storage: dict[MetadataIndex, Slice] = {}
+        for name, entry in made.placed.items():
             chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in entry.chunks]
             records[name] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
-            storage |= {MetadataIndex(name, torch.Size(one.offsets)): one.source for one in entry.chunks}
+            storage |= {MetadataIndex(name, torch.Size(one.offsets)): one.held for one in entry.chunks}
         planner_data = {name: (name,) for name in records} | {MANIFEST_JSON: made.manifest.to_json()}
         meta = StorageMeta(checkpoint_id=str(self.path))
         self.metadata = Metadata(records, planner_data=planner_data, storage_data=storage, storage_meta=meta)
@@ -175,7 +174,7 @@ class HuggingFaceReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: FBT001 - DCP's signature
         """Keep where the chunks come from."""
-        self.storage: dict[MetadataIndex, Source] = metadata.storage_data
+        self.storage: dict[MetadataIndex, Slice] = metadata.storage_data
         records: Mapping[str, Any] = metadata.state_dict_metadata
         self.itemsize = {name: record.properties.dtype.itemsize for name, record in records.items()}
 
@@ -209,12 +208,12 @@ class HuggingFaceReader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
 
-def _whole(entry: Entry, files: OpenFiles) -> Tensor:
+def _whole(entry: Placed, files: OpenFiles) -> Tensor:
     """All chunks of an entry, in memory of their own."""
     out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     for chunk in entry.chunks:
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole = chunk.source.take(files.piece(chunk.source.tensor), (0,) * len(chunk.sizes), chunk.sizes)
+        whole = chunk.held.take(files.piece(chunk.held.tensor), (0,) * len(chunk.sizes), chunk.sizes)
         out[box or ...] = whole
     return out
 

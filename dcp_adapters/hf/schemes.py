@@ -58,12 +58,13 @@ class Contents:
     """What a directory holds.
 
     linears: the quantized ones, by module. scales: calibrated name of a scale of inputs or of the KV cache -> how it
-    is stored. dense: the other tensors, by name.
+    is stored. dense: the other tensors, by name. layout: the name of what the quantized ones are written in.
     """
 
     linears: Mapping[str, QuantizedLinear] = field(default_factory=dict)
     scales: Mapping[str, tuple[Stored, FileTensor]] = field(default_factory=dict)
     dense: Mapping[str, FileTensor] = field(default_factory=dict)
+    layout: str = ""
 
 
 def is_quantized(directory: Directory) -> bool:
@@ -108,7 +109,7 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
                 scales[f"{module}.{INPUT_SCALE}".lstrip(".")] = found.parts[INPUT_SCALE]
     if refused:
         raise _refusal(directory, claims, refused)
-    return Contents(linears, scales, dense)
+    return Contents(linears, scales, dense, "" if claims is None else claims.layout.name)
 
 
 def _modules(tensors: Mapping[str, FileTensor]) -> dict[str, dict[str, FileTensor]]:

@@ -7,62 +7,24 @@ read by whoever needs the tensor.
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local, refuse_hidden
+from dcp_adapters.expand import entry_of, expand_leaf, plain_leaf, quantized_local, refuse_hidden
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.prefixes import under, weights_prefix
-from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, contents_of, is_quantized
+from dcp_adapters.hf.schemes import COUNTS, VALUES, is_quantized
+from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.plain_memory import is_plain
+from dcp_adapters.source import Source, Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
-from qtensor.recipes import Recipe
-
-
-@dataclass(frozen=True)
-class Record:
-    """One tensor of a source. recipe: None for a dense one. dtype: of a quantized one that which it appears to have."""
-
-    recipe: Recipe | None
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class Source:
-    """What an export needs of a source; see the module's docstring.
-
-    records: of all tensors by name, the same on all ranks and in the same order.
-    """
-
-    records: Mapping[str, Record]
-
-    def is_collective(self, name: str) -> bool:
-        """Whether all ranks must read this tensor together."""
-        return False
-
-    def read(self, name: str) -> dict[str, Tensor]:
-        """The whole tensor on the CPU, not to be written to: its parts by name, {"": tensor} for a dense one."""
-        raise NotImplementedError
-
-    def help_read(self, name: str) -> None:
-        """This rank's share of a collective `read` by others."""
-
-    def scalar(self, name: str, part: str) -> float:
-        """A part of one element, as this rank knows it; never a collective."""
-        return float(self.read(name)[part])
-
-    def replicas(self, name: str) -> list[Tensor]:
-        """What each rank has in its own memory of a tensor that is not sharded; all should have the same."""
-        return []
+from fsdp_hooks.torch_private import dtensor_around, flatten_state_dict
 
 
 class LiveSource(Source):
@@ -96,7 +58,7 @@ class LiveSource(Source):
                     f"{name} is a {type(local_of(value)).__name__}, of which an export knows no bytes; expected dense "
                     "tensors and those of this library: dequantize it first"
                 )
-        self.records = {name: _record(value) for name, value in values.items()}
+        self.entries = {name: entry_of(name, value) for name, value in values.items()}
         self._parts = {name: expand_leaf(name, value) or {"": value} for name, value in values.items()}
 
     def is_collective(self, name: str) -> bool:
@@ -106,7 +68,7 @@ class LiveSource(Source):
             for part in self._parts[name].values()
         )
 
-    def read(self, name: str) -> dict[str, Tensor]:
+    def parts(self, name: str) -> dict[str, Tensor]:
         """Gathers what is sharded, part by part."""
         return {part: _whole(tensor).to("cpu").contiguous() for part, tensor in self._parts[name].items()}
 
@@ -128,74 +90,41 @@ class LiveSource(Source):
         return [(part.to_local() if isinstance(part, DTensor) else part).detach().contiguous() for part in parts]
 
 
-class CheckpointSource(Source):
-    """The tensors of a DCP checkpoint on disk; `check`: against its checksums, where it has some.
+class StoredSource(Source):
+    """The tensors of a checkpoint or a directory on disk, under shorter names.
+
+    Args:
+        stored: where they are.
+        prefix, like: as of LiveSource.
 
     Raises:
-        CheckpointUnusable: it can not be read.
         ValueError: as of LiveSource.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        prefix: str | None = None,
-        like: Collection[str] | None = None,
-        *,
-        check: bool = True,
-    ) -> None:
-        self._stored = StoredCheckpoint(path, check=check)
-        tensors, paths = self._stored.tensors, self._stored.paths
+    def __init__(self, stored: Stored, prefix: str | None = None, like: Collection[str] | None = None) -> None:
+        self._stored = stored
         if prefix is None:
-            places = {name: paths.get(next(iter(tensor.entries.values())), (name,)) for name, tensor in tensors.items()}
-            quantized = {name for name, tensor in tensors.items() if tensor.recipe is not None}
+            places = {
+                name: stored.paths.get(next(iter(entry.stored())), (name,)) for name, entry in stored.entries.items()
+            }
+            quantized = {name for name, entry in stored.entries.items() if entry.recipe is not None}
             prefix = weights_prefix(places, quantized, like)
-        blobs = [name for name in self._stored.blobs if name.startswith(prefix)]
+        blobs = [name for name in stored.blobs if name.startswith(prefix)]
         if blobs:
             raise ValueError(
-                f"{path}: {blobs[0]} is an entry of bytes; an export holds tensors only: say by prefix=... "
+                f"{stored.path}: {blobs[0]} is an entry of bytes; an export holds tensors only: say by prefix=... "
                 '(--prefix) under which name the weights are, for example "model."'
             )
-        self._names = under(prefix, {name: name for name in tensors}, str(path))
-        self.records = {
-            short: Record(tensors[name].recipe, tensors[name].dtype, tensors[name].shape)
-            for short, name in self._names.items()
-        }
+        self._names = under(prefix, {name: name for name in stored.entries}, str(stored.path))
+        self.entries = {short: replace(stored.entries[name], name=short) for short, name in self._names.items()}
 
-    def read(self, name: str) -> dict[str, Tensor]:
-        """From disk, all chunks joined."""
-        entries = self._stored.tensors[self._names[name]].entries
-        return {part: self._stored.read_entry(entry) for part, entry in entries.items()}
-
-    def scalar(self, name: str, part: str) -> float:
+    def parts(self, name: str) -> dict[str, Tensor]:
         """From disk."""
-        return float(self._stored.read_entry(self._stored.tensors[self._names[name]].entries[part]))
+        return self._stored.parts(self._names[name])
 
-
-class DirectorySource(Source):
-    """The tensors of a Hugging Face directory that is not quantized.
-
-    Raises:
-        FileNotFoundError: it has no safetensors files.
-        ValueError: it is quantized, or holds integers that may be codes.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        directory = read_directory(path)
-        codes = [name for name, tensor in directory.tensors.items() if tensor.dtype not in VALUES | COUNTS]
-        if is_quantized(directory) or codes:
-            raise ValueError(f"{directory.path} holds quantized weights; rest= takes a directory of dense ones")
-        contents_of(directory)  # refuses codes that are integers
-        self._files = {name: directory.path / tensor.file for name, tensor in directory.tensors.items()}
-        self.records = {
-            name: Record(None, DTYPES[tensor.dtype], tensor.shape) for name, tensor in directory.tensors.items()
-        }
-
-    def read(self, name: str) -> dict[str, Tensor]:
-        """From its file."""
-        # safetensors makes tensors on the default device
-        with cpu_by_default(), safe_open(self._files[name], "pt") as opened:
-            return {"": opened.get_tensor(name)}
+    def part(self, name: str, part: str) -> Tensor:
+        """From disk."""
+        return self._stored.part(self._names[name], part)
 
 
 class Joined(Source):
@@ -209,22 +138,22 @@ class Joined(Source):
         taken: set[str] = set()
         for source in sources:
             linears = {
-                name: {piece.module for piece in pieces_of(name, record.shape) or ()}
-                for name, record in source.records.items()
+                name: {piece.module for piece in pieces_of(name, entry.shape) or ()}
+                for name, entry in source.entries.items()
             }
-            for name in source.records:
+            for name in source.entries:
                 if not linears[name] or not linears[name] <= taken:
                     self._of.setdefault(name, source)
             taken |= set().union(*linears.values())
-        self.records = {name: source.records[name] for name, source in self._of.items()}
+        self.entries = {name: source.entries[name] for name, source in self._of.items()}
 
     def is_collective(self, name: str) -> bool:
         """As its source says."""
         return self._of[name].is_collective(name)
 
-    def read(self, name: str) -> dict[str, Tensor]:
+    def parts(self, name: str) -> dict[str, Tensor]:
         """From its source."""
-        return self._of[name].read(name)
+        return self._of[name].parts(name)
 
     def help_read(self, name: str) -> None:
         """From its source."""
@@ -240,15 +169,27 @@ class Joined(Source):
 
 
 def source_of(value: Any, prefix: str | None, like: Collection[str] | None = None, *, check: bool = True) -> Source:
-    """The source of what `export_hf` was given; `like` as of LiveSource, `check` as of CheckpointSource.
+    """The source of what `export_hf` was given.
 
-    Raises TypeError for anything else.
+    Args:
+        value: a module, a state dict, a calibration's result, the path of a checkpoint or of a dense directory.
+        prefix: as of LiveSource.
+        like: as of LiveSource.
+        check: compare what is read of a checkpoint with its checksums, where it has some.
+
+    Raises:
+        CheckpointUnusable: a checkpoint can not be read.
+        ValueError: as of LiveSource; a directory that is quantized, or holds integers that may be codes.
+        TypeError: anything else.
     """
     if isinstance(value, str | os.PathLike):
-        path = Path(value)
-        if (path / ".metadata").is_file() or not any(path.glob("*.safetensors")):
-            return CheckpointSource(path, prefix, like, check=check)
-        return DirectorySource(path)
+        if not is_directory(value):
+            return StoredSource(StoredCheckpoint(value, check=check), prefix, like)
+        directory = read_directory(value)
+        codes = [name for name, tensor in directory.tensors.items() if tensor.dtype not in VALUES | COUNTS]
+        if is_quantized(directory) or codes:
+            raise ValueError(f"{directory.path} holds quantized weights; rest= takes a directory of dense ones")
+        return StoredSource(StoredDirectory(value), prefix="")
     if not isinstance(value, Mapping) and hasattr(value, "state_dict"):  # a module, the result of a calibration
         value = value.state_dict()
     if not isinstance(value, Mapping):
@@ -257,11 +198,6 @@ def source_of(value: Any, prefix: str | None, like: Collection[str] | None = Non
             f"{type(value).__name__}"
         )
     return LiveSource(value, prefix, like)
-
-
-def _record(value: Tensor) -> Record:
-    q = quantized_local(value)
-    return Record(None if q is None else q.recipe.stored, value.dtype, tuple(value.shape))
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
-from dcp_adapters.hf.sources import Source
+from dcp_adapters.source import Source
 from dcp_adapters.stored.durable import give_name, sync
 from dcp_adapters.stored.part_values import holds_nan
 from dcp_adapters.stored.progress import Advance
@@ -79,13 +79,13 @@ def _read(source: Source, name: str | None, failed: list[Exception], *, keep: bo
     if name is None:
         return None
     if source.is_collective(name) and keep:
-        return source.read(name)
+        return source.parts(name)
     if source.is_collective(name):
         source.help_read(name)
     if not keep or failed:
         return None
     try:
-        return source.read(name)
+        return source.parts(name)
     except Exception as error:  # noqa: BLE001 - raised on all ranks when the file would be written
         failed.append(error)
         return None

@@ -5,7 +5,7 @@ target expects; an empty list means that the two fit.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_adapters.checksums import CHECKSUMS
-from dcp_adapters.expand import quantized_local
+from dcp_adapters.entry import Entry
+from dcp_adapters.expand import entry_of, quantized_local
 from dcp_adapters.load.placements import placement_problem
-from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry
+from dcp_adapters.manifest import MANIFEST, Manifest
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
 VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -30,24 +31,14 @@ BUILD_OR_CONVERT = f"build the target with the checkpoint's recipe, or {CONVERT}
 
 
 @dataclass(frozen=True)
-class Dense:
-    """A dense tensor of the target."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class Target:
     """What is to be loaded.
 
-    quantized, dense: the quantized tensors, and the other ones; others: names of what is no tensor.
-    paths: where each leaf stands in the nested dict. unfit: why a leaf can not be loaded, whatever the
-    checkpoint holds.
+    entries: the tensors; others: names of what is no tensor. paths: where each leaf stands in the nested dict.
+    unfit: why a leaf cannot be loaded, whatever the checkpoint holds.
     """
 
-    quantized: Mapping[str, TensorEntry]
-    dense: Mapping[str, Dense]
+    entries: Mapping[str, Entry]
     others: frozenset[str]
     paths: Mapping[str, tuple[Any, ...]]
     unfit: Mapping[str, str] = field(default_factory=dict)
@@ -55,19 +46,15 @@ class Target:
     @staticmethod
     def of(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> "Target":
         """The records of a flattened state dict."""
-        quantized, dense, others, unfit = {}, {}, set(), {}
+        unfit = {}
         for name, value in flat.items():
             q = quantized_local(value)
             problem = placement_problem(value) or (SEVERED if q is not None and q.arrangement.severed else None)
             if problem is not None:
                 unfit[name] = problem
-            if q is not None:
-                quantized[name] = TensorEntry(q.recipe.stored, tuple(value.shape), q.dtype)
-            elif isinstance(value, Tensor):
-                dense[name] = Dense(tuple(value.shape), value.dtype)
-            else:
-                others.add(name)
-        return Target(quantized, dense, frozenset(others), {name: tuple(path) for name, path in paths.items()}, unfit)
+        entries = {name: entry_of(name, value) for name, value in flat.items() if isinstance(value, Tensor)}
+        places = {name: tuple(path) for name, path in paths.items()}
+        return Target(entries, frozenset(flat.keys() - entries.keys()), places, unfit)
 
 
 def differences(
@@ -80,178 +67,153 @@ def differences(
     """
     stored = metadata.state_dict_metadata
     problems = [f"{name}: {problem}" for name, problem in target.unfit.items()]
-    for name, want in target.quantized.items():
-        problems += _quantized(name, want, stored, manifest, partial=partial, convert=convert)
-    for name, dense in target.dense.items():
-        problems += _dense(name, dense, stored, manifest, partial=partial, convert=convert)
+    for want in target.entries.values():
+        held = _held(want.name, metadata, manifest)
+        if isinstance(held, Entry):
+            problems += _between(want, held, stored, convert=convert)
+        elif held is not None:
+            problems.append(_no_tensor(want, convert=convert))
+        else:
+            problems += _unlisted(want, stored, partial=partial, dropped=manifest is None)
     if not partial:
         problems += [f"{name}: missing in the checkpoint" for name in target.others if name not in stored]
         problems += _extra(target, metadata, manifest)
     return sorted(problems)
 
 
-def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, TensorEntry | None]:
-    """The tensors to convert, by name: how the checkpoint holds them, None for dense. In the order of the target."""
-    found = manifest.tensors if manifest is not None else {}
-    names: dict[str, TensorEntry | None] = {}
+def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, Entry]:
+    """The tensors to convert, by name: how the checkpoint holds them. In the order of the target."""
+    names = {}
     for name in target.paths:
-        want, held = target.quantized.get(name), found.get(name)
-        if want is not None and held is not None and held.recipe != want.recipe:
-            names[name] = held
-        elif want is not None and held is None and name in metadata.state_dict_metadata:
-            names[name] = None
-        elif name in target.dense and held is not None:
+        want = target.entries.get(name)
+        held = None if want is None else _held(name, metadata, manifest)
+        if want is not None and isinstance(held, Entry) and held.recipe != want.recipe:
             names[name] = held
     return names
 
 
 def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
     """Differences in recipe and shape of tensors that both sides have quantized, where the manifest comes late."""
-    return sorted(
-        problem
-        for name, want in target.quantized.items()
-        if (found := manifest.tensors.get(name)) is not None
-        for problem in _against(name, want, found, convert=False, way_out=TOO_LATE)
-    )
-
-
-def _against(
-    name: str, want: TensorEntry, found: TensorEntry, *, convert: bool, way_out: str = BUILD_OR_CONVERT
-) -> list[str]:
     problems = []
-    if found.recipe != want.recipe and not convert:
-        problems.append(f"{name}: the checkpoint holds {found.recipe}, the target is {want.recipe}; {way_out}")
-    return problems + _shapes(name, found.shape, want.shape)
+    for name, want in target.entries.items():
+        held = manifest.tensors.get(name)
+        if want.recipe is not None and held is not None:
+            problems += _recipes(want, held, TOO_LATE) + _shapes(want, held)
+    return sorted(problems)
 
 
-def _quantized(  # noqa: PLR0913 - one comparison
-    name: str,
-    want: TensorEntry,
-    stored: Mapping[str, Any],
-    manifest: Manifest | None,
-    *,
-    partial: bool,
-    convert: bool,
-) -> list[str]:
-    found = manifest.tensors.get(name) if manifest is not None else None
-    if found is not None and (found.recipe != want.recipe or found.shape != want.shape):
-        return _against(name, want, found, convert=convert) or _missing_parts(name, found, stored)
-    if name in stored and found is None:
-        return _dense_source(name, want, stored[name], convert=convert)
-    parts = {f"{name}.{part}": spec for part, spec in want.parts().items()}
-    missing = [part for part in parts if part not in stored]
-    if len(missing) == len(parts):
-        return [] if partial else [f"{name}: missing in the checkpoint"]
-    if missing:
-        return [f"{name}: the checkpoint lacks {', '.join(missing)}"]
-    return _other_parts(want, name, stored)
+def _held(name: str, metadata: Metadata, manifest: Manifest | None) -> Any:
+    """How the checkpoint holds a tensor: its entry; what it is where that is no tensor; None where there is none."""
+    listed = manifest.tensors.get(name) if manifest is not None else None
+    found = metadata.state_dict_metadata.get(name)
+    if listed is not None or not isinstance(found, TensorStorageMetadata):
+        return listed or found
+    return Entry(name, None, tuple(found.size), found.properties.dtype)
 
 
-def _dense_source(name: str, want: TensorEntry, entry: Any, *, convert: bool) -> list[str]:
-    """Why a dense entry can not become the quantized target."""
+def _between(want: Entry, held: Entry, stored: Mapping[str, Any], *, convert: bool) -> list[str]:
+    """Differences of a tensor that both sides have."""
+    if held.recipe == want.recipe:
+        if want.recipe is None:
+            return _shapes(want, held) + _dtypes(want.name, held.dtype, want.dtype)
+        return _shapes(want, held) or _parts(want, stored)
     if not convert:
-        held = "the checkpoint holds a dense tensor"
-        return [f"{name}: {held}, the target is quantized ({want.recipe}); {CONVERT}, or into a dense model"]
-    if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype not in VALUES:
-        dtype = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else "no tensor"
-        return [f"{name}: the checkpoint holds {dtype}, which can not be converted to {want.recipe}"]
-    return _shapes(name, tuple(entry.size), want.shape)
+        problems = _recipes(want, held, BUILD_OR_CONVERT)
+        return problems + _shapes(want, held) if want.recipe is not None and held.recipe is not None else problems
+    for side in (held, want):
+        if side.recipe is None and side.dtype not in VALUES:
+            return [_not_values(want, held)]
+    return _shapes(want, held) or _parts(held, stored)
 
 
-def _missing_parts(name: str, found: TensorEntry, stored: Mapping[str, Any]) -> list[str]:
-    """What a conversion would read of a quantized source and the checkpoint does not hold as its manifest says."""
-    missing = [f"{name}.{part}" for part in found.parts() if f"{name}.{part}" not in stored]
+def _recipes(want: Entry, held: Entry, way_out: str) -> list[str]:
+    """That the recipes differ, and what to do."""
+    if held.recipe == want.recipe:
+        return []
+    if held.recipe is None:
+        text = f"the checkpoint holds a dense tensor, the target is quantized ({want.recipe}); {CONVERT}, or into a "
+        return [f"{want.name}: {text}dense model"]
+    if want.recipe is None:
+        text = f"the checkpoint holds it quantized ({held.recipe}), the target is dense; build the target with that "
+        return [f"{want.name}: {text}recipe, or {CONVERT}"]
+    return [f"{want.name}: the checkpoint holds {held.recipe}, the target is {want.recipe}; {way_out}"]
+
+
+def _not_values(want: Entry, held: Entry) -> str:
+    """That one side is dense and its elements are no values, so nothing can be converted."""
+    if held.recipe is None:
+        return f"{want.name}: the checkpoint holds {held.dtype}, which can not be converted to {want.recipe}"
+    what = f"the checkpoint holds it quantized ({held.recipe})"
+    return f"{want.name}: {what}, which can not be converted to {want.dtype}"
+
+
+def _no_tensor(want: Entry, *, convert: bool) -> str:
+    """That the checkpoint has something else than a tensor under the name."""
+    if want.recipe is None:
+        return f"{want.name}: the checkpoint holds no tensor, the target is a tensor of shape {want.shape}"
+    if convert:
+        return f"{want.name}: the checkpoint holds no tensor, which can not be converted to {want.recipe}"
+    return _recipes(want, replace(want, recipe=None), BUILD_OR_CONVERT)[0]
+
+
+def _unlisted(want: Entry, stored: Mapping[str, Any], *, partial: bool, dropped: bool) -> list[str]:
+    """Of a tensor that neither manifest nor metadata name; its parts may be there where the manifest is not."""
+    if want.recipe is not None and any(key in stored for key in want.stored()):
+        return _parts(want, stored)
+    if want.recipe is None and dropped and MANIFEST in stored and f"{want.name}.payload" in stored:
+        return [f"{want.name}: the checkpoint holds it quantized, the target is dense; {TOO_LATE}"]
+    return [] if partial else [f"{want.name}: missing in the checkpoint"]
+
+
+def _parts(entry: Entry, stored: Mapping[str, Any]) -> list[str]:
+    """Parts of an entry that are not stored as they should be."""
+    parts = entry.stored()
+    missing = [key for key in parts if key not in stored]
     if missing:
-        return [f"{name}: the checkpoint lacks {', '.join(missing)}"]
-    return _other_parts(found, name, stored)
-
-
-def _other_parts(want: TensorEntry, name: str, stored: Mapping[str, Any]) -> list[str]:
+        return [f"{entry.name}: the checkpoint lacks {', '.join(missing)}"]
     problems = []
-    for part, (dtype, shape) in want.parts().items():
-        entry = stored[f"{name}.{part}"]
-        if (
-            not isinstance(entry, TensorStorageMetadata)
-            or entry.properties.dtype != dtype
-            or tuple(entry.size) != shape
-        ):
-            held = (
-                f"{entry.properties.dtype} {tuple(entry.size)}"
-                if isinstance(entry, TensorStorageMetadata)
-                else "no tensor"
-            )
-            problems.append(f"{name}.{part}: the checkpoint holds {held}, the target needs {dtype} {shape}")
+    for key, (dtype, shape) in parts.items():
+        found, held = stored[key], "no tensor"
+        if isinstance(found, TensorStorageMetadata):
+            if (found.properties.dtype, tuple(found.size)) == (dtype, shape):
+                continue
+            held = f"{found.properties.dtype} {tuple(found.size)}"
+        problems.append(f"{key}: the checkpoint holds {held}, the target needs {dtype} {shape}")
     return problems
-
-
-def _dense(  # noqa: PLR0913 - one comparison
-    name: str, want: Dense, stored: Mapping[str, Any], manifest: Manifest | None, *, partial: bool, convert: bool
-) -> list[str]:
-    entry = stored.get(name)
-    if entry is not None and not isinstance(entry, TensorStorageMetadata):
-        return [f"{name}: the checkpoint holds no tensor, the target is a tensor of shape {want.shape}"]
-    if entry is not None:
-        return _shapes(name, tuple(entry.size), want.shape) + _dtypes(name, entry.properties.dtype, want.dtype)
-    found = manifest.tensors.get(name) if manifest is not None else None
-    if found is not None:
-        return _quantized_source(name, want, found, stored, convert=convert)
-    if manifest is None and MANIFEST in stored and f"{name}.payload" in stored:
-        return [f"{name}: the checkpoint holds it quantized, the target is dense; {TOO_LATE}"]
-    return [] if partial else [f"{name}: missing in the checkpoint"]
-
-
-def _quantized_source(
-    name: str, want: Dense, found: TensorEntry, stored: Mapping[str, Any], *, convert: bool
-) -> list[str]:
-    """Why a quantized tensor of the checkpoint can not become the dense target."""
-    held = f"the checkpoint holds it quantized ({found.recipe})"
-    if not convert:
-        return [f"{name}: {held}, the target is dense; build the target with that recipe, or {CONVERT}"]
-    if want.dtype not in VALUES:
-        return [f"{name}: {held}, which can not be converted to {want.dtype}"]
-    return _shapes(name, found.shape, want.shape) or _missing_parts(name, found, stored)
 
 
 def _dtypes(name: str, held: torch.dtype, wanted: torch.dtype) -> list[str]:
     """DCP casts whatever it reads; codes that need a scale, and integers, do not become values by a cast."""
     if held == wanted or (held in VALUES and wanted in VALUES):
         return []
-    if held in INTEGERS and wanted in INTEGERS and _range(held) <= _range(wanted):
-        return []
+    if held in INTEGERS and wanted in INTEGERS:
+        (least, most), (lowest, highest) = _range(held), _range(wanted)
+        if lowest <= least and most <= highest:
+            return []
     return [f"{name}: the checkpoint holds {held}, the target is {wanted}; a cast would not keep what the values mean"]
 
 
-def _range(dtype: torch.dtype) -> "_Range":
-    info = None if dtype == torch.bool else torch.iinfo(dtype)
-    return _Range(0, 1) if info is None else _Range(info.min, info.max)
+def _range(dtype: torch.dtype) -> tuple[int, int]:
+    if dtype == torch.bool:
+        return 0, 1
+    info = torch.iinfo(dtype)
+    return int(info.min), int(info.max)
 
 
-@dataclass(frozen=True)
-class _Range:
-    least: int
-    most: int
-
-    def __le__(self, other: "_Range") -> bool:
-        return other.least <= self.least and self.most <= other.most
-
-
-def _shapes(name: str, held: tuple[int, ...], wanted: tuple[int, ...]) -> list[str]:
-    return [] if held == wanted else [f"{name}: the checkpoint holds shape {held}, the target has {wanted}"]
+def _shapes(want: Entry, held: Entry) -> list[str]:
+    if held.shape == want.shape:
+        return []
+    return [f"{want.name}: the checkpoint holds shape {held.shape}, the target has {want.shape}"]
 
 
 def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> list[str]:
     """Tensors of the checkpoint that stand in a container of the target without having a counterpart there."""
     saved_paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    tensors = target.quantized.keys() | target.dense.keys()
-    containers = {target.paths[name][:-1] for name in tensors}
+    containers = {target.paths[name][:-1] for name in target.entries}
     if not saved_paths and containers != {()}:
         return []  # the storage dropped the paths: which container an entry belongs to is not known
-    expected = set(tensors) | {f"{name}.{part}" for name, want in target.quantized.items() for part in want.parts()}
-    owners = {
-        f"{name}.{part}": name
-        for name, entry in (manifest.tensors if manifest else {}).items()
-        for part in entry.parts()
-    }
+    expected = target.entries.keys() | {key for want in target.entries.values() for key in want.stored()}
+    owners = {key: name for name, entry in (manifest.tensors if manifest else {}).items() for key in entry.stored()}
     extra = {
         owners.get(name, name)
         for name, entry in metadata.state_dict_metadata.items()

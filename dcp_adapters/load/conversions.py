@@ -60,7 +60,7 @@ class Conversions:
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Entry -> the shape of what is read of it."""
-        return {entry: shape for one in self.all for entry, shape in one.parts().items()}
+        return {key: sizes for one in self.all for key, (_, sizes) in one.pieces().items()}
 
     def grouped(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
         """The items of each conversion among those of a plan; those that have to wait for other ranks last."""
@@ -88,7 +88,7 @@ class Conversions:
         if one is None:
             return None
         with self.lock:
-            return one.buffer(entry, self.metadata)
+            return one.buffer(entry)
 
     def arrived(self, entry: str) -> None:
         """One read item of an entry is there."""

@@ -23,18 +23,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.expand import plain_leaf, quantized_local
-from dcp_adapters.manifest import TensorEntry
 from dcp_adapters.save.write_items import Box, box_of, part_box
 from fsdp_hooks.scale_sync import groups_sharing, label_of, local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
 from fsdp_hooks.versions import count_writes
 from qtensor import kernels
 from qtensor.blocks import canonical_nan
-from qtensor.formats import PartSpec, block_multiple, row_multiple, specs_of
+from qtensor.formats import block_multiple, row_multiple, specs_of
 from qtensor.tensor import QuantizedTensor
-
-DENSE = PartSpec("", torch.float32)  # a dense tensor is its own only part
 
 
 @dataclasses.dataclass
@@ -42,17 +40,15 @@ class Conversion:
     """One tensor on its way from what the checkpoint holds into the target.
 
     Attributes:
-        name: its state-dict name. source: the manifest's entry, None for a dense tensor. target: the local quantized
-            tensor, or the local dense one. box: this rank's piece. values: the widened piece that decides its bytes.
-        region: the further widened piece to read.
+        source: how the checkpoint holds it. target: the local quantized tensor, or the local dense one. box: this
+            rank's piece. values: the widened piece that decides its bytes. region: the further widened piece to read.
         groups: process groups over which a shared scale of the target is agreed; empty where there is none.
         label: what all ranks of these groups must have alike.
-        inputs: entry -> the piece of it that has been read so far; filled in from `buffer`.
+        inputs: part -> the piece of it that has been read so far; filled in from `buffer`.
         outstanding: read items that have not arrived.
     """
 
-    name: str
-    source: TensorEntry | None
+    source: Entry
     target: Tensor
     box: Box
     values: Box
@@ -63,13 +59,13 @@ class Conversion:
     outstanding: int = 0
 
     @staticmethod
-    def of(name: str, value: Tensor, source: TensorEntry | None) -> "Conversion | None":
+    def of(value: Tensor, source: Entry) -> "Conversion | None":
         """Decide what to read for a leaf of the target; None where this rank is outside of its mesh.
 
         Raises:
             ValueError: the leaf is a view that can not be written as a whole.
         """
-        q = quantized_local(value)
+        name, q = source.name, quantized_local(value)
         if q is not None:
             arrangement = q.arrangement
             if arrangement.flat is not None or arrangement.transposed or arrangement.severed or arrangement.partial:
@@ -85,9 +81,15 @@ class Conversion:
         if box is None:
             return None
         values = box if q is None else widened(box, value.shape, rows=row_multiple(q.recipe))
-        region = values if source is None else widened(values, value.shape, columns=block_multiple(source.recipe))
+        columns = 1 if source.recipe is None else block_multiple(source.recipe)
+        region = widened(values, value.shape, columns=columns)
         groups = groups_sharing(value) if q is not None else []
-        return Conversion(name, source, target, box, values, region, groups, label_of(name, value) if groups else "")
+        return Conversion(source, target, box, values, region, groups, label_of(name, value) if groups else "")
+
+    @property
+    def name(self) -> str:
+        """Its name in the state dict."""
+        return self.source.name
 
     @property
     def shared_scales(self) -> int:
@@ -99,33 +101,29 @@ class Conversion:
     def read_items(self, metadata: Metadata) -> list[ReadItem]:
         """What to read for it, and from now on how much is outstanding."""
         items: list[ReadItem] = []
-        if all(self.region[1]):
-            for entry, spec in self._entries():
-                stored = metadata.state_dict_metadata[entry]
-                assert isinstance(stored, TensorStorageMetadata)
-                offsets, sizes = part_box(spec, *self.region)
-                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                items += create_read_items_for_chunk_list(entry, stored, [chunk])
+        for key, (offsets, sizes) in self.pieces().items():
+            stored = metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            items += create_read_items_for_chunk_list(key, stored, [chunk])
         self.outstanding = len(items)
         return items
 
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        """Entry -> the shape of what is read of it."""
+    def pieces(self) -> dict[str, Box]:
+        """Key -> the box that is read of the part stored under it."""
         if not all(self.region[1]):
             return {}
-        return {entry: tuple(part_box(spec, *self.region)[1]) for entry, spec in self._entries()}
+        # an amax history is not gathered, and says nothing about values
+        specs = [spec for spec in self.source.specs() if spec.gathered]
+        return {self.source.key(spec.name): part_box(spec, *self.region) for spec in specs}
 
-    def buffer(self, entry: str, metadata: Metadata) -> Tensor:
-        """Where an entry's piece is read into: on the target's device, in the stored dtype; made at the first call."""
-        found = self.inputs.get(entry)
-        if found is None:
-            stored = metadata.state_dict_metadata[entry]
-            assert isinstance(stored, TensorStorageMetadata)
-            spec = dict(self._entries())[entry]
-            shape = part_box(spec, *self.region)[1]
-            found = torch.empty(shape, dtype=stored.properties.dtype, device=self.target.device)
-            self.inputs[entry] = found
-        return found
+    def buffer(self, key: str) -> Tensor:
+        """Where a part's piece is read into: on the target's device, in the stored dtype; made at the first call."""
+        part = key[len(self.name) + 1 :]
+        if part not in self.inputs:
+            dtype, _ = self.source.parts()[part]
+            self.inputs[part] = torch.empty(self.pieces()[key][1], dtype=dtype, device=self.target.device)
+        return self.inputs[part]
 
     def amax(self) -> Tensor:
         """fp32, flat: the amaxes of the target's shared scales, of this rank's values."""
@@ -155,26 +153,18 @@ class Conversion:
         }
         q.store(own)
         count_writes([q])
-        if self.source is None and q.init_value is not None:
+        if self.source.recipe is None and q.init_value is not None:
             q.init_value.copy_(narrowed(values, self.values, self.box))  # the value it was quantized from
         else:
             q.init_value = None
-
-    def _entries(self) -> list[tuple[str, PartSpec]]:
-        """(entry of the checkpoint, how it extends along the logical shape)."""
-        if self.source is None:
-            return [(self.name, DENSE)]
-        # an amax history is not gathered, and says nothing about values
-        return [(f"{self.name}.{spec.name}", spec) for spec in specs_of(self.source.recipe) if spec.gathered]
 
     def _decoded(self) -> Tensor:
         """fp32 values of the region."""
         if not all(self.region[1]):
             return torch.empty(self.region[1], dtype=torch.float32, device=self.target.device)
-        if self.source is None:
-            return self.inputs[self.name].float()
-        parts = {spec.name: self.inputs[entry] for entry, spec in self._entries()}
-        return kernels.decode(parts, self.source.recipe, torch.float32)
+        if self.source.recipe is None:
+            return self.inputs[""].float()
+        return kernels.decode(self.inputs, self.source.recipe, torch.float32)
 
 
 def widened(box: Box, shape: Sequence[int], *, rows: int = 1, columns: int = 1) -> Box:

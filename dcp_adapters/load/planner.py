@@ -113,7 +113,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = dict(self.state_dict)  # without flattening it is the caller's own
         names = to_convert(target, metadata, self.manifest) if convert else {}
-        pieces = [Conversion.of(name, self.state_dict.pop(name), source) for name, source in names.items()]
+        pieces = [Conversion.of(self.state_dict.pop(name), source) for name, source in names.items()]
         self.conversions = Conversions(filter(None, pieces), metadata, self.conversion_timeout)
         self.quantized = {
             name: q

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_adapters.manifest import Manifest, TensorEntry
+from dcp_adapters.entry import Entry
+from dcp_adapters.manifest import Manifest
 from qtensor.formats import PartSpec, specs_of
 from qtensor.recipes import Recipe
 
@@ -84,7 +85,8 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
             if first[1] != size or (first[0] is not kind and first[0] != kind):
                 name = payload.removesuffix(".payload")
                 raise ValueError(
-                    f"{name}: rank {rank} holds {kind.entry(size)}, an earlier rank {first[0].entry(first[1])}; all "
+                    f"{name}: rank {rank} holds {kind.entry(name, size)}, an earlier rank "
+                    f"{first[0].entry(name, first[1])}; all "
                     "ranks must quantize it alike"
                 )
             if kind.wide is not None:
@@ -98,7 +100,8 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
                     "or use a recipe whose scales belong to blocks"
                 )
     _check_listed(all_plans, {_wide_part(payload, kind.wide) for payload, (kind, _) in entries.items() if kind.wide})
-    return Manifest({payload.removesuffix(".payload"): kind.entry(size) for payload, (kind, size) in entries.items()})
+    names = {payload: payload.removesuffix(".payload") for payload in entries}
+    return Manifest({names[payload]: kind.entry(names[payload], size) for payload, (kind, size) in entries.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +119,9 @@ class _Kind:
         specs = specs_of(recipe)
         return _Kind(recipe, dtype, specs[0], next((spec.name for spec in specs if not spec.per_row), None))
 
-    def entry(self, payload: torch.Size) -> TensorEntry:
+    def entry(self, name: str, payload: torch.Size) -> Entry:
         """The manifest's entry of a tensor with a payload of this global size."""
-        return TensorEntry(self.recipe, (*payload[:-1], payload[-1] * self.payload.block), self.dtype)
+        return Entry(name, self.recipe, (*payload[:-1], payload[-1] * self.payload.block), self.dtype)
 
 
 def _wide_part(payload: str, wide: str) -> str:

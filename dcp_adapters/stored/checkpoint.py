@@ -1,18 +1,16 @@
 """A checkpoint on disk as the tensors it means, read one at a time.
 
-    entries w.payload, w.scale + manifest   ->   one StoredTensor w, quantized
-    entry b                                 ->   one StoredTensor b, dense
-    an entry of bytes                       ->   its name; the bytes are handed out as they are, never unpickled
+    keys w.payload, w.scale + manifest   ->   one entry w, quantized
+    key b                                ->   one entry b, dense
+    a key of bytes                       ->   its name; the bytes are handed out as they are, never unpickled
 
 What is known without touching data (names, recipes, shapes, sizes) is there after opening; `read` joins the chunks of
 one tensor, however many ranks wrote them. No process group and no model are needed.
 """
 
 import io
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
-from dcp_adapters.manifest import MANIFEST, Manifest, TensorEntry, manifest_of
+from dcp_adapters.entry import Entry
+from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.reader import SafeFileSystemReader
-from qtensor.recipes import Recipe
-from qtensor.tensor import QuantizedTensor
+from dcp_adapters.source import Stored
 
 BOOKKEEPING = frozenset({MANIFEST, CHECKSUMS})  # entries about the others, no data of the user
 
@@ -36,38 +34,12 @@ class CheckpointUnusable(ValueError):  # noqa: N818 - what it says about the che
     """There is no checkpoint, or it can not be read."""
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a checkpoint.
-
-    recipe: None for a dense one. dtype: of a quantized tensor the one it appears to have.
-    entries: part name -> name of the entry; a dense tensor is its only part, named "".
-    nbytes: of all parts. chunks: in how many pieces it was written (those of the payload).
-    """
-
-    name: str
-    recipe: Recipe | None
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    entries: Mapping[str, str]
-    nbytes: int
-    chunks: int
-
-    @property
-    def numel(self) -> int:
-        """Number of logical elements."""
-        return math.prod(self.shape)
-
-
-class StoredCheckpoint:
+class StoredCheckpoint(Stored):
     """A checkpoint directory, opened for reading.
 
     Attributes:
-        path: the directory.
         metadata: DCP's own description of it.
         manifest: None where it was not saved with QuantizedSavePlanner.
-        tensors: name -> StoredTensor, in the order of the metadata.
-        blobs: names of the entries that are bytes.
 
     Args:
         path: the directory.
@@ -85,39 +57,32 @@ class StoredCheckpoint:
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._checksums: dict[bytes, bytes] = {}
         self.manifest = self._read_manifest()
-        self.tensors = self._stored_tensors()
+        self.format_version = None if self.manifest is None else self.manifest.format_version
+        self.entries = self._found_entries()
         self.blobs = [
             name
             for name, entry in self.metadata.state_dict_metadata.items()
             if not isinstance(entry, TensorStorageMetadata)
         ]
+        self.has_checksums = isinstance(self.metadata.state_dict_metadata.get(CHECKSUMS), TensorStorageMetadata)
         if check and self.has_checksums:
             self._checksums = self._read_checksums()
+        data = self.metadata.planner_data if isinstance(self.metadata.planner_data, Mapping) else {}
+        keys = self.metadata.state_dict_metadata.keys() - BOOKKEEPING
+        self.paths = {key: tuple(path) for key, path in data.items() if key in keys}
 
     @property
     def names(self) -> list[str]:
         """Of all tensors and entries of bytes, in the order in which they were saved."""
-        owners = {entry: tensor.name for tensor in self.tensors.values() for entry in tensor.entries.values()}
-        entries = (name for name in self.metadata.state_dict_metadata if name not in BOOKKEEPING)
-        return list(dict.fromkeys(owners.get(name, name) for name in entries))
+        owners = {key: entry.name for entry in self.entries.values() for key in entry.stored()}
+        keys = (key for key in self.metadata.state_dict_metadata if key not in BOOKKEEPING)
+        return list(dict.fromkeys(owners.get(key, key) for key in keys))
 
-    @property
-    def has_checksums(self) -> bool:
-        """Whether a table of checksums was saved with it."""
-        return isinstance(self.metadata.state_dict_metadata.get(CHECKSUMS), TensorStorageMetadata)
-
-    @property
-    def paths(self) -> Mapping[str, tuple[Any, ...]]:
-        """Entry -> path in the nested state dict; empty where it was saved flat."""
-        data = self.metadata.planner_data
-        entries = self.metadata.state_dict_metadata
-        if not isinstance(data, Mapping):
-            return {}
-        return {name: tuple(path) for name, path in data.items() if name in entries and name not in BOOKKEEPING}
-
-    def files(self) -> set[str]:
-        """Names of its data files, as far as the storage tells."""
-        return {str(info.relative_path) for info in self._locations().values() if hasattr(info, "relative_path")}
+    def chunks(self, name: str) -> int:
+        """In how many pieces a tensor (its payload) was written."""
+        entry = self.entries[name]
+        record = self.metadata.state_dict_metadata[next(iter(entry.stored()))]
+        return len(record.chunks) if isinstance(record, TensorStorageMetadata) else 0
 
     def file_bytes(self) -> dict[str, int]:
         """Stored bytes of the entries in each data file, as far as the storage tells."""
@@ -132,21 +97,21 @@ class StoredCheckpoint:
         """Stored bytes of an entry of bytes."""
         return int(getattr(self._locations().get(MetadataIndex(name)), "length", 0))
 
-    def read(self, name: str) -> Tensor:
-        """A whole tensor: a QuantizedTensor where it is stored quantized."""
-        stored = self.tensors[name]
-        parts = {part: self.read_entry(entry) for part, entry in stored.entries.items()}
-        if stored.recipe is None:
-            return parts[""]
-        return QuantizedTensor.from_parts(parts, stored.recipe, stored.dtype)
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """From disk, all chunks joined."""
+        return {part: self.part(name, part) for part in self.entries[name].parts()}
 
-    def read_entry(self, entry: str) -> Tensor:
+    def part(self, name: str, part: str) -> Tensor:
+        """From disk, all chunks joined."""
+        return self.read_key(self.entries[name].key(part))
+
+    def read_key(self, key: str) -> Tensor:
         """One stored tensor, a part or a dense one, its chunks joined."""
-        record = self.metadata.state_dict_metadata[entry]
+        record = self.metadata.state_dict_metadata[key]
         assert isinstance(record, TensorStorageMetadata)
         whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(record.size)), sizes=record.size)
         target = torch.empty(record.size, dtype=record.properties.dtype, device="cpu")
-        self._read(entry, create_read_items_for_chunk_list(entry, record, [whole]), {entry: target})
+        self._read(key, create_read_items_for_chunk_list(key, record, [whole]), {key: target})
         return target
 
     def read_blob(self, name: str) -> bytes:
@@ -188,7 +153,7 @@ class StoredCheckpoint:
             manifest = manifest_of(self.metadata)
             entry = self.metadata.state_dict_metadata.get(MANIFEST)
             if manifest is None and isinstance(entry, TensorStorageMetadata):
-                manifest = Manifest.from_tensor(self.read_entry(MANIFEST))
+                manifest = Manifest.from_tensor(self.read_key(MANIFEST))
         except CheckpointUnusable:
             raise
         except ValueError as error:
@@ -197,48 +162,43 @@ class StoredCheckpoint:
 
     def _read_checksums(self) -> dict[bytes, bytes]:
         """Digest of a chunk's name and offset -> digest of its bytes."""
-        rows = self.read_entry(CHECKSUMS)
+        rows = self.read_key(CHECKSUMS)
         if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != ROW:
             raise CheckpointUnusable(
                 f"{self.path}: {CHECKSUMS} is {rows.dtype} {tuple(rows.shape)}, expected torch.uint8 (chunks, {ROW})"
             )
         return dict(rows_of(rows))
 
-    def _stored_tensors(self) -> dict[str, StoredTensor]:
+    def _found_entries(self) -> dict[str, Entry]:
+        """In the order of the metadata."""
         quantized = self.manifest.tensors if self.manifest is not None else {}
-        owners = {f"{name}.{part}": name for name, entry in quantized.items() for part in entry.parts()}
-        found: dict[str, StoredTensor] = {}
-        for name, entry in self.metadata.state_dict_metadata.items():
-            owner = owners.get(name)
+        owners = {key: entry for entry in quantized.values() for key in entry.stored()}
+        found: dict[str, Entry] = {}
+        for key, record in self.metadata.state_dict_metadata.items():
+            owner = owners.get(key)
             if owner is not None:
-                if owner not in found:
-                    found[owner] = self._quantized(owner, quantized[owner])
-            elif isinstance(entry, TensorStorageMetadata) and name not in BOOKKEEPING:
-                shape, dtype = tuple(entry.size), entry.properties.dtype
-                found[name] = StoredTensor(
-                    name, None, dtype, shape, {"": name}, math.prod(shape) * dtype.itemsize, len(entry.chunks)
-                )
+                if owner.name not in found:
+                    found[owner.name] = self._checked(owner)
+            elif isinstance(record, TensorStorageMetadata) and key not in BOOKKEEPING:
+                found[key] = Entry(key, None, tuple(record.size), record.properties.dtype)
         missing = sorted(quantized.keys() - found.keys())
         if missing:
             raise CheckpointUnusable(f"{self.path}: in the manifest but not stored: {', '.join(missing)}")
         return found
 
-    def _quantized(self, name: str, described: TensorEntry) -> StoredTensor:
-        entries, nbytes = {}, 0
-        for part, (dtype, shape) in described.parts().items():
-            entry = self.metadata.state_dict_metadata.get(f"{name}.{part}")
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointUnusable(f"{self.path}: {name} lacks its {part}")
-            held = (entry.properties.dtype, tuple(entry.size))
+    def _checked(self, entry: Entry) -> Entry:
+        """A quantized entry whose parts are stored as it says."""
+        for part, (dtype, shape) in entry.parts().items():
+            record = self.metadata.state_dict_metadata.get(entry.key(part))
+            if not isinstance(record, TensorStorageMetadata):
+                raise CheckpointUnusable(f"{self.path}: {entry.name} lacks its {part}")
+            held = (record.properties.dtype, tuple(record.size))
             if held != (dtype, shape):
                 raise CheckpointUnusable(
-                    f"{self.path}: {name}.{part} is stored as {held[0]} {held[1]}, the manifest says {dtype} {shape}"
+                    f"{self.path}: {entry.key(part)} is stored as {held[0]} {held[1]}, the manifest says {dtype} "
+                    f"{shape}"
                 )
-            entries[part] = f"{name}.{part}"
-            nbytes += math.prod(shape) * dtype.itemsize
-        payload = self.metadata.state_dict_metadata[entries["payload"]]
-        chunks = len(payload.chunks) if isinstance(payload, TensorStorageMetadata) else 0
-        return StoredTensor(name, described.recipe, described.dtype, described.shape, entries, nbytes, chunks)
+        return entry
 
     def _locations(self) -> Mapping[Any, Any]:
         data = self.metadata.storage_data

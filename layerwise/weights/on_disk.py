@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.hf.entries import Wanted
+from dcp_adapters.entry import Entry
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from fsdp_hooks.torch_private import cpu_by_default
@@ -40,19 +40,19 @@ class OnDisk:
     def __init__(self, path: str | Path, model: nn.Module, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         names: dict[int, list[str]] = {}  # id of a tensor -> its names; tied tensors have several
-        wanted: dict[str, Wanted] = {}
+        wanted: dict[str, Entry] = {}
         for fqn, module in model.named_modules():
             for attribute, tensor in _meta_tensors(module):
                 name = plain_name(f"{fqn}.{attribute}".lstrip("."))
                 names.setdefault(id(tensor), []).append(name)
-                wanted[name] = Wanted(tuple(tensor.shape), tensor.dtype)
+                wanted[name] = Entry(name, None, tuple(tensor.shape), tensor.dtype)
         if not Path(path).is_file() and not any(Path(path).glob("*.safetensors")):
             raise FileNotFoundError(f"calibrate: {path} holds no safetensors; expected the weights of the model there")
         self.files = HuggingFaceReader(path, wanted=wanted, only_wanted=True)
         self.names: dict[int, str] = {}
         self._check(names, wanted)
 
-    def _check(self, names: Mapping[int, Sequence[str]], wanted: Mapping[str, Wanted]) -> None:
+    def _check(self, names: Mapping[int, Sequence[str]], wanted: Mapping[str, Entry]) -> None:
         shapes = {name: self.files.shape_of(name) for name in wanted}
         path = self.files.path
         missing: list[str] = []

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_adapters import Manifest
 from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
-from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, TensorEntry
+from dcp_adapters.entry import Entry
+from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON
 from fsdp_hooks.torch_private import StorageInfo
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import values
@@ -118,7 +119,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def manifest() -> Manifest:
-    return Manifest({name: TensorEntry(recipe, SHAPE, torch.bfloat16) for name, recipe in RECIPES.items()})
+    return Manifest({name: Entry(name, recipe, SHAPE, torch.bfloat16) for name, recipe in RECIPES.items()})
 
 
 def write(path: Path) -> Checkpoint:

@@ -385,7 +385,7 @@ def test_convert_and_diff(checkpoint: str, capsys: pytest.CaptureFixture[str]) -
     assert (difference["name"], difference["kind"]) == ("model.a.weight", "recipe")
     assert (difference["a"], difference["b"]) == ("mxfp8 as bfloat16 [64, 64]", "mxfp8-square as bfloat16 [64, 64]")
     assert difference["snr_db"] > 10
-    assert StoredCheckpoint(out).tensors["model.a.weight"].recipe == MXFP8BlockScaling(blocks="square")
+    assert StoredCheckpoint(out).entries["model.a.weight"].recipe == MXFP8BlockScaling(blocks="square")
 
 
 def test_an_exclude_that_matches_nothing_is_told(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ SHAPE = (96, 64)
 
 def convert(source: Path, destination: Path, to: Any, *, include: Any = (), exclude: Any = (), **options: Any) -> None:
     stored = StoredCheckpoint(source, check=True)
-    convert_checkpoint(stored, destination, plan_conversion(stored.tensors, to, include, exclude), **options)
+    convert_checkpoint(stored, destination, plan_conversion(stored.entries, to, include, exclude), **options)
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def test_entries_may_be_asked_for_in_any_order(tmp_path: Path) -> None:
     first, second = (quantize(values(SHAPE, seed), RECIPES["mxfp8"]) for seed in (0, 1))
     save({"first": first, "second": second}, tmp_path / "a")
     source = StoredCheckpoint(tmp_path / "a")
-    plan = plan_conversion(source.tensors, RECIPES["nvfp4"])
-    parts = {f"{name}.{part}": name for name in source.tensors for part in ("payload", "scale", "global_scale")}
+    plan = plan_conversion(source.entries, RECIPES["nvfp4"])
+    parts = {f"{name}.{part}": name for name in source.entries for part in ("payload", "scale", "global_scale")}
     stream = EntryStream(source, plan, parts, lambda _: None)
     wanted = {name: recoded(q, RECIPES["nvfp4"]).parts() for name, q in (("first", first), ("second", second))}
     for entry in ("first.scale", "second.payload", "first.payload", "first.global_scale", "second.scale"):
@@ -337,7 +337,7 @@ def test_the_destination_appears_only_when_it_is_complete(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "fsync", recording)
     convert(tmp_path / "a", tmp_path / "b", torch.bfloat16, advance=watch)
-    assert len(seen) == len(StoredCheckpoint(tmp_path / "a").tensors) + 2  # the bytes of lr and step
+    assert len(seen) == len(StoredCheckpoint(tmp_path / "a").entries) + 2  # the bytes of lr and step
     assert all(names == ["a"] and files == ["__0_0.distcp"] for names, files in seen)
     assert names_in(tmp_path) == ["a", "b"]
     partial = synced[0].split("/")[0]
@@ -350,7 +350,7 @@ def test_a_file_that_is_missing_leaves_nothing_behind(tmp_path: Path, shared_tmp
     shutil.copytree(shared_tmp_path / "saved" / "a", tmp_path / "a")
     (tmp_path / "a/__1_0.distcp").unlink()
     stored, started = StoredCheckpoint(tmp_path / "a"), []
-    plan = plan_conversion(stored.tensors, torch.bfloat16)
+    plan = plan_conversion(stored.entries, torch.bfloat16)
     with pytest.raises(CheckpointUnusable, match=r"can not be read: FileNotFoundError: .*__1_0\.distcp"):
         convert_checkpoint(stored, tmp_path / "b", plan, advance=started.append)
     assert started  # some had been written
@@ -406,7 +406,7 @@ def peak(tmp_path: Path, count: int, to: Any) -> int:
     save(content | {f"dense {i}": values(shape, i, torch.float32) for i in range(count)}, source)
     stored = StoredCheckpoint(source)
     with LiveStorages() as live:
-        convert_checkpoint(stored, tmp_path / f"{count} {to}", plan_conversion(stored.tensors, to))
+        convert_checkpoint(stored, tmp_path / f"{count} {to}", plan_conversion(stored.entries, to))
     return live.peak
 
 

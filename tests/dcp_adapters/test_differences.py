@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.load.compare import TOO_LATE, Dense, Target, differences, recipe_differences, to_convert
-from dcp_adapters.manifest import Manifest, TensorEntry
+from dcp_adapters.entry import Entry
+from dcp_adapters.load.compare import TOO_LATE, Target, differences, recipe_differences, to_convert
+from dcp_adapters.manifest import Manifest
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling()
@@ -27,33 +28,36 @@ CONVERT = 'load with QuantizedLoadPlanner(on_mismatch="convert")'
 DENSE = "the checkpoint holds a dense tensor"
 
 
-def entry(recipe: Any = MX, shape: tuple[int, ...] = (48, 64)) -> TensorEntry:
-    return TensorEntry(recipe, shape, torch.bfloat16)
+def entry(recipe: Any = MX, shape: tuple[int, ...] = (48, 64)) -> Entry:
+    return Entry("", recipe, shape, torch.bfloat16)
+
+
+def dense(shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
+    return Entry("", None, shape, dtype)
+
+
+def named(tensors: dict[str, Any], dtype: torch.dtype) -> dict[str, Entry]:
+    """The tensors among values: entries, shapes of dense ones of this dtype; None is no tensor."""
+    found = {name: dense(value, dtype) if isinstance(value, tuple) else value for name, value in tensors.items()}
+    return {name: dataclasses.replace(value, name=name) for name, value in found.items() if value is not None}
 
 
 def stored(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> tuple[Metadata, Manifest]:
     """A checkpoint of quantized entries, dense shapes and (None) bytes, at the top level unless `paths` says so."""
-    manifest = Manifest({name: value for name, value in tensors.items() if isinstance(value, TensorEntry)})
-    records: dict[str, Any] = {}
-    for name, value in tensors.items():
-        if value is None:
-            records[name] = BytesStorageMetadata()
-            continue
-        dense = value if isinstance(value, Dense) else Dense(value, torch.float32)
-        parts = value.parts() if isinstance(value, TensorEntry) else {"": (dense.dtype, dense.shape)}
-        for part, (dtype, shape) in parts.items():
-            key = f"{name}.{part}" if part else name
+    entries = named(tensors, torch.float32)
+    manifest = Manifest({name: value for name, value in entries.items() if value.recipe is not None})
+    records: dict[str, Any] = {name: BytesStorageMetadata() for name, value in tensors.items() if value is None}
+    for value in entries.values():
+        for key, (dtype, shape) in value.stored().items():
             records[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
     planner_data = {name: (name,) for name in records} | (paths or {})
     return Metadata(records, planner_data=planner_data), manifest
 
 
 def target(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> Target:
-    quantized = {name: value for name, value in tensors.items() if isinstance(value, TensorEntry)}
-    dense = {name: Dense(value, torch.bfloat16) for name, value in tensors.items() if isinstance(value, tuple)}
-    dense |= {name: value for name, value in tensors.items() if isinstance(value, Dense)}
     others = frozenset(name for name, value in tensors.items() if value is None)
-    return Target(quantized, dense, others, {name: (name,) for name in tensors} | (paths or {}))
+    places = {name: (name,) for name in tensors} | (paths or {})
+    return Target(named(tensors, torch.bfloat16), others, places)
 
 
 def compare(have: dict[str, Any], want: dict[str, Any], **options: Any) -> list[str]:
@@ -198,8 +202,10 @@ def test_recipe_differences_are_of_tensors_both_sides_have_quantized() -> None:
 def test_target_of_a_flattened_state_dict() -> None:
     flat = {"m.w": quantize(torch.ones(48, 64), NV), "m.b": torch.ones(5), "step": 3}
     found = Target.of(flat, {"m.w": ["m", "w"], "m.b": ("m", "b"), "step": ("step",)})
-    assert found.quantized == {"m.w": TensorEntry(NV, (48, 64), torch.float32)}
-    assert found.dense == {"m.b": Dense((5,), torch.float32)}
+    assert found.entries == {
+        "m.w": Entry("m.w", NV, (48, 64), torch.float32),
+        "m.b": Entry("m.b", None, (5,), torch.float32),
+    }
     assert found.others == {"step"}
     assert found.paths == {"m.w": ("m", "w"), "m.b": ("m", "b"), "step": ("step",)}
 
@@ -207,7 +213,7 @@ def test_target_of_a_flattened_state_dict() -> None:
 # -- what a conversion bridges -----------------------------------------------------------------------------------------
 
 BRIDGED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "dense to quantized": ({"w": (48, 64)}, {"w": entry()}, {"w": None}),
+    "dense to quantized": ({"w": (48, 64)}, {"w": entry()}, {"w": (48, 64)}),
     "quantized to dense": ({"w": entry()}, {"w": (48, 64)}, {"w": entry()}),
     "recipe to recipe": ({"w": entry()}, {"w": entry(NV)}, {"w": entry()}),
     "the same": ({"w": entry(), "b": (5,), "n": None}, {"w": entry(), "b": (5,), "n": None}, {}),
@@ -218,11 +224,11 @@ BRIDGED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_what_a_conversion_bridges_is_no_difference(case: str) -> None:
     have, want, converted = BRIDGED[case]
     assert compare(have, want, convert=True) == []
-    assert to_convert(target(want), *stored(have)) == converted
+    assert to_convert(target(want), *stored(have)) == named(converted, torch.float32)
 
 
-INTEGERS = Dense((48, 64), torch.int32)
-CODES = Dense((48, 64), torch.float8_e4m3fn)
+INTEGERS = dense((48, 64), torch.int32)
+CODES = dense((48, 64), torch.float8_e4m3fn)
 NOT_BRIDGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another shape, dense": ({"w": (48, 32)}, {"w": entry()}, "the checkpoint holds shape (48, 32), the target has"),
     "another shape": ({"w": entry(NV, (4, 64))}, {"w": entry()}, "the checkpoint holds shape (4, 64), the target has"),
@@ -273,7 +279,7 @@ def test_a_conversion_needs_all_parts_of_its_source() -> None:
     ],
 )
 def test_casts_that_keep_the_values_are_dcps_own(held: torch.dtype, wanted: torch.dtype) -> None:
-    assert compare({"w": Dense((4,), held)}, {"w": Dense((4,), wanted)}) == []
+    assert compare({"w": dense((4,), held)}, {"w": dense((4,), wanted)}) == []
 
 
 def test_a_storage_that_drops_planner_data_tells_the_recipe_too_late_for_a_conversion() -> None:
@@ -296,7 +302,7 @@ def test_a_storage_that_drops_planner_data_tells_the_recipe_too_late_for_a_conve
 )
 def test_casts_that_lose_are_refused(held: torch.dtype, wanted: torch.dtype) -> None:
     text = f"w: the checkpoint holds {held}, the target is {wanted}; a cast would not keep what the values mean"
-    assert compare({"w": Dense((4,), held)}, {"w": Dense((4,), wanted)}) == [text]
+    assert compare({"w": dense((4,), held)}, {"w": dense((4,), wanted)}) == [text]
 
 
 def test_what_can_not_be_loaded_at_all_is_listed_with_the_rest() -> None:

@@ -18,7 +18,8 @@ from dcp_adapters.cli.report import tiles as tiles_module
 from dcp_adapters.cli.report.channels import Channels
 from dcp_adapters.cli.report.measure import measure_checkpoint, measure_tensor
 from dcp_adapters.cli.report.tiles import tiles
-from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
+from dcp_adapters.entry import Entry
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
@@ -51,7 +52,7 @@ SHAPE = (64, 96)
 
 def measured(tensor: Tensor, right: Tensor | None = None) -> TensorReport:
     recipe = tensor.recipe if isinstance(tensor, QuantizedTensor) else None
-    stored = StoredTensor("w", recipe, tensor.dtype, tuple(tensor.shape), {"": "w"}, tensor.nbytes, 1)
+    stored = Entry("w", recipe, tuple(tensor.shape), tensor.dtype)
     return measure_tensor(stored, tensor, right, compared="no" if right is None else "yes")
 
 

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.checksums import digest_of
-from dcp_adapters.cli.inspect import inspect_checkpoint, kind_of
+from dcp_adapters.cli.inspect import inspect_checkpoint
 from dcp_adapters.cli.report.channels import Axis, Channels
 from dcp_adapters.cli.report.elements import ElementCounts, counts_elements
 from dcp_adapters.cli.report.records import CheckpointReport, Compared, TensorReport
 from dcp_adapters.cli.report.scales import scale_histograms
 from dcp_adapters.cli.report.tiles import Tile, decodable, matrix_shape, tiles
-from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
+from dcp_adapters.entry import Entry, parts_of
+from dcp_adapters.source import Stored
 from dcp_adapters.stored.errors import ErrorSum
 from dcp_adapters.stored.progress import Advance, unseen
 from dcp_adapters.words import matches
@@ -36,8 +37,8 @@ ENOUGH = 0.05  # seconds; what took longer is measured once
 
 
 def measure_checkpoint(
-    checkpoint: StoredCheckpoint,
-    against: StoredCheckpoint | None = None,
+    checkpoint: Stored,
+    against: Stored | None = None,
     match: Sequence[str] = (),
     *,
     advance: Advance = unseen,
@@ -53,12 +54,12 @@ def measure_checkpoint(
     found = inspect_checkpoint(checkpoint, match)
     if match and not found.tensors:
         raise ValueError(f"--match {' '.join(match)} matches no tensor; see the names with inspect")
-    theirs: Collection[str] = () if against is None else _matching(against.tensors, match)
+    theirs: Collection[str] = () if against is None else _matching(against.entries, match)
     here = {stored.name for stored in found.tensors}
     if against is not None and here and here.isdisjoint(theirs):
         raise ValueError(
             f"{checkpoint.path} and {against.path} have no tensor of one name, so nothing can be compared: for example "
-            f"{found.tensors[0].name!r} and {next(iter(theirs or against.tensors), 'no tensor at all')!r}"
+            f"{found.tensors[0].name!r} and {next(iter(theirs or against.entries), 'no tensor at all')!r}"
         )
     return CheckpointReport(
         path=found.path,
@@ -75,7 +76,7 @@ def measure_checkpoint(
 
 
 def measure_tensor(
-    stored: StoredTensor,
+    stored: Entry,
     tensor: Tensor,
     reference: Tensor | None = None,
     *,
@@ -110,13 +111,13 @@ def measure_tensor(
     listed = sorted((one for _, some in outliers.values() for one in some), key=lambda one: -one.factor)
     return TensorReport(
         name=stored.name,
-        kind=kind_of(stored),
+        kind=stored.kind,
         dtype=str(stored.dtype).removeprefix("torch."),
         shape=stored.shape,
         numel=stored.numel,
         nbytes=stored.nbytes,
-        chunks=stored.chunks,
-        entries=len(stored.entries),
+        chunks=1,
+        entries=len(stored.parts()),
         quantized=quantized,
         compared=compared,
         error=total.error() if reference is not None else None,
@@ -141,26 +142,27 @@ def _matching(names: Collection[str], match: Sequence[str]) -> list[str]:
 
 
 def _measured(
-    checkpoint: StoredCheckpoint,
-    against: StoredCheckpoint | None,
-    tensors: Sequence[StoredTensor],
+    checkpoint: Stored,
+    against: Stored | None,
+    tensors: Sequence[Entry],
     advance: Advance,
 ) -> Iterator[TensorReport]:
     for stored in tensors:
         begin = time.perf_counter()
         tensor = checkpoint.read(stored.name)
         read = time.perf_counter() - begin
-        right = against.tensors.get(stored.name) if against is not None else None
+        right = against.entries.get(stored.name) if against is not None else None
         compared = _comparison(stored, right, against)
         reference = against.read(stored.name) if against is not None and compared == "yes" else None
         seconds = read, _seconds_to_write(tensor)
         report = measure_tensor(stored, tensor, reference, compared=compared, seconds=seconds)
+        report = replace(report, chunks=checkpoint.chunks(stored.name))
         del tensor, reference  # before the next ones are read
         yield report if right is None else replace(report, reference_bytes=right.nbytes)
         advance(stored.nbytes)
 
 
-def _comparison(stored: StoredTensor, right: StoredTensor | None, against: StoredCheckpoint | None) -> Compared:
+def _comparison(stored: Entry, right: Entry | None, against: Stored | None) -> Compared:
     if against is None:
         return "no"
     if right is None:
@@ -181,7 +183,7 @@ def _beside(tensor: Tensor, reference: Tensor | None) -> Iterator[tuple[Tile, Te
 
 
 def _seconds_to_write(tensor: Tensor) -> float:
-    parts = list(tensor.parts().values()) if isinstance(tensor, QuantizedTensor) else [tensor]
+    parts = parts_of(tensor).values()
     tries: list[float] = []
     while len(tries) < TRIES and sum(tries) < ENOUGH:
         begin = time.perf_counter()

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcp_adapters import import_hf, read_manifest
+from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
-from dcp_adapters.hf.entries import Wanted
 from dcp_adapters.hf.layout import KINDS, LAYOUTS, Scheme
 from dcp_adapters.hf.reader import HuggingFaceReader
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
@@ -423,7 +423,7 @@ def expert_tensors(scales: list[float] | None = None, count: int = 3) -> tuple[d
 
 
 FP8_TENSOR = {**FP8_ROW, "strategy": "tensor"}
-GATE_UP = {"m.experts.gate_up_proj": Wanted((3, 64, 64), torch.bfloat16)}
+GATE_UP = {"m.experts.gate_up_proj": Entry("m.experts.gate_up_proj", None, (3, 64, 64), torch.bfloat16)}
 
 
 def test_linears_of_experts_are_chunks_of_the_weight_of_all(tmp_path: Path) -> None:

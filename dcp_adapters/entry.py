@@ -1,0 +1,83 @@
+"""A stored tensor: one record for a tensor of a state dict, of a checkpoint, or of a Hugging Face directory.
+
+    Entry w, recipe MXFP8, [N, K], bf16   ->   parts payload [N, K] float8, scale [N, K // 32] uint8
+    Entry b, no recipe,    [N],    fp32   ->   one part, named "", which is the tensor itself
+
+A part is stored under a key, `w.payload` or `b`, in chunks, each of which is a box of it. Who has entries (live state
+dicts, checkpoints, directories) reads parts or boxes of them; everything else is a function over entries.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcp_adapters.recipe_names import recipe_label
+from qtensor.formats import PartSpec, specs_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+PartShape = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor.
+
+    recipe: None for a dense one. shape: the logical, global one. dtype: of a quantized tensor the one it appears to
+    have.
+    """
+
+    name: str
+    recipe: Recipe | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def specs(self) -> tuple[PartSpec, ...]:
+        """How its parts extend along its shape, payload first."""
+        return (PartSpec("", self.dtype),) if self.recipe is None else specs_of(self.recipe)
+
+    def parts(self) -> dict[str, PartShape]:
+        """Part -> (dtype, global shape)."""
+        if self.recipe is None:
+            return {"": (self.dtype, self.shape)}
+        return {spec.name: (spec.dtype, spec.shape(self.shape)) for spec in specs_of(self.recipe)}
+
+    def stored(self) -> dict[str, PartShape]:
+        """Key -> (dtype, global shape) of the part that is stored under it."""
+        return {self.key(part): held for part, held in self.parts().items()}
+
+    def key(self, part: str) -> str:
+        """The name under which a part is stored."""
+        return f"{self.name}.{part}" if part else self.name
+
+    def tensor(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The tensor that consists of these parts, a QuantizedTensor where it is quantized."""
+        return parts[""] if self.recipe is None else QuantizedTensor.from_parts(dict(parts), self.recipe, self.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Number of logical elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.parts().values())
+
+    @property
+    def kind(self) -> str:
+        """The recipe of a quantized tensor, the dtype of a dense one, in a word."""
+        return str(self.dtype).removeprefix("torch.") if self.recipe is None else recipe_label(self.recipe)
+
+    @property
+    def format(self) -> tuple[Recipe | None, tuple[int, ...], torch.dtype]:
+        """All but the name."""
+        return self.recipe, self.shape, self.dtype
+
+
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """The parts of a local tensor, quantized or dense."""
+    return tensor.parts() if isinstance(tensor, QuantizedTensor) else {"": tensor}

@@ -1,0 +1,53 @@
+"""A Hugging Face directory as the tensors it means: what the commands see of one.
+
+Each rank of a load reads slices through `reader.py`; here whole tensors are read, one at a time, in one process.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dcp_adapters.hf.reader import HuggingFaceReader
+from dcp_adapters.source import Stored
+
+
+def is_directory(path: str | os.PathLike[str]) -> bool:
+    """Whether a path holds safetensors, and no checkpoint."""
+    path = Path(path)
+    return not (path / ".metadata").is_file() and any(path.glob("*.safetensors"))
+
+
+class StoredDirectory(Stored):
+    """A directory of safetensors, dense or quantized in a layout that `import_hf` reads.
+
+    Raises:
+        FileNotFoundError, ValueError: as HuggingFaceReader does.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._reader = HuggingFaceReader(path)
+        self.path, self._made = self._reader.path, self._reader.presented()
+        self.layout, self.entries, self.blobs = self._made.layout, self._made.entries, list[str]()
+        self.paths: Mapping[str, tuple[Any, ...]] = {}
+
+    def chunks(self, name: str) -> int:
+        """In how many tensors of the files the payload is."""
+        return len(self._made.placed[next(iter(self.entries[name].stored()))].chunks)
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """From the files."""
+        return self._reader.read(name)
+
+    def file_bytes(self) -> dict[str, int]:
+        """Bytes of each file's tensors, in the dtypes of the parts they hold."""
+        sizes: dict[str, int] = {}
+        for placed in self._made.placed.values():
+            for chunk in placed.chunks:
+                file, count = chunk.held.tensor.file, placed.dtype.itemsize
+                for extent in chunk.sizes:
+                    count *= extent
+                sizes[file] = sizes.get(file, 0) + count
+        return sizes
