@@ -16,7 +16,8 @@ MAIN = HelpText(
     summary="",
     about="""\
 Look at, check, compare, convert and export PyTorch distributed checkpoints with quantized tensors in them.
-A CHECKPOINT is a directory with a .metadata file, as torch.distributed.checkpoint.save writes it.
+A CHECKPOINT is a directory with a .metadata file, as torch.distributed.checkpoint.save writes it; inspect, report,
+verify, diff and convert also take a Hugging Face directory of safetensors, dense or quantized.
 One process suffices, whatever number of ranks wrote it; no model is needed, and no GPU.""",
     examples="""\
 examples:

@@ -86,7 +86,7 @@ class Inspection:
             "checksums": self.checksums,
             "world_size_at_least": self.world_size,
             "files": self.files,
-            "layout": self.layout,
+            **({} if self.layout is None else {"layout": self.layout}),
             "tensors": [_tensor_json(tensor, self.chunks[tensor.name]) for tensor in self.tensors],
             "bytes_entries": [{"name": name, "bytes": size} for name, size in self.blobs],
             "totals": [total.to_json() for total in self.totals],

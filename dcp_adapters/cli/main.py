@@ -25,6 +25,7 @@ from dcp_adapters.cli.report.page import page
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
+from dcp_adapters.hf.verify import verify_directory
 from dcp_adapters.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
@@ -82,10 +83,15 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    directory = checkpoint_directory(arguments.checkpoint)
-    total = sum(file.stat().st_size for file in directory.glob("*.distcp"))
-    with progress("verifying", total, enabled=arguments.progress) as advance:
-        report = verify(directory, progress=_steps(advance))
+    hugging_face = is_directory(arguments.checkpoint)
+    directory = Path(arguments.checkpoint) if hugging_face else checkpoint_directory(arguments.checkpoint)
+    files = directory.glob("*.safetensors" if hugging_face else "*.distcp")
+    with progress("verifying", sum(file.stat().st_size for file in files), enabled=arguments.progress) as advance:
+        report = (
+            verify_directory(directory, advance=advance)
+            if hugging_face
+            else verify(directory, progress=_steps(advance))
+        )
     findings = [
         {"severity": found.severity, "file": found.file, "entry": found.entry, "message": found.message}
         for found in report.findings

@@ -37,6 +37,10 @@ class StoredDirectory(Stored):
         """In how many tensors of the files the payload is."""
         return len(self._made.placed[next(iter(self.entries[name].stored()))].chunks)
 
+    def file(self, name: str) -> str:
+        """The file that the payload is in, or begins in."""
+        return self._made.placed[next(iter(self.entries[name].stored()))].chunks[0].held.tensor.file
+
     def parts(self, name: str) -> dict[str, Tensor]:
         """From the files."""
         return self._reader.read(name)
