@@ -2,6 +2,7 @@
 
     python -m tests.torch_versions.matrix              every proven version
     python -m tests.torch_versions.matrix 2.15.0       this one; the others keep the rows that they have
+    python -m tests.torch_versions.matrix --failed     of every version what failed, after it was mended
 
 Each version has an environment of its own (`make test TORCH=<version>`), so this needs no torch itself. What a run
 came to stands in results.json, from which the table is made.
@@ -12,9 +13,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,26 +41,40 @@ TOUCHED = (
 PROVEN: dict[str, tuple[str, ...]] = {"2.11.0": (), "2.12.1": TOUCHED, "2.13.0": (), "2.14.1": TOUCHED, "2.15.0": ()}
 
 
-def run(version: str) -> dict[str, Any]:
-    """The tests of one version, counted."""
+def run(version: str, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The tests of one version, counted; with the row of a run before, those that failed there."""
     chosen = PROVEN.get(version, ())
+    if before is not None:
+        found = counted(version, before["failing"])
+        passed = before["passed"] + found["passed"]
+        return {**before, "passed": passed, "failed": found["failed"], "failing": found["failing"]}
+    return {
+        "tests": "touched" if chosen else "all",
+        **counted(version, chosen),
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+
+
+def counted(version: str, chosen: Sequence[str]) -> dict[str, Any]:
+    """What running these tests came to."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        arguments = f"PYTEST_ARGS=--junitxml={report} {' '.join(chosen)}"
+        arguments = f"PYTEST_ARGS=--junitxml={report} {' '.join(map(shlex.quote, chosen))}"
         subprocess.run(["make", "test", f"TORCH={version}", arguments], cwd=REPO, check=False)
         suite = ET.parse(report).getroot().find("testsuite")
     assert suite is not None
     count = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
+    failing = [case for case in suite.iter("testcase") if case.find("failure") is not None]
+    failing += [case for case in suite.iter("testcase") if case.find("error") is not None]
     return {
-        "tests": "touched" if chosen else "all",
         "passed": count["tests"] - failed - count["skipped"],
         "failed": failed,
+        "failing": [f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}" for case in failing],
         "skipped": count["skipped"],
         "minutes": round(float(suite.attrib["time"]) / 60, 1),
-        "date": datetime.now(UTC).date().isoformat(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
     }
 
 
@@ -79,9 +96,13 @@ def page(text: str, results: dict[str, Any]) -> str:
 
 def main(versions: list[str]) -> int:
     """Run the tests of these versions, and write down what they came to."""
-    for version in versions or list(PROVEN):
+    again = "--failed" in versions
+    chosen = [version for version in versions if version != "--failed"] or list(PROVEN)
+    for version in chosen:
         results = json.loads(RESULTS.read_text())
-        results[version] = run(version)
+        if again and not results.get(version, {}).get("failing"):
+            continue
+        results[version] = run(version, results[version] if again else None)
         RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
         PAGE.write_text(page(PAGE.read_text(), results))
         print(f"torch {version}: {results[version]}")
