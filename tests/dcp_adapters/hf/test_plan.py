@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.layout import (
     KINDS,
@@ -24,7 +25,6 @@ from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import fused_sets, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.prefixes import weights_prefix
-from dcp_adapters.hf.sources import Record
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 ROWS = Float8CurrentScaling()
@@ -35,17 +35,20 @@ PRODUCER = {"name": "qtensor", "version": "0"}
 MODELOPT_S = {"name": "modelopt", "version": "0.47.0", "written_by": "qtensor 0"}  # engines look for that name
 
 
-def weight(recipe: Any = None, *shape: int) -> Record:
-    return Record(recipe, torch.bfloat16, shape or (32, 64))
+SCALE = Entry("", None, (), torch.float32)
 
 
-def plan(records: dict[str, Record], layout: Layout = COMPRESSED_TENSORS, **options: Any) -> ExportPlan:
+def weight(recipe: Any = None, *shape: int) -> Entry:
+    return Entry("", recipe, shape or (32, 64), torch.bfloat16)
+
+
+def plan(records: dict[str, Entry], layout: Layout = COMPRESSED_TENSORS, **options: Any) -> ExportPlan:
     scales = options.pop("scales", {})
     scales = {name: scales.get(name, 1.0) for name in records}
     return plan_export(records, Request(layout, scales, PRODUCER, options.pop("max_shard_size", 10**9), **options))
 
 
-def refused(records: dict[str, Record], layout: Layout = COMPRESSED_TENSORS, **options: Any) -> str:
+def refused(records: dict[str, Entry], layout: Layout = COMPRESSED_TENSORS, **options: Any) -> str:
     try:
         plan(records, layout, **options)
     except ValueError as error:
@@ -110,7 +113,7 @@ def test_tensors_of_a_linear_are_those_of_the_layout(layout: Layout, scheme: Any
     recipe, tensors = expected
     records = {"a.weight": weight(recipe), "a.bias": weight(None, 32), "n.weight": weight(None, 64)}
     if scheme[1]:
-        records["a.input_scale"] = Record(None, F32, ())
+        records["a.input_scale"] = SCALE
     found = written(plan(records, layout))
     assert found == {
         **{f"a.{name}": tensor for name, tensor in tensors.items()},
@@ -166,7 +169,7 @@ def test_groups_and_ignored_modules_are_told() -> None:
 
 
 def test_modelopt_tells_one_algorithm_or_lists_them() -> None:
-    both = plan({"a.weight": weight(NVFP4), "a.input_scale": Record(None, F32, ()), "h.weight": weight()}, MODELOPT)
+    both = plan({"a.weight": weight(NVFP4), "a.input_scale": SCALE, "h.weight": weight()}, MODELOPT)
     legacy = both.json["hf_quant_config.json"]
     assert legacy == {
         "producer": MODELOPT_S,
@@ -185,9 +188,9 @@ def test_modelopt_tells_one_algorithm_or_lists_them() -> None:
         "config_groups": {"group_0": {"weights": half, "input_activations": half, "targets": ["Linear"]}},
         "producer": MODELOPT_S,
     }
-    mixed = plan(
-        {"a.weight": weight(NVFP4), "b.weight": weight(TENSOR), "b.input_scale": Record(None, F32, ())}, MODELOPT
-    ).json["hf_quant_config.json"]["quantization"]
+    mixed = plan({"a.weight": weight(NVFP4), "b.weight": weight(TENSOR), "b.input_scale": SCALE}, MODELOPT).json[
+        "hf_quant_config.json"
+    ]["quantization"]
     assert mixed["quant_algo"] == "MIXED_PRECISION"
     assert mixed["quantized_layers"] == {
         "a": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
@@ -198,7 +201,7 @@ def test_modelopt_tells_one_algorithm_or_lists_them() -> None:
 
 
 def test_kv_cache_scales_are_written_where_the_layout_has_them() -> None:
-    scale = Record(None, F32, ())
+    scale = SCALE
     records = {"l.self_attn.o_proj.weight": weight(ROWS)}
     for own in ("k_scale", "v_scale"):
         records[f"l.self_attn.{own[0]}_proj.{own}"] = scale
@@ -220,7 +223,7 @@ def test_experts_are_linears_of_their_own() -> None:
     records = {
         "l.experts.gate_up_proj": weight(NVFP4, 2, 64, 32),
         "l.experts.down_proj": weight(None, 2, 32, 32),
-        "l.experts.gate_up_proj.input_scale": Record(None, F32, ()),
+        "l.experts.gate_up_proj.input_scale": SCALE,
     }
     found = written(plan(records))
     assert found["l.experts.1.up_proj.weight_packed"] == (U8, (32, 16))
@@ -228,7 +231,7 @@ def test_experts_are_linears_of_their_own() -> None:
     assert found["l.experts.1.down_proj.weight"] == (torch.bfloat16, (32, 32))
     assert plan(records).json["config.json"]["ignore"] == ["l.experts.0.down_proj", "l.experts.1.down_proj"]
     for expert in range(2):  # one each, as other tools write them
-        records |= {f"l.experts.{expert}.{half}_proj.input_scale": Record(None, F32, ()) for half in ("gate", "up")}
+        records |= {f"l.experts.{expert}.{half}_proj.input_scale": SCALE for half in ("gate", "up")}
     own = {f"l.experts.1.{half}_proj.input_scale": 0.5 for half in ("gate", "up")}
     made = plan(records, scales=own)
     values = {t.name: t.value for f in made.files for o in f.outputs for t in o.written if t.part == "input_scale"}
@@ -269,13 +272,13 @@ def test_fused_linears_have_one_format() -> None:
 
 def test_fused_linears_get_the_largest_scale_of_their_one_input() -> None:
     records = {f"l.{name}_proj.weight": weight(TENSOR) for name in ("q", "k", "v")}
-    records |= {f"l.{name}_proj.input_scale": Record(None, F32, ()) for name in ("q", "k")}
+    records |= {f"l.{name}_proj.input_scale": SCALE for name in ("q", "k")}
     made = plan(records, scales={"l.q_proj.input_scale": 0.25, "l.k_proj.input_scale": 0.5})
     values = {t.name: t.value for f in made.files for o in f.outputs for t in o.written if t.part == "input_scale"}
     assert values == {f"l.{name}_proj.input_scale": 0.5 for name in ("q", "k", "v")}
 
 
-REFUSALS: dict[str, tuple[dict[str, Record], Layout, dict[str, Any], str]] = {
+REFUSALS: dict[str, tuple[dict[str, Entry], Layout, dict[str, Any], str]] = {
     "nothing quantized": ({"a.weight": weight()}, MODELOPT, {}, "nothing in the source is quantized: calibrate the"),
     "e5m2": (
         {"a.weight": weight(Float8CurrentScaling(element="e5m2"))},
@@ -290,25 +293,25 @@ REFUSALS: dict[str, tuple[dict[str, Record], Layout, dict[str, Any], str]] = {
         "fp8_tensor weights with dynamic inputs; its engines divide by the input_scale: calibrate one (inputs=",
     ),
     "static rows": (
-        {"a.weight": weight(ROWS), "a.input_scale": Record(None, F32, ())},
+        {"a.weight": weight(ROWS), "a.input_scale": SCALE},
         MODELOPT,
         {},
         "fp8_row weights with static inputs; its engines scale each token: leave the input scales out, or use",
     ),
     "static blocks": (
-        {"a.weight": weight(MXFP8), "a.input_scale": Record(None, F32, ())},
+        {"a.weight": weight(MXFP8), "a.input_scale": SCALE},
         MODELOPT,
         {},
         "a: the layout modelopt has no mxfp8 weights with static inputs; it has fp8_tensor weights with static inputs;",
     ),
     "scale of zero": (
-        {"a.weight": weight(NVFP4), "a.input_scale": Record(None, F32, ())},
+        {"a.weight": weight(NVFP4), "a.input_scale": SCALE},
         MODELOPT,
         {"scales": {"a.input_scale": 0.0}},
         "a: input_scale is 0.0, which engines divide by; calibrate it again, or leave it out",
     ),
     "orphan": (
-        {"a.weight": weight(NVFP4), "b.weight": weight(), "b.input_scale": Record(None, F32, ())},
+        {"a.weight": weight(NVFP4), "b.weight": weight(), "b.input_scale": SCALE},
         MODELOPT,
         {},
         "b.input_scale: the weight beside it is not quantized; leave it out",
@@ -398,7 +401,7 @@ def test_dense_experts_that_are_transposed_stay_as_they_are() -> None:
 
 
 def test_a_model_that_is_one_linear_has_the_scale_of_its_inputs() -> None:
-    made = plan({"weight": weight(NVFP4), "input_scale": Record(None, F32, ())}, scales={"input_scale": 0.5})
+    made = plan({"weight": weight(NVFP4), "input_scale": SCALE}, scales={"input_scale": 0.5})
     assert set(written(made)) == {"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"}
     assert made.json["config.json"]["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
 
