@@ -45,6 +45,10 @@ class Entry:
             return {"": (self.dtype, self.shape)}
         return {spec.name: (spec.dtype, spec.shape(self.shape)) for spec in specs_of(self.recipe)}
 
+    def part_keys(self) -> list[str]:
+        """Under which its parts are stored, the payload's first."""
+        return [self.name] if self.recipe is None else [f"{self.name}.{spec.name}" for spec in specs_of(self.recipe)]
+
     def stored(self) -> dict[str, PartShape]:
         """Key -> (dtype, global shape) of the part that is stored under it."""
         return {self.key(part): held for part, held in self.parts().items()}

@@ -43,12 +43,13 @@ class Manifest:
         records: dict[object, dict[str, Any]] = {}  # tensors alike share a record, so that pickle writes it once
         tensors = {}
         for name, entry in sorted(self.tensors.items()):
-            record = records.get(entry.format)
+            format_ = (entry.recipe, entry.shape, entry.dtype)
+            record = records.get(format_)
             if record is None:
                 assert entry.recipe is not None, name
                 if entry.recipe not in recipes:
                     recipes.append(entry.recipe)
-                record = records[entry.format] = {
+                record = records[format_] = {
                     "recipe": recipes.index(entry.recipe),
                     "shape": list(entry.shape),
                     "dtype": _name(entry.dtype),

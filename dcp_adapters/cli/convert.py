@@ -168,7 +168,7 @@ def _write(source: Stored, directory: Path, plan: ConversionPlan, advance: Advan
     state |= {name: _Bytes() for name in source.blobs}
     state = {name: state[name] for name in source.names}
     entries = {
-        key: tensor.name for tensor in source.entries.values() for key in _written(tensor, plan).stored()
+        key: tensor.name for tensor in source.entries.values() for key in _written(tensor, plan).part_keys()
     }  # written key -> name of its tensor
     stream = EntryStream(source, plan, entries, advance)
     # one thread and no copying ahead: the writer asks for an entry, writes it, and asks for the next
@@ -270,11 +270,11 @@ def _paths(source: Stored, plan: ConversionPlan) -> dict[str, tuple[Any, ...]]:
     stored = source.paths
     paths = {name: stored[name] for name in source.blobs if name in stored}
     for name, entry in source.entries.items():
-        first = next(iter(entry.stored()))
+        first = entry.part_keys()[0]
         if first not in stored:
             continue
         place = _weight_path(stored[first], first[len(name) :])
-        for key in _written(entry, plan).stored():
+        for key in _written(entry, plan).part_keys():
             paths[key] = _part_path(place, key[len(name) :])
     return paths
 

@@ -107,7 +107,7 @@ class Presented:
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
         """All tensors, by name."""
-        parts = {key for entry in self.quantized.values() for key in entry.stored()}
+        parts = {key for entry in self.quantized.values() for key in entry.part_keys()}
         dense = {key: Entry(key, None, held.shape, held.dtype) for key, held in self.placed.items() if key not in parts}
         return dense | self.quantized
 

@@ -105,7 +105,7 @@ class StoredSource(Source):
         self._stored = stored
         if prefix is None:
             places = {
-                name: stored.paths.get(next(iter(entry.stored())), (name,)) for name, entry in stored.entries.items()
+                name: stored.paths.get(entry.part_keys()[0], (name,)) for name, entry in stored.entries.items()
             }
             quantized = {name for name, entry in stored.entries.items() if entry.recipe is not None}
             prefix = weights_prefix(places, quantized, like)

@@ -35,11 +35,11 @@ class StoredDirectory(Stored):
 
     def chunks(self, name: str) -> int:
         """In how many tensors of the files the payload is."""
-        return len(self._made.placed[next(iter(self.entries[name].stored()))].chunks)
+        return len(self._made.placed[self.entries[name].part_keys()[0]].chunks)
 
     def file(self, name: str) -> str:
         """The file that the payload is in, or begins in."""
-        return self._made.placed[next(iter(self.entries[name].stored()))].chunks[0].held.tensor.file
+        return self._made.placed[self.entries[name].part_keys()[0]].chunks[0].held.tensor.file
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """From the files."""

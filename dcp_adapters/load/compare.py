@@ -158,7 +158,7 @@ def _no_tensor(want: Entry, *, convert: bool) -> str:
 
 def _unlisted(want: Entry, stored: Mapping[str, Any], *, partial: bool, dropped: bool) -> list[str]:
     """Of a tensor that neither manifest nor metadata name; its parts may be there where the manifest is not."""
-    if want.recipe is not None and any(key in stored for key in want.stored()):
+    if want.recipe is not None and any(key in stored for key in want.part_keys()):
         return _parts(want, stored)
     if want.recipe is None and dropped and MANIFEST in stored and f"{want.name}.payload" in stored:
         return [f"{want.name}: the checkpoint holds it quantized, the target is dense; {TOO_LATE}"]
@@ -212,8 +212,8 @@ def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> lis
     containers = {target.paths[name][:-1] for name in target.entries}
     if not saved_paths and containers != {()}:
         return []  # the storage dropped the paths: which container an entry belongs to is not known
-    expected = target.entries.keys() | {key for want in target.entries.values() for key in want.stored()}
-    owners = {key: name for name, entry in (manifest.tensors if manifest else {}).items() for key in entry.stored()}
+    expected = target.entries.keys() | {key for want in target.entries.values() for key in want.part_keys()}
+    owners = {key: name for name, entry in (manifest.tensors if manifest else {}).items() for key in entry.part_keys()}
     extra = {
         owners.get(name, name)
         for name, entry in metadata.state_dict_metadata.items()

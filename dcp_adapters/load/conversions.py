@@ -60,7 +60,7 @@ class Conversions:
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Entry -> the shape of what is read of it."""
-        return {key: sizes for one in self.all for key, (_, sizes) in one.pieces().items()}
+        return {key: sizes for one in self.all for key, (_, (_, sizes)) in one.pieces.items()}
 
     def grouped(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
         """The items of each conversion among those of a plan; those that have to wait for other ranks last."""

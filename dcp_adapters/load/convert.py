@@ -42,6 +42,7 @@ class Conversion:
     Attributes:
         source: how the checkpoint holds it. target: the local quantized tensor, or the local dense one. box: this
             rank's piece. values: the widened piece that decides its bytes. region: the further widened piece to read.
+        pieces: key -> dtype of the part stored under it, and the box of it to read.
         groups: process groups over which a shared scale of the target is agreed; empty where there is none.
         label: what all ranks of these groups must have alike.
         inputs: part -> the piece of it that has been read so far; filled in from `buffer`.
@@ -53,6 +54,7 @@ class Conversion:
     box: Box
     values: Box
     region: Box
+    pieces: dict[str, tuple[torch.dtype, Box]]
     groups: list[dist.ProcessGroup]
     label: str = ""
     inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -83,8 +85,12 @@ class Conversion:
         values = box if q is None else widened(box, value.shape, rows=row_multiple(q.recipe))
         columns = 1 if source.recipe is None else block_multiple(source.recipe)
         region = widened(values, value.shape, columns=columns)
+        # an amax history is not gathered, and says nothing about values
+        specs = [spec for spec in source.specs() if spec.gathered] if all(region[1]) else []
+        pieces = {source.key(spec.name): (spec.dtype, part_box(spec, *region)) for spec in specs}
         groups = groups_sharing(value) if q is not None else []
-        return Conversion(source, target, box, values, region, groups, label_of(name, value) if groups else "")
+        label = label_of(name, value) if groups else ""
+        return Conversion(source, target, box, values, region, pieces, groups, label)
 
     @property
     def name(self) -> str:
@@ -101,7 +107,7 @@ class Conversion:
     def read_items(self, metadata: Metadata) -> list[ReadItem]:
         """What to read for it, and from now on how much is outstanding."""
         items: list[ReadItem] = []
-        for key, (offsets, sizes) in self.pieces().items():
+        for key, (_, (offsets, sizes)) in self.pieces.items():
             stored = metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -109,20 +115,12 @@ class Conversion:
         self.outstanding = len(items)
         return items
 
-    def pieces(self) -> dict[str, Box]:
-        """Key -> the box that is read of the part stored under it."""
-        if not all(self.region[1]):
-            return {}
-        # an amax history is not gathered, and says nothing about values
-        specs = [spec for spec in self.source.specs() if spec.gathered]
-        return {self.source.key(spec.name): part_box(spec, *self.region) for spec in specs}
-
     def buffer(self, key: str) -> Tensor:
         """Where a part's piece is read into: on the target's device, in the stored dtype; made at the first call."""
         part = key[len(self.name) + 1 :]
         if part not in self.inputs:
-            dtype, _ = self.source.parts()[part]
-            self.inputs[part] = torch.empty(self.pieces()[key][1], dtype=dtype, device=self.target.device)
+            dtype, (_, sizes) = self.pieces[key]
+            self.inputs[part] = torch.empty(sizes, dtype=dtype, device=self.target.device)
         return self.inputs[part]
 
     def amax(self) -> Tensor:

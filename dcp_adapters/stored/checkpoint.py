@@ -74,14 +74,14 @@ class StoredCheckpoint(Stored):
     @property
     def names(self) -> list[str]:
         """Of all tensors and entries of bytes, in the order in which they were saved."""
-        owners = {key: entry.name for entry in self.entries.values() for key in entry.stored()}
+        owners = {key: entry.name for entry in self.entries.values() for key in entry.part_keys()}
         keys = (key for key in self.metadata.state_dict_metadata if key not in BOOKKEEPING)
         return list(dict.fromkeys(owners.get(key, key) for key in keys))
 
     def chunks(self, name: str) -> int:
         """In how many pieces a tensor (its payload) was written."""
         entry = self.entries[name]
-        record = self.metadata.state_dict_metadata[next(iter(entry.stored()))]
+        record = self.metadata.state_dict_metadata[entry.part_keys()[0]]
         return len(record.chunks) if isinstance(record, TensorStorageMetadata) else 0
 
     def file_bytes(self) -> dict[str, int]:
@@ -172,7 +172,7 @@ class StoredCheckpoint(Stored):
     def _found_entries(self) -> dict[str, Entry]:
         """In the order of the metadata."""
         quantized = self.manifest.tensors if self.manifest is not None else {}
-        owners = {key: entry for entry in quantized.values() for key in entry.stored()}
+        owners = {key: entry for entry in quantized.values() for key in entry.part_keys()}
         found: dict[str, Entry] = {}
         for key, record in self.metadata.state_dict_metadata.items():
             owner = owners.get(key)
