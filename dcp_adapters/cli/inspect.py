@@ -14,7 +14,8 @@ import torch
 from dcp_adapters.recipe_names import recipe_label
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
 from dcp_adapters.tables import human_bytes, table
-from dcp_adapters.words import in_order, matches
+from dcp_adapters.words import in_order
+from qtensor.selection import matches
 
 FORMAT = "dcp_adapters.inspect/1"
 

@@ -28,7 +28,7 @@ from dcp_adapters.cli.report.tiles import Tile, decodable, matrix_shape, tiles
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
 from dcp_adapters.stored.errors import ErrorSum
 from dcp_adapters.stored.progress import Advance, unseen
-from dcp_adapters.words import matches
+from qtensor.selection import matches
 from qtensor.tensor import QuantizedTensor
 
 TRIES = 5
