@@ -32,9 +32,6 @@ class ForeignFormat:
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
         return PartSpec("payload", torch.uint8), PartSpec("spread", SCALES[recipe.scales], block=BLOCK)
 
-    def shared_amax(self, x: Tensor, recipe: Any) -> None:
-        return None
-
     def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
         bits = finite_magnitude(tile(x, BLOCK)).amax(-1).view(torch.int32)
         code = (((bits >> 23) & 0xFF) + 1 - 6).clamp(1, 254)  # amax / scale < 2^7
@@ -53,17 +50,8 @@ class ForeignFormat:
         elements = torch.where(tile(x, BLOCK).abs() < math.inf, elements, 0.0)
         return {"payload": elements.to(torch.uint8).reshape(x.shape), **quantizer}
 
-    def encode(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
-        return self.encode_with(x, recipe, self.quantizer(x, recipe, amax))
-
     def snap(self, scaled: Tensor, recipe: Any) -> Tensor:
         return scaled.round().clamp(-127, 127)
-
-    def candidates(self, x: Tensor, recipe: Any, amax: Any, *, elementwise: bool = False) -> Iterator[Any]:
-        yield self.quantizer(x, recipe, amax)
-
-    def adopt(self, x: Tensor, recipe: Any, scale: Tensor) -> dict[str, Tensor]:
-        raise AssertionError("there is no shared scale")
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Any) -> Tensor:
         payload = tile(parts["payload"], BLOCK)
@@ -87,7 +75,7 @@ def foreign_format() -> Iterator[Any]:
             super().__post_init__()
             check_choice(self, "scales", tuple(SCALES))
 
-    register(Foreign128, ForeignFormat(), ForeignTensor)  # type: ignore[arg-type]
+    register(Foreign128, ForeignFormat(), ForeignTensor)
     try:
         yield Foreign128
     finally:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_hooks.compiled import COMPILED_FROM
 from qtensor import quantize, use_kernels
-from qtensor.formats import format_of
+from qtensor.formats import encode, format_of
 from tests.qtensor.foreign import SCALES, foreign_format
 from tests.qtensor.recipes_under_test import same_bytes, weight
 
@@ -26,7 +26,7 @@ def foreign() -> Iterator[Any]:
 
 def assert_as_defined(x: Tensor, recipe: Any) -> None:
     fmt = format_of(recipe)
-    wanted = fmt.encode(x.float(), recipe, None)
+    wanted = encode(x.float(), recipe, None)
     q = quantize(x, recipe)
     assert q.parts().keys() == wanted.keys()
     for name, part in wanted.items():
