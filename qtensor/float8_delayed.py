@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from qtensor import kernels
-from qtensor.blocks import FLT_MAX, finite, quotient
-from qtensor.codecs import fp8
+from qtensor.blocks import FLT_MAX, quotient
 from qtensor.codecs.fp8 import ELEMENTS
 from qtensor.float8 import ROUTE, Float8, Float8CurrentScaling, Float8Tensor
 from qtensor.formats import PartSpec, register
@@ -77,8 +76,8 @@ class _Float8Delayed(Float8):
         self, x: Tensor, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Parts of x with a history that begins with the quantizer's amax."""
-        enc = self.grid(recipe, quantizer)[0] if enc is None else enc
-        return self.quantized(x, recipe, enc, _history(quantizer["amax"], recipe))
+        history = _history(quantizer["amax"], recipe)
+        return {**super().encode_with(x, recipe, quantizer, enc), "amax_history": history}  # type: ignore[arg-type]
 
     def grid(self, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """1 / scale and scale, fp32 []."""
@@ -91,11 +90,8 @@ class _Float8Delayed(Float8):
     ) -> dict[str, Tensor]:
         """Parts of x under the scale that the history gives, and the history with this step's amax in front."""
         rolled = torch.cat([amax.reshape(1), history[:-1]])
-        return self.quantized(x, recipe, _enc(history, quotient(1.0, scale), recipe), rolled)
-
-    def quantized(self, x: Tensor, recipe: Float8DelayedScaling, enc: Tensor, history: Tensor) -> dict[str, Tensor]:
-        payload = fp8.encode(x * enc, finite(x), recipe.element)
-        return {"payload": payload, "scale": quotient(1.0, enc), "amax_history": history}
+        enc = _enc(history, quotient(1.0, scale), recipe)
+        return {**super().encode_with(x, recipe, {}, enc), "amax_history": rolled}  # type: ignore[arg-type]
 
 
 def _history(amax: Tensor, recipe: Float8DelayedScaling) -> Tensor:

@@ -143,15 +143,15 @@ class Inspection:
 
 def inspect_checkpoint(checkpoint: StoredCheckpoint, patterns: Sequence[str] = ()) -> Inspection:
     """Describe a checkpoint, or only the entries whose names match one of the globs, in the order of their names."""
-    manifest, files = checkpoint.manifest, checkpoint.files()
+    manifest, files, globs = checkpoint.manifest, checkpoint.files(), patterns or ["*"]
     return Inspection(
         path=str(checkpoint.path),
         format_version=None if manifest is None else manifest.format_version,
         checksums=checkpoint.has_checksums,
         world_size=_world_size(files),
         files=len(files),
-        tensors=[checkpoint.tensors[name] for name in in_order(checkpoint.tensors) if _wanted(name, patterns)],
-        blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if _wanted(name, patterns)],
+        tensors=[checkpoint.tensors[name] for name in in_order(checkpoint.tensors) if matches(name, globs)],
+        blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if matches(name, globs)],
     )
 
 
@@ -165,10 +165,6 @@ def _look(column: str, cell: str) -> str:
     if column == "kind":
         return "bold" if cell == "total" else "" if isinstance(getattr(torch, cell, None), torch.dtype) else "cyan"
     return {"bytes": "green", "parts": "dim", "chunks": "dim", "shape": "dim"}.get(column, "")
-
-
-def _wanted(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or matches(name, patterns)
 
 
 def _total(kind: str, tensors: Sequence[StoredTensor]) -> Total:

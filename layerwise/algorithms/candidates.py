@@ -27,7 +27,7 @@ Quantizer = dict[str, Tensor]
 
 
 def candidates(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: bool = False) -> Iterator[Quantizer]:
-    """The candidates for x, fp32 [N, K]; `amax` as `formats.shared_amax` gives it."""
+    """The candidates for x, fp32 [N, K] and finite; `amax` as `formats.shared_amax` gives it."""
     numbers = {spec.name: spec.numbers for spec in specs_of(recipe)}
     if numbers.get("scale") == torch.float8_e8m0fnu:
         return _powers_of_two(x, recipe, elementwise=elementwise)
@@ -42,16 +42,11 @@ def scaled_quantizer(x: Tensor, recipe: Recipe, amax: Tensor | None, factor: flo
     Where blocks have scales of their own, the tensor-wide scale above them stays what it was.
     """
     fmt = format_of(recipe)
-    if decided_by_blocks(recipe):
+    if any(spec.per_row and spec.block for spec in specs_of(recipe)[1:]):
         factor = spread(factor, x.shape[-1]) if isinstance(factor, Tensor) else factor
         return fmt.quantizer((x * factor).clamp(-FLT_MAX, FLT_MAX), recipe, amax)
     assert amax is not None
     return fmt.quantizer(x, recipe, (amax * factor).clamp(max=FLT_MAX))
-
-
-def decided_by_blocks(recipe: Recipe) -> bool:
-    """Whether blocks have scales of their own, so that no shared amax decides them."""
-    return any(spec.per_row and spec.block for spec in specs_of(recipe)[1:])
 
 
 def spread(scales: Tensor, columns: int) -> Tensor:
