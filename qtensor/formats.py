@@ -32,6 +32,7 @@ class PartSpec:
             shape [], the shared scale, or, with a `length`, [length].
         block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
             means that a whole row shares one element, stored with a last dim of 1.
+        ragged: the last block of a row may hold fewer elements; otherwise K is a multiple of `block`.
         gathered: FSDP's all-gather sends it; products need it.
         codes: what torch calls the numbers of a part that is stored as uint8; None where it has no name for them.
     """
@@ -40,6 +41,7 @@ class PartSpec:
     dtype: torch.dtype
     per_row: bool = True
     block: int = 1
+    ragged: bool = False
     length: int | None = None
     gathered: bool = True
     codes: torch.dtype | None = None
@@ -53,8 +55,11 @@ class PartSpec:
         """Shape of the part of a tensor of shape `logical`."""
         if not self.per_row:
             return () if self.length is None else (self.length,)
-        last = logical[-1] // self.block if self.block else 1
-        return (*logical[:-1], last)
+        return (*logical[:-1], self.columns(0, logical[-1])[1])
+
+    def columns(self, start: int, stop: int) -> tuple[int, int]:
+        """Where the part of the logical columns start:stop, which are whole blocks, begins and ends."""
+        return (start // self.block, -(-stop // self.block)) if self.block else (0, 1)
 
     def extends_along(self, dim: int, ndim: int) -> bool:
         """Whether cutting the logical tensor along `dim` cuts this part too."""
@@ -207,8 +212,14 @@ def adopt(x: Tensor, recipe: Recipe, scale: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def block_multiple(recipe: Recipe) -> int:
-    """What K must be a multiple of: 1, or the elements of a block."""
+    """What cuts along K must be multiples of: 1, or the elements of a block."""
     return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block))
+
+
+@functools.cache
+def column_multiple(recipe: Recipe) -> int:
+    """What K must be a multiple of: the elements of a block, unless the last may be smaller."""
+    return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block and not spec.ragged))
 
 
 def row_multiple(recipe: Recipe) -> int:
@@ -243,7 +254,7 @@ def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, f
 
     `full` also checks the rows of square blocks, for a full tensor; a shard may hold any number of rows.
     """
-    multiple = block_multiple(recipe)
+    multiple = column_multiple(recipe)
     if len(shape) == 0:
         raise ValueError(f"{what}: a 0-dim tensor can not be quantized; expected [.., K]")
     if shape[-1] % multiple:

@@ -229,8 +229,13 @@ def _own(argument: Tensor | None, piece: slice) -> Tensor | None:
 
 
 def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
-    """[rows, K] -> [rows, blocks, block]; square blocks -> [groups, group, blocks, block], fewer rows: one group."""
+    """[rows, K] -> [rows, blocks, block]; square blocks -> [groups, group, blocks, block], fewer rows: one group.
+
+    A row whose last block holds fewer stays a row.
+    """
     rows, columns = x.shape
+    if columns % block:
+        return x
     tiles = (rows, columns) if block == 1 else (rows, columns // block, block)
     if group > 1:
         tiles = (-(-rows // group), min(group, rows), *tiles[1:])

@@ -33,7 +33,7 @@ from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
 from dcp_adapters.stored.durable import give_name, refuse_taken
 from dcp_adapters.stored.progress import Advance, unseen
-from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of
+from qtensor.formats import APPEARANCE_DTYPES, column_multiple, specs_of
 from qtensor.recipes import Recipe
 from qtensor.selection import matches, unmatched
 from qtensor.tensor import QuantizedTensor, quantize
@@ -148,7 +148,7 @@ def _is(tensor: StoredTensor, to: Target) -> bool:
 
 def _obstacle(tensor: StoredTensor, recipe: Recipe) -> str | None:
     """Why a tensor can not be quantized, None where it can."""
-    multiple, shape = block_multiple(recipe), tensor.shape
+    multiple, shape = column_multiple(recipe), tensor.shape
     if tensor.dtype not in APPEARANCE_DTYPES:
         return f"{kind_of(tensor)}, expected bfloat16, float16 or float32"
     if tensor.recipe is None and len(shape) < 2:

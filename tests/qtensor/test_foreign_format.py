@@ -47,3 +47,19 @@ def test_large_tensors_take_kernels_of_any_block(scales: str, mode: str, foreign
             assert_as_defined(weight(rows, columns, torch.bfloat16), foreign(scales=scales))
     finally:
         use_kernels(before)
+
+
+def test_the_last_block_of_a_row_may_be_smaller(foreign: Any) -> None:
+    recipe = foreign(scales="tail")
+    for rows, columns in ((5, 200), (3, 100), (1031, 300)):  # the last in chunks
+        assert_as_defined(weight(rows, columns, torch.bfloat16), recipe)
+    x = weight(5, 200)
+    q = quantize(x, recipe)
+    assert q.spread.shape == (5, 2)
+    for columns in (slice(0, 128), slice(128, 200)):
+        assert same_bytes(q[:, columns].dequantize(), q.dequantize()[:, columns])
+        assert same_bytes(q[:, columns].spread, quantize(x[:, columns], recipe).spread)
+    with pytest.raises(ValueError, match="cuts along K must be multiples of 128"):
+        q[:, 100:]
+    with pytest.raises(ValueError, match="K=200, which is not a multiple of 128"):
+        quantize(x, foreign())
