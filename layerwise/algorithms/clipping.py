@@ -89,7 +89,7 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
     for members in sharing(group.linears) if _served(recipe) is None else [[i] for i in range(len(group.linears))]:
         linears = [group.linears[i] for i in members]
         weights = [finite(one.weight) for one in linears]
-        best = [_ones(w, recipe, one.amax) for w, one in zip(weights, linears, strict=True)]
+        best: list[Tensor] = []
         least: list[Tensor] = []
         for ratio in ratios:
             errors = []
@@ -100,19 +100,13 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
             if _served(recipe) is None:
                 errors = [torch.stack(errors).sum(dim=0)] * len(errors)
             if not least:
-                least = errors
+                best, least = [torch.full_like(error, ratio) for error in errors], errors
             better = [new < old for new, old in zip(errors, least, strict=True)]
             best = [torch.where(b, ratio, old) for b, old in zip(better, best, strict=True)]
             least = [torch.where(b, new, old) for b, new, old in zip(better, errors, least, strict=True)]
         for i, one, w, chosen in zip(members, linears, weights, best, strict=True):
             found[i] = Clipped(scaled_quantizer(w, recipe, one.amax, chosen), chosen)
     return [one for one in found if one is not None]
-
-
-def _ones(w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
-    """1 for each scale: [], [N, 1] or [N, K // block]."""
-    fmt = format_of(recipe)
-    return torch.ones_like(fmt.grid(recipe, fmt.quantizer(w, recipe, amax))[1])
 
 
 def _served(recipe: Recipe) -> int | None:
