@@ -59,7 +59,10 @@ class PartSpec:
 
     def columns(self, start: int, stop: int) -> tuple[int, int]:
         """Where the part of the logical columns start:stop, which are whole blocks, begins and ends."""
-        return (start // self.block, -(-stop // self.block)) if self.block else (0, 1)
+        if not self.block:
+            return 0, 1
+        behind = stop + self.block - 1 if self.ragged else stop  # a tracer could not tell that both come to the same
+        return start // self.block, behind // self.block
 
     def extends_along(self, dim: int, ndim: int) -> bool:
         """Whether cutting the logical tensor along `dim` cuts this part too."""
@@ -151,7 +154,7 @@ def register(
     names: Mapping[str, Recipe] = MappingProxyType({}),
     route: Route | None = None,
 ) -> None:
-    """Make a format known. A second registration of the same recipe type raises."""
+    """Make a format known; all fields of its recipe have defaults. A second registration of a recipe type raises."""
     if recipe_type in _registered:
         raise ValueError(f"{recipe_type.__name__} is registered already")
     _registered[recipe_type] = Registration(fmt, tensor_class, names, route)
