@@ -98,4 +98,4 @@ def _e4m3_scales(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise:
     high = high.clamp(max=LARGEST_E4M3_CODE)
     for below in range(int(high.amax())):
         code = (high - below).clamp(min=1).to(torch.uint8)
-        yield {**above, "scale": code.view(torch.float8_e4m3fn)}
+        yield {"scale": code.view(torch.float8_e4m3fn), **above}
