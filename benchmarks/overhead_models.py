@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from qtensor import MasterWeightOptimizer, quantize, quantized_model_init
-from qtensor.formats import format_of
+from qtensor.formats import encode, format_of, shared_amax
 from qtensor.recipes import Recipe
 from qtensor.tensor import OPS
 
@@ -72,7 +72,6 @@ class _ByHand(torch.autograd.Function):
 def by_hand(layers: int, recipe: Recipe) -> Step:
     """The same step on plain tensors: every op of its arithmetic, and nothing else."""
     torch.manual_seed(0)
-    fmt = format_of(recipe)
     weights = [nn.Linear(SIZE, SIZE, bias=False).weight.detach() for _ in range(layers)]
     held = [quantize(weight.bfloat16(), recipe).parts() for weight in weights]
     masters = [nn.Parameter(weight) for weight in weights]
@@ -91,7 +90,7 @@ def by_hand(layers: int, recipe: Recipe) -> Step:
         optimizer.step()
         with torch.no_grad():
             for master, parts in zip(masters, held, strict=True):
-                for name, value in fmt.encode(master, recipe, fmt.shared_amax(master, recipe)).items():
+                for name, value in encode(master, recipe, shared_amax(master, recipe)).items():
                     parts[name].copy_(value)
 
     return step

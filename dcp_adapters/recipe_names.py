@@ -1,8 +1,8 @@
 """Recipes and dtypes by the names one types: `mxfp8`, `nvfp4-square`, `Float8CurrentScaling`, `bfloat16`.
 
-A recipe has the name of its type, whoever registered its format, and the common ones a short name too. Any field that
-describes bytes can be set by its name and a value as text (`blocks=square`, `power_of_two=true`); the recipe itself
-checks the values.
+A recipe has the name of its type, whoever registered its format, and common ones the short name that was registered
+with it. Any field that describes bytes can be set by its name and a value as text (`blocks=square`,
+`power_of_two=true`); the recipe itself checks the values.
 """
 
 import dataclasses
@@ -11,23 +11,16 @@ from typing import Any
 
 import torch
 
-from qtensor.float8 import Float8CurrentScaling
-from qtensor.float8_delayed import Float8DelayedScaling
-from qtensor.formats import APPEARANCE_DTYPES, recipe_types
-from qtensor.mxfp8 import MXFP8BlockScaling
-from qtensor.nvfp4 import NVFP4BlockScaling
+from qtensor.formats import APPEARANCE_DTYPES, block_multiple, registrations
 from qtensor.recipes import Recipe
 
-SHORT_NAMES: Mapping[str, Recipe] = {
-    "mxfp8": MXFP8BlockScaling(),
-    "mxfp8-square": MXFP8BlockScaling(blocks="square"),
-    "nvfp4": NVFP4BlockScaling(),
-    "nvfp4-square": NVFP4BlockScaling(blocks="square"),
-    "float8-row": Float8CurrentScaling(),
-    "float8-tensor": Float8CurrentScaling(granularity="tensor"),
-    "float8-delayed": Float8DelayedScaling(),
-}
 DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in APPEARANCE_DTYPES}
+
+
+def short_names() -> dict[str, Recipe]:
+    """The recipes that have a short name, formats of blocks first."""
+    names = {name: recipe for known in registrations().values() for name, recipe in known.names.items()}
+    return dict(sorted(names.items(), key=lambda named: block_multiple(named[1]) == 1))
 
 
 def target_named(name: str, options: Mapping[str, str] | None = None) -> Recipe | torch.dtype:
@@ -45,12 +38,12 @@ def target_named(name: str, options: Mapping[str, str] | None = None) -> Recipe 
         if options:
             raise ValueError(f"{name} is a dtype and has no options, found {', '.join(options)}")
         return DTYPES[name]
-    recipe = SHORT_NAMES.get(name)
+    short = short_names()
+    recipe = short.get(name)
     if recipe is None:
-        ours = (type(known) for known in SHORT_NAMES.values())
-        types = {kind.__name__: kind for kind in (*ours, *recipe_types())}
+        types = {kind.__name__: kind for kind in (*map(type, short.values()), *registrations())}
         if name not in types:
-            known = ", ".join((*SHORT_NAMES, *types, *DTYPES))
+            known = ", ".join((*short, *types, *DTYPES))
             raise ValueError(f"unknown recipe {name!r}; this version knows {known}")
         recipe = types[name]()
     return dataclasses.replace(recipe, **_fields(recipe, options))
@@ -59,7 +52,7 @@ def target_named(name: str, options: Mapping[str, str] | None = None) -> Recipe 
 def recipe_label(recipe: Recipe) -> str:
     """The short name of a recipe where it has one, else the recipe in full."""
     stored = recipe.stored
-    return next((name for name, known in SHORT_NAMES.items() if known == stored), repr(stored))
+    return next((name for name, known in short_names().items() if known == stored), repr(stored))
 
 
 def _fields(recipe: Recipe, options: Mapping[str, str]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""How names and values of a checkpoint are chosen, sorted, and told in few words."""
+"""How names of a checkpoint are sorted, and values told in few words."""
 
 import re
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -26,8 +25,3 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(
         names, key=lambda name: [(text, int(digits or -1)) for text, digits in re.findall("([^0-9]*)([0-9]*)", name)]
     )
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name matches one of the globs; case counts."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -12,7 +12,7 @@ from layerwise.report.report import Report
 from layerwise.stage import Stage
 from layerwise.targets import Target
 from qtensor.float8 import Float8CurrentScaling
-from qtensor.formats import block_multiple, format_of, tensor_wide
+from qtensor.formats import block_multiple, encode, tensor_wide
 from qtensor.recipes import Recipe
 
 
@@ -101,5 +101,5 @@ def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe)
         else recipe
     )
     row = torch.zeros(1, block_multiple(recipe), dtype=torch.float32, device="cpu")
-    parts = format_of(per_tensor).encode(row, per_tensor, torch.tensor(amax, dtype=torch.float32, device="cpu"))
+    parts = encode(row, per_tensor, torch.tensor(amax, dtype=torch.float32, device="cpu"))
     return parts[tensor_wide(per_tensor) or "scale"].clone()

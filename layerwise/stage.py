@@ -28,7 +28,7 @@ from layerwise.statistics.arithmetic import full_precision
 from layerwise.statistics.collector import Collector
 from layerwise.targets import Target, siblings
 from layerwise.weights.hold import params_of
-from qtensor.formats import format_of
+from qtensor.formats import format_of, shared_amax
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -236,7 +236,7 @@ def _shared_amaxes(targets: Sequence[Target], recipe: Recipe) -> dict[str, Tenso
     """What decides the shared scale of every 2-D weight, after agreement between those that share it."""
     found: dict[str, Tensor | None] = {}
     for together in siblings(targets, recipe):
-        own = [format_of(recipe).shared_amax(target.param.detach().float(), recipe) for target in together]
+        own = [shared_amax(target.param.detach().float(), recipe) for target in together]
         for target, amax in zip(together, own, strict=True):
             agreed = torch.stack(own).amax() if len(own) > 1 else amax  # type: ignore[arg-type]
             for index, name in enumerate(target.linears()):

@@ -4,7 +4,6 @@ A target is the weight [N, K] of an nn.Linear or a parameter [E, N, K] of a modu
 from the tree, never from what a forward happened to use, so that ranks whose batches reach other experts agree.
 """
 
-import fnmatch
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
+from qtensor.selection import check_lists, matches, unmatched
 from qtensor.tensor import QuantizedTensor
 
 NOTHING = "no module with a weight to quantize (an nn.Linear, or experts [E, N, K])"
@@ -85,9 +85,7 @@ def find_targets(
             weight is stored quantized under another recipe.
         TypeError: a string instead of a list of patterns; a weight or a recipe that can not be calibrated.
     """
-    for argument, patterns in (("include", include), ("exclude", exclude)):
-        if isinstance(patterns, str):
-            raise TypeError(f"calibrate: {argument} is a list of patterns, got {patterns!r}; write [{patterns!r}]")
+    check_lists("calibrate", include=include, exclude=exclude)
     registered(recipe)
     if isinstance(recipe, Float8DelayedScaling):
         raise TypeError(
@@ -97,24 +95,22 @@ def find_targets(
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
     free = {name for name, target in candidates.items() if uses[id(target.param)] == 1}
     modules = {candidates[name].module_name for name in candidates}
-    for pattern in include:
-        if not fnmatch.filter(modules, pattern):
-            raise ValueError(f"calibrate: include pattern {pattern!r} matches {NOTHING}")
-        if not fnmatch.filter({candidates[name].module_name for name in free}, pattern):
-            raise ValueError(
-                f"calibrate: include pattern {pattern!r} matches only weights that are tied to others, such as an "
-                f"embedding; untie them first (two parameters), or leave them out. {OTHERS}"
-            )
-    for pattern in exclude:
-        if not fnmatch.filter(modules, pattern):
-            warnings.warn(
-                f"calibrate: exclude pattern {pattern!r} matches {NOTHING}",
-                stacklevel=4,  # who called `calibrate`
-            )
+    for pattern in unmatched(include, modules):
+        raise ValueError(f"calibrate: include pattern {pattern!r} matches {NOTHING}")
+    for pattern in unmatched(include, {candidates[name].module_name for name in free}):
+        raise ValueError(
+            f"calibrate: include pattern {pattern!r} matches only weights that are tied to others, such as an "
+            f"embedding; untie them first (two parameters), or leave them out. {OTHERS}"
+        )
+    for pattern in unmatched(exclude, modules):
+        warnings.warn(
+            f"calibrate: exclude pattern {pattern!r} matches {NOTHING}",
+            stacklevel=4,  # who called `calibrate`
+        )
     chosen = [
         target
         for name, target in candidates.items()
-        if name in free and _matches(target, include) and not _matches(target, exclude)
+        if name in free and matches(target.module_name, include) and not matches(target.module_name, exclude)
     ]
     for target in chosen:
         _check(target, recipe)
@@ -143,10 +139,6 @@ def _candidates(model: nn.Module) -> dict[str, Target]:
                 name = f"{fqn}.{attribute}".lstrip(".")
                 found[name] = Target(name, fqn, module, attribute, param.shape, param.dtype)
     return found
-
-
-def _matches(target: Target, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatch(target.module_name, pattern) for pattern in patterns)
 
 
 def _check(target: Target, recipe: Recipe) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp_hooks.scale_sync import SharesScales
 from qtensor import kernels
-from qtensor.formats import format_of, shares_scale_along
+from qtensor.formats import adopt, shares_scale_along
 
 
 class AgreedScales(SharesScales):
@@ -53,7 +53,7 @@ class AgreedScales(SharesScales):
             new = kernels.encode(self.init_value, self.recipe, amax)
         else:
             claimed = torch.where(claimed > 0, claimed, torch.ones_like(claimed))
-            new = format_of(self.recipe).adopt(self.decoded(torch.float32), self.recipe, claimed)
+            new = adopt(self.decoded(torch.float32), self.recipe, claimed)
             same = same | (scale == claimed)
         parts = self.parts()
         for name, value in new.items():

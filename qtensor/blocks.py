@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 FLT_MAX = torch.finfo(torch.float32).max
-MULTIPLES = tuple(0.25 + 3.75 * i / 38 for i in range(38, -1, -1))  # of an amax, tried as scales: 4 down to 1/4
 
 
 def fp32(value: float) -> float:
@@ -29,6 +28,11 @@ def quotient(numerator: float, denominator: Tensor) -> Tensor:
     return torch.full_like(denominator, numerator) / denominator
 
 
+def encoding_scale(largest: float, amax: Tensor) -> Tensor:
+    """What brings an amax to `largest`: largest / amax, at most FLT_MAX; 1 where the amax is 0."""
+    return torch.where(amax == 0, torch.ones_like(amax), quotient(largest, amax)).clamp(max=FLT_MAX)
+
+
 def finite(x: Tensor) -> Tensor:
     """Where x is neither NaN nor infinite, bool."""
     return x.abs() < math.inf
@@ -38,11 +42,6 @@ def finite_magnitude(x: Tensor) -> Tensor:
     """|x|, with 0 in place of NaN and infinities (so that a reduction sees the finite elements only)."""
     magnitude = x.abs()
     return torch.where(magnitude < math.inf, magnitude, 0.0)
-
-
-def held_broken(whole: Tensor) -> Tensor:
-    """[.., blocks, block] of `finite` -> fp32 [.., blocks]: 1 for a block with an element that is not, else 0."""
-    return (~whole).to(torch.float32).amax(dim=-1)
 
 
 def finite_amax(x: Tensor) -> Tensor:
@@ -78,21 +77,21 @@ def scatter_blocks(per_row: Tensor, block: int) -> Tensor:
     return spread[..., :rows, :]
 
 
+def block_amax(x: Tensor, block: int, *, square: bool) -> Tensor:
+    """[.., K // block]: largest finite |x| of each block, that of a square one in each of its rows."""
+    amax = finite_magnitude(tile(x, block)).amax(dim=-1)
+    return scatter_blocks(amax, block) if square else amax
+
+
+def broken_blocks(whole: Tensor, block: int, *, square: bool) -> Tensor:
+    """[.., blocks, block] of `finite` -> fp32 [.., blocks]: 1 for a block with an element that is not, else 0."""
+    broken = (~whole).to(torch.float32).amax(dim=-1)
+    return scatter_blocks(broken, block) if square else broken
+
+
 def power_of_two_floor(x: Tensor) -> Tensor:
     """|x| with its mantissa bits cleared: the largest power of two <= |x|, for normal fp32 x."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-
-
-def nearest(scaled: Tensor, largest: float, eps: float, smallest_normal: float) -> Tensor:
-    """Each of `scaled` rounded to a number of few bits, ties to even, saturating; fp32, signs of zeros kept.
-
-    A step of the number is the power of two below times `eps`, the same everywhere below `smallest_normal`. Beside
-    1.5 * 2^23 steps there are no bits for less than one, so that adding them rounds as the number does, and taking them
-    off is exact. Several times faster than converting to float8 and back.
-    """
-    bounded = scaled.clamp(-largest, largest)
-    steps = power_of_two_floor(bounded).clamp_(min=smallest_normal).mul_(eps * 1.5 * 2.0**23)
-    return bounded.add_(steps).sub_(steps).copysign_(scaled)
 
 
 def canonical_nan(x: Tensor) -> Tensor:

@@ -9,26 +9,22 @@ These are the formulas of TransformerEngine's current-scaling kernels. An elemen
 spoils nothing else.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from qtensor.blocks import FLT_MAX, MULTIPLES, finite, finite_amax, nearest, power_of_two_floor, quotient, row_amax
-from qtensor.formats import PartSpec, register
-from qtensor.products import Route, register_route
+from qtensor.blocks import encoding_scale, finite, power_of_two_floor, quotient
+from qtensor.codecs import fp8
+from qtensor.codecs.fp8 import ELEMENTS
+from qtensor.formats import PartSpec, Route, register
 from qtensor.recipes import Recipe, check_choice
-from qtensor.rounding import onto_grid
 from qtensor.tensor import QuantizedTensor
 
-# element name -> (dtype, largest finite value)
-FLOAT8_ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
-
 # Row-wise kernels: CUTLASS for 8.9, 9.x and 10.x, cuBLAS from CUDA 12.9 for 9.x.
-FLOAT8_CAPABILITIES = ((8, 9), (9, 0), (10, 0))
+CAPABILITIES = ((8, 9), (9, 0), (10, 0))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -52,7 +48,7 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "element", tuple(FLOAT8_ELEMENTS))
+        check_choice(self, "element", tuple(ELEMENTS))
         check_choice(self, "granularity", ("row", "tensor"))
         check_choice(self, "power_of_two", (False, True))
 
@@ -62,71 +58,41 @@ class Float8:
 
     def parts(self, recipe: Float8CurrentScaling) -> tuple[PartSpec, ...]:
         """The parts."""
-        dtype, _ = FLOAT8_ELEMENTS[recipe.element]
+        dtype, _ = ELEMENTS[recipe.element]
         per_row = recipe.granularity == "row"
         return PartSpec("payload", dtype), PartSpec("scale", torch.float32, per_row=per_row, block=0)
-
-    def shared_amax(self, x: Tensor, recipe: Float8CurrentScaling) -> Tensor | None:
-        """Of the tensor, or of each row."""
-        return finite_amax(x) if recipe.granularity == "tensor" else row_amax(x)  # [] or [.., 1]
-
-    def encode(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
-        """Parts under the scale that the amax gives."""
-        return self.encode_with(x, recipe, self.quantizer(x, recipe, amax))
 
     def quantizer(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
         """The amax itself: fp32 [] or [.., 1]."""
         assert amax is not None
         return {"amax": amax}
 
+    def grid(self, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """1 / scale and scale, shaped like the amax."""
+        _, largest = ELEMENTS[recipe.element]
+        enc = encoding_scale(largest, quantizer["amax"])
+        if recipe.power_of_two:
+            enc = power_of_two_floor(enc)
+        return enc, quotient(1.0, enc)
+
     def encode_with(
         self, x: Tensor, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Parts under the scale that the quantizer's amax gives."""
         enc = self.grid(recipe, quantizer)[0] if enc is None else enc
-        return {"payload": rounded(x * enc, x, recipe.element), "scale": quotient(1.0, enc)}
-
-    def grid(self, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """1 / scale and scale, shaped like the amax."""
-        _, largest = FLOAT8_ELEMENTS[recipe.element]
-        amax = quantizer["amax"]
-        enc = torch.where(amax == 0, torch.ones_like(amax), quotient(largest, amax)).clamp(max=FLT_MAX)
-        if recipe.power_of_two:
-            enc = power_of_two_floor(enc)
-        return enc, quotient(1.0, enc)
-
-    def snap(self, scaled: Tensor, recipe: Float8CurrentScaling) -> Tensor:
-        """Nearest E4M3 or E5M2 values."""
-        return snapped(scaled, recipe.element)
-
-    def candidates(
-        self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None, *, elementwise: bool = False
-    ) -> Iterator[dict[str, Tensor]]:
-        """MULTIPLES of the amax."""
-        assert amax is not None
-        for multiple in MULTIPLES:
-            yield {"amax": (amax * multiple).clamp(max=FLT_MAX)}
+        return {"payload": fp8.encode(x * enc, finite(x), recipe.element), "scale": quotient(1.0, enc)}
 
     def adopt(self, x: Tensor, recipe: Float8CurrentScaling, scale: Tensor) -> dict[str, Tensor]:
         """Parts under a scale."""
-        return {"payload": rounded(x / scale, x, recipe.element), "scale": scale.clone()}
+        return {"payload": fp8.encode(x / scale, finite(x), recipe.element), "scale": scale.clone()}
+
+    def snap(self, scaled: Tensor, recipe: Float8CurrentScaling) -> Tensor:
+        """Nearest E4M3 or E5M2 values."""
+        return fp8.snapped(scaled, recipe.element)
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
         """Payload * scale."""
         return parts["payload"].float().mul_(parts["scale"])
-
-
-def rounded(scaled: Tensor, x: Tensor, element: str) -> Tensor:
-    """`scaled` (x over its scale) as float8; NaN where x is not finite."""
-    dtype, largest = FLOAT8_ELEMENTS[element]
-    bounded = onto_grid(scaled.clamp(-largest, largest), torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal)
-    return torch.where(finite(x), bounded, math.nan).to(dtype)
-
-
-def snapped(scaled: Tensor, element: str) -> Tensor:
-    """`scaled` rounded to float8, saturating, but still fp32."""
-    dtype, largest = FLOAT8_ELEMENTS[element]
-    return nearest(scaled, largest, torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal)
 
 
 class Float8Tensor(QuantizedTensor):
@@ -147,5 +113,6 @@ def multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtyp
     )
 
 
-register(Float8CurrentScaling, Float8(), Float8Tensor)
-register_route(Float8CurrentScaling, Route(multiply=multiply, capabilities=FLOAT8_CAPABILITIES, columns=16))
+ROUTE = Route(multiply=multiply, capabilities=CAPABILITIES, columns=16)
+NAMES = {"float8-row": Float8CurrentScaling(), "float8-tensor": Float8CurrentScaling(granularity="tensor")}
+register(Float8CurrentScaling, Float8(), Float8Tensor, names=NAMES, route=ROUTE)

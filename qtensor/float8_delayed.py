@@ -21,18 +21,10 @@ import torch
 from torch import Tensor
 
 from qtensor import kernels
-from qtensor.blocks import FLT_MAX, finite_amax, quotient
-from qtensor.float8 import (
-    FLOAT8_CAPABILITIES,
-    FLOAT8_ELEMENTS,
-    Float8,
-    Float8CurrentScaling,
-    Float8Tensor,
-    multiply,
-    rounded,
-)
+from qtensor.blocks import FLT_MAX, quotient
+from qtensor.codecs.fp8 import ELEMENTS
+from qtensor.float8 import ROUTE, Float8, Float8CurrentScaling, Float8Tensor
 from qtensor.formats import PartSpec, register
-from qtensor.products import Route, register_route
 from qtensor.recipes import Recipe, check_choice
 
 
@@ -58,7 +50,7 @@ class Float8DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "element", tuple(FLOAT8_ELEMENTS))
+        check_choice(self, "element", tuple(ELEMENTS))
         check_choice(self, "amax_compute", ("max", "most_recent"))
         for field, least in (("amax_history_len", 1), ("margin", 0)):
             value = getattr(self, field)
@@ -73,22 +65,19 @@ class Float8DelayedScaling(Recipe):
 
 class _Float8Delayed(Float8):
     def parts(self, recipe: Float8DelayedScaling) -> tuple[PartSpec, ...]:  # type: ignore[override]
-        dtype, _ = FLOAT8_ELEMENTS[recipe.element]
+        dtype, _ = ELEMENTS[recipe.element]
         return (
             PartSpec("payload", dtype),
             PartSpec("scale", torch.float32, per_row=False),
             PartSpec("amax_history", torch.float32, per_row=False, length=recipe.amax_history_len, gathered=False),
         )
 
-    def shared_amax(self, x: Tensor, recipe: Float8DelayedScaling) -> Tensor | None:  # type: ignore[override]
-        return finite_amax(x)
-
     def encode_with(  # type: ignore[override]
         self, x: Tensor, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Parts of x with a history that begins with the quantizer's amax."""
-        enc = self.grid(recipe, quantizer)[0] if enc is None else enc
-        return self.quantized(x, recipe, enc, _history(quantizer["amax"], recipe))
+        history = _history(quantizer["amax"], recipe)
+        return {**super().encode_with(x, recipe, quantizer, enc), "amax_history": history}  # type: ignore[arg-type]
 
     def grid(self, recipe: Float8DelayedScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """1 / scale and scale, fp32 []."""
@@ -101,10 +90,8 @@ class _Float8Delayed(Float8):
     ) -> dict[str, Tensor]:
         """Parts of x under the scale that the history gives, and the history with this step's amax in front."""
         rolled = torch.cat([amax.reshape(1), history[:-1]])
-        return self.quantized(x, recipe, _enc(history, quotient(1.0, scale), recipe), rolled)
-
-    def quantized(self, x: Tensor, recipe: Float8DelayedScaling, enc: Tensor, history: Tensor) -> dict[str, Tensor]:
-        return {"payload": rounded(x * enc, x, recipe.element), "scale": quotient(1.0, enc), "amax_history": history}
+        enc = _enc(history, quotient(1.0, scale), recipe)
+        return {**super().encode_with(x, recipe, {}, enc), "amax_history": rolled}  # type: ignore[arg-type]
 
 
 def _history(amax: Tensor, recipe: Float8DelayedScaling) -> Tensor:
@@ -114,7 +101,7 @@ def _history(amax: Tensor, recipe: Float8DelayedScaling) -> Tensor:
 
 def _enc(history: Tensor, previous: Tensor, recipe: Float8DelayedScaling) -> Tensor:
     """The encoding scale, fp32 []."""
-    _, largest = FLOAT8_ELEMENTS[recipe.element]
+    _, largest = ELEMENTS[recipe.element]
     amax = history.amax() if recipe.amax_compute == "max" else history[0]
     enc = quotient(largest * 2.0**-recipe.margin, amax).clamp(max=FLT_MAX)
     return torch.where(torch.isfinite(amax) & (amax > 0), enc, previous)
@@ -135,5 +122,6 @@ class DelayedFloat8Tensor(Float8Tensor):
 
 
 FORMAT = _Float8Delayed()
-register(Float8DelayedScaling, FORMAT, DelayedFloat8Tensor)
-register_route(Float8DelayedScaling, Route(multiply=multiply, capabilities=FLOAT8_CAPABILITIES, columns=16))
+register(
+    Float8DelayedScaling, FORMAT, DelayedFloat8Tensor, names={"float8-delayed": Float8DelayedScaling()}, route=ROUTE
+)

@@ -2,19 +2,22 @@
 
 A `PartSpec` says how one part extends along the logical shape [.., N, K]; everything that cuts, joins, checks or saves
 parts is derived from it, so no other code needs to know a format by name. A format is one file (float8.py, mxfp8.py,
-nvfp4.py) holding its recipe, its numerics and its tensor class; `register` makes it known.
+nvfp4.py) holding its recipe, its numerics and its tensor class, put together from the numbers in qtensor/codecs;
+`register` makes it known.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qtensor.blocks import finite_amax, row_amax
 from qtensor.recipes import Recipe
 
 APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,6 +32,7 @@ class PartSpec:
             shape [], the shared scale, or, with a `length`, [length].
         block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
             means that a whole row shares one element, stored with a last dim of 1.
+        ragged: the last block of a row may hold fewer elements; otherwise K is a multiple of `block`.
         gathered: FSDP's all-gather sends it; products need it.
         codes: what torch calls the numbers of a part that is stored as uint8; None where it has no name for them.
     """
@@ -37,6 +41,7 @@ class PartSpec:
     dtype: torch.dtype
     per_row: bool = True
     block: int = 1
+    ragged: bool = False
     length: int | None = None
     gathered: bool = True
     codes: torch.dtype | None = None
@@ -50,8 +55,14 @@ class PartSpec:
         """Shape of the part of a tensor of shape `logical`."""
         if not self.per_row:
             return () if self.length is None else (self.length,)
-        last = logical[-1] // self.block if self.block else 1
-        return (*logical[:-1], last)
+        return (*logical[:-1], self.columns(0, logical[-1])[1])
+
+    def columns(self, start: int, stop: int) -> tuple[int, int]:
+        """Where the part of the logical columns start:stop, which are whole blocks, begins and ends."""
+        if not self.block:
+            return 0, 1
+        behind = stop + self.block - 1 if self.ragged else stop  # a tracer could not tell that both come to the same
+        return start // self.block, behind // self.block
 
     def extends_along(self, dim: int, ndim: int) -> bool:
         """Whether cutting the logical tensor along `dim` cuts this part too."""
@@ -61,29 +72,27 @@ class PartSpec:
 class Format(Protocol):
     """The numerics of one format, stateless: results depend on the arguments alone. `x` is always fp32 [.., N, K].
 
-    Called in this order when writing: `shared_amax` (agreed over the shards that share the scale, where there are
-    several), then `encode`. `adopt` is `encode` onto a scale that is already decided; `decode` is the way back.
-
-    A quantizer is what decides every scale, before any element is rounded, as plain tensors by name:
+    A quantizer is what decides every scale, before any element is rounded, as plain tensors by name. With `encode` the
+    function below:
 
         encode(x, recipe, amax) == encode_with(x, recipe, quantizer(x, recipe, amax))                 bit for bit
         decode(encode_with(x, recipe, q)) == snap(x * enc, recipe) * dec, enc, dec = grid(recipe, q)  the same, finite x
+
+    A format whose scales some cut of the tensor shares has one method more, `adopt(x, recipe, scale)`, which is
+    `encode` onto a shared scale that is already decided (see the function of that name).
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
         """The parts, payload first."""
 
-    def shared_amax(self, x: Tensor, recipe: Any) -> Tensor | None:
-        """Largest finite magnitudes behind the scales that some cut of the tensor shares (see `shares_scale_along`).
-
-        fp32 [] for a tensor-wide scale, [.., N, 1] for one a row; None where every scale belongs to a block.
-        """
-
-    def encode(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
-        """Parts of x, the shared scales made from `amax` (what shared_amax returned, or what was agreed on)."""
-
     def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
-        """What decides the scales of x; elements that are not finite do not count."""
+        """What decides the scales of x, the shared ones made from `amax`; elements that are not finite do not count."""
+
+    def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(enc, dec), fp32: what x is multiplied by before rounding, and its elements after it.
+
+        One entry for each scale: [], [.., N, 1] or [.., N, K // block].
+        """
 
     def encode_with(
         self, x: Tensor, recipe: Any, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
@@ -93,48 +102,62 @@ class Format(Protocol):
         `enc` is that of the quantizer's `grid`, where it is at hand.
         """
 
-    def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(enc, dec), fp32: what x is multiplied by before rounding, and its elements after it.
-
-        One entry for each scale: [], [.., N, 1] or [.., N, K // block].
-        """
-
     def snap(self, scaled: Tensor, recipe: Any) -> Tensor:
         """The value of the element nearest to each of `scaled`, ties to even, saturating; fp32, finite or infinite."""
-
-    def candidates(
-        self, x: Tensor, recipe: Any, amax: Tensor | None, *, elementwise: bool = False
-    ) -> Iterator[dict[str, Tensor]]:
-        """What a search for better scales tries: quantizers with one candidate for every scale, from large to small.
-
-        A scale that is shared as the amax is: made of MULTIPLES of the amax; a block's: of MULTIPLES of the block's
-        amax, or all that are positive. Left out are scales under which a block decodes as under another candidate,
-        and, with `elementwise`, those under which no element comes nearer to its value than under another candidate.
-        """
-
-    def adopt(self, x: Tensor, recipe: Any, scale: Tensor) -> dict[str, Tensor]:
-        """Parts of x under the given scale, shaped like the amax."""
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Any) -> Tensor:
         """fp32 [.., N, K]. A tensor-wide part may also be given per row ([N, 1, ..]), as a gathered weight has it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How the hardware multiplies two tensors of one format.
+
+    Attributes:
+        multiply: (parts of x [M, K], parts of w [N, K], output dtype) -> [M, N]; tensor-wide parts of x are given per
+            row, [M, 1], those of w as one value or, for a gathered weight, per row, [N, 1].
+        capabilities: the CUDA compute capabilities that have kernels, as (major, least minor).
+        columns, rows: what K and N must be multiples of.
+    """
+
+    multiply: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], torch.dtype], Tensor]
+    capabilities: tuple[tuple[int, int], ...]
+    columns: int
+    rows: int = 16
+
+
 @dataclass(frozen=True)
 class Registration:
-    """What belongs to one recipe type."""
+    """What belongs to one recipe type.
+
+    Attributes:
+        format: the numerics.
+        tensor_class: the class of its quantized tensors.
+        names: short names of common recipes, as one types them on a command line.
+        route: the hardware's product; None where every product is emulated.
+    """
 
     format: Format
     tensor_class: type[Any]
+    names: Mapping[str, Recipe]
+    route: Route | None
 
 
 _registered: dict[type[Recipe], Registration] = {}
 
 
-def register(recipe_type: type[Recipe], fmt: Format, tensor_class: type[Any]) -> None:
-    """Make a format known. A second registration of the same recipe type raises."""
+def register(
+    recipe_type: type[Recipe],
+    fmt: Format,
+    tensor_class: type[Any],
+    *,
+    names: Mapping[str, Recipe] = MappingProxyType({}),
+    route: Route | None = None,
+) -> None:
+    """Make a format known; all fields of its recipe have defaults. A second registration of a recipe type raises."""
     if recipe_type in _registered:
         raise ValueError(f"{recipe_type.__name__} is registered already")
-    _registered[recipe_type] = Registration(fmt, tensor_class)
+    _registered[recipe_type] = Registration(fmt, tensor_class, names, route)
 
 
 def registered(recipe: Recipe) -> Registration:
@@ -146,9 +169,9 @@ def registered(recipe: Recipe) -> Registration:
     return found
 
 
-def recipe_types() -> tuple[type[Recipe], ...]:
-    """The recipe types that have a format, in the order of their registration."""
-    return tuple(_registered)
+def registrations() -> Mapping[type[Recipe], Registration]:
+    """All registrations by recipe type, in their order."""
+    return MappingProxyType(_registered)
 
 
 def format_of(recipe: Recipe) -> Format:
@@ -162,10 +185,44 @@ def specs_of(recipe: Recipe) -> tuple[PartSpec, ...]:
     return format_of(recipe).parts(recipe)
 
 
+def part_names() -> set[str]:
+    """The names that parts have in any of the registered formats."""
+    return {spec.name for kind in _registered for spec in specs_of(kind())}
+
+
+def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
+    """Largest finite magnitudes behind the scales that some cut of the tensor shares (see `shares_scale_along`).
+
+    fp32 [] for a tensor-wide scale, [.., N, 1] for one a row; None where every scale belongs to a block.
+    """
+    specs = format_of(recipe).parts(recipe)  # not specs_of: a tracer looks through no cache
+    if not all(spec.per_row for spec in specs):
+        return finite_amax(x)
+    return None if all(spec.block for spec in specs) else row_amax(x)
+
+
+def encode(x: Tensor, recipe: Recipe, amax: Tensor | None) -> dict[str, Tensor]:
+    """Parts of x (fp32 [.., N, K]), the shared scales made from `amax` (of `shared_amax`, or what was agreed on)."""
+    fmt = format_of(recipe)
+    return fmt.encode_with(x, recipe, fmt.quantizer(x, recipe, amax))
+
+
+def adopt(x: Tensor, recipe: Recipe, scale: Tensor) -> dict[str, Tensor]:
+    """Parts of x (fp32 [.., N, K]) under a given shared scale, shaped like the amax; they may lack a history."""
+    fmt: Any = format_of(recipe)
+    return fmt.adopt(x, recipe, scale)  # type: ignore[no-any-return]
+
+
 @functools.cache
 def block_multiple(recipe: Recipe) -> int:
-    """What K must be a multiple of: 1, or the elements of a block."""
+    """What cuts along K must be multiples of: 1, or the elements of a block."""
     return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block))
+
+
+@functools.cache
+def column_multiple(recipe: Recipe) -> int:
+    """What K must be a multiple of: the elements of a block, unless the last may be smaller."""
+    return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block and not spec.ragged))
 
 
 def row_multiple(recipe: Recipe) -> int:
@@ -200,7 +257,7 @@ def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, f
 
     `full` also checks the rows of square blocks, for a full tensor; a shard may hold any number of rows.
     """
-    multiple = block_multiple(recipe)
+    multiple = column_multiple(recipe)
     if len(shape) == 0:
         raise ValueError(f"{what}: a 0-dim tensor can not be quantized; expected [.., K]")
     if shape[-1] % multiple:

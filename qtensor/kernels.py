@@ -23,7 +23,8 @@ from torch import Tensor
 
 from fsdp_hooks.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.torch_private import is_tracing
-from qtensor.blocks import canonical_nan, row_amax
+from qtensor import formats
+from qtensor.blocks import canonical_nan, finite_amax, row_amax
 from qtensor.formats import (
     PartSpec,
     block_multiple,
@@ -42,30 +43,29 @@ CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
 
 
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
-    """`Format.shared_amax` of dense values [.., N, K] in any floating dtype."""
+    """`formats.shared_amax` of dense values [.., N, K] in any floating dtype."""
     if x.is_meta and not is_tracing() and shares_amax(recipe):
         return x.new_empty(() if tensor_wide(recipe) else (*x.shape[:-1], 1), dtype=torch.float32)
     if _as_defined(x):
-        return format_of(recipe).shared_amax(x.to(torch.float32), recipe)
+        return formats.shared_amax(x.to(torch.float32), recipe)
     if not shares_amax(recipe):
         return None
-    flat, kernel = _rows(x), _amax_kernel(recipe.stored, x.dtype)
-    per_row = tensor_wide(recipe) is None
-    # as one long row where rows do not matter: equal dims would be special to the compiler
-    found = [kernel(flat[piece] if per_row else flat[piece].view(-1)) for piece in _pieces(flat, recipe, kernel)]
-    if per_row:
-        return torch.cat(found).reshape(*x.shape[:-1], 1)
+    if tensor_wide(recipe) is None:
+        return row_amaxes(x)
+    flat = _rows(x)
+    # as one long row, for rows do not matter: equal dims would be special to the compiler
+    found = [_tensor_amax(flat[piece].view(-1)) for piece in _pieces(flat, recipe, _tensor_amax)]
     return found[0] if len(found) == 1 else torch.stack(found).amax()
 
 
 def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, Tensor]:
-    """`Format.encode` of dense values [.., N, K] in any floating dtype; `amax` None: that of the values."""
+    """`formats.encode` of dense values [.., N, K] in any floating dtype; `amax` None: that of the values."""
     if x.is_meta and not is_tracing():
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
     if amax is None:
         amax = shared_amax(x, recipe)
     if _as_defined(x):
-        return format_of(recipe).encode(x.to(torch.float32), recipe, amax)
+        return formats.encode(x.to(torch.float32), recipe, amax)
     if amax is not None and amax.ndim:
         amax = amax.reshape(-1, 1)
     return _over_rows(_encode_kernel(recipe.stored, x.dtype), recipe, x, amax)
@@ -75,7 +75,7 @@ def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """Every row of x quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
     if _as_defined(x) or x.is_meta:
         values = x.to(torch.float32)
-        return format_of(recipe).encode(values, recipe, row_amax(values))
+        return formats.encode(values, recipe, row_amax(values))
     return encode(x, recipe, row_amaxes(x) if tensor_wide(recipe) else None)
 
 
@@ -130,14 +130,11 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
 # One for each recipe, purpose and kind of arguments: dynamo compiles only so many variants of one.
 
 
-@functools.cache
-def _amax_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
-    fmt = format_of(recipe)
+def _amax_of_tensor(x: Tensor) -> Tensor:  # [elements]
+    return finite_amax(x.to(torch.float32))
 
-    def amax(x: Tensor) -> Any:  # [rows, K]
-        return fmt.shared_amax(x.to(torch.float32), recipe)
 
-    return Kernel(amax, f"amax_{_name(recipe, dtype)}")
+_tensor_amax = Kernel(_amax_of_tensor, "amax_of_tensor")
 
 
 def _amax_of_rows(x: Tensor) -> Tensor:  # [rows, K]
@@ -232,8 +229,13 @@ def _own(argument: Tensor | None, piece: slice) -> Tensor | None:
 
 
 def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
-    """[rows, K] -> [rows, blocks, block]; square blocks -> [groups, group, blocks, block], fewer rows: one group."""
+    """[rows, K] -> [rows, blocks, block]; square blocks -> [groups, group, blocks, block], fewer rows: one group.
+
+    A row whose last block holds fewer stays a row.
+    """
     rows, columns = x.shape
+    if columns % block:
+        return x
     tiles = (rows, columns) if block == 1 else (rows, columns // block, block)
     if group > 1:
         tiles = (-(-rows // group), min(group, rows), *tiles[1:])

@@ -10,7 +10,6 @@ quantized; a quantized weight that is later given to a module other than nn.Line
 dense parameter.
 """
 
-import fnmatch
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -31,6 +30,7 @@ from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.loading import watch_loads
 from qtensor.recipes import Recipe
+from qtensor.selection import check_lists, matches, unmatched
 from qtensor.tensor import QuantizedTensor, quantize
 
 STORAGES = ("quantized", "high_precision")
@@ -224,17 +224,13 @@ def quantize_(
         TypeError: a weight is not bf16, fp16 or fp32; a string instead of a list of patterns. Nothing has been changed.
     """
     registered(recipe)
-    for argument, patterns in (("include", include), ("exclude", exclude)):
-        if isinstance(patterns, str):
-            raise TypeError(f"quantize_: {argument} is a list of patterns, got {patterns!r}; write [{patterns!r}]")
+    check_lists("quantize_", include=include, exclude=exclude)
     include, exclude = tuple(include), tuple(exclude)
     linears: dict[str, nn.Linear] = {fqn: child for fqn, child in model.named_modules() if _uses_linear(child)}
-    for pattern in include:
-        if not fnmatch.filter(linears, pattern):
-            raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
-    for pattern in exclude:
-        if not fnmatch.filter(linears, pattern):
-            warnings.warn(f"quantize_: exclude pattern {pattern!r} matches no nn.Linear of the model", stacklevel=2)
+    for pattern in unmatched(include, linears):
+        raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
+    for pattern in unmatched(exclude, linears):
+        warnings.warn(f"quantize_: exclude pattern {pattern!r} matches no nn.Linear of the model", stacklevel=2)
     uses: dict[int, int] = {}
     for child in model.modules():
         for param in child._parameters.values():
@@ -242,8 +238,8 @@ def quantize_(
     chosen = {
         f"{fqn}.weight".lstrip("."): child
         for fqn, child in linears.items()
-        if any(fnmatch.fnmatch(fqn, pattern) for pattern in include)
-        and not any(fnmatch.fnmatch(fqn, pattern) for pattern in exclude)
+        if matches(fqn, include)
+        and not matches(fqn, exclude)
         and not isinstance(child.weight, QuantizedTensor | HighPrecisionWeight)
         and uses[id(child.weight)] == 1
     }

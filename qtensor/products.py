@@ -10,53 +10,25 @@ No amax is taken over several tokens, so the bytes of a token depend on nothing 
 how ranks share it, and no collective is needed.
 
 There are two routes to the product. The hardware's is torch.nn.functional.scaled_mm; a format says in its own file how
-to call it and where its kernels exist (`register_route`), and `scaled_mm_support` tells whether they serve a case, and
+to call it and where its kernels exist (its `Route`), and `scaled_mm_support` tells whether they serve a case, and
 if not why. Everything else is emulated: both operands are decoded to fp32, multiplied in fp32 and rounded once to the
 input's dtype. The two differ by the order and width of the accumulation and by the fp32 rounding of scales, which the
 hardware applies to sums and the emulation to elements. The CPU always emulates.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qtensor import kernels
-from qtensor.formats import describe, format_of
+from qtensor.formats import Route, describe, registered
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
 Parts = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """How the hardware multiplies two tensors of one format.
-
-    Attributes:
-        multiply: (parts of x [M, K], parts of w [N, K], output dtype) -> [M, N]; tensor-wide parts of x are given per
-            row, [M, 1], those of w as one value or, for a gathered weight, per row, [N, 1].
-        capabilities: the CUDA compute capabilities that have kernels, as (major, least minor).
-        columns, rows: what K and N must be multiples of.
-    """
-
-    multiply: Callable[[Parts, Parts, torch.dtype], Tensor]
-    capabilities: tuple[tuple[int, int], ...]
-    columns: int
-    rows: int = 16
-
-
-_routes: dict[type[Recipe], Route] = {}
-
-
-def register_route(recipe_type: type[Recipe], route: Route) -> None:
-    """Enter the hardware's product of a format. A second one for the same recipe type raises."""
-    if recipe_type in _routes:
-        raise ValueError(f"{recipe_type.__name__} has a route already")
-    _routes[recipe_type] = route
 
 
 def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
@@ -82,9 +54,10 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
         flat = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)  # [M, K]
         parts = quantized_rows(flat, weight.recipe)
         supported, _ = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
-        if supported and weight.arrangement.flat is None:
+        route = registered(weight.recipe).route
+        if supported and route is not None and weight.arrangement.flat is None:
             own = weight._parts_per_row()  # noqa: SLF001 - spreads the scales of a gathered weight, as decoding does
-            y = _routes[type(weight.recipe)].multiply(parts, own, x.dtype)
+            y = route.multiply(parts, own, x.dtype)
         else:
             y = emulated(parts, weight, x.dtype)
         return y.reshape(*x.shape[:-1], rows)
@@ -107,12 +80,15 @@ def scaled_mm_support(
     device: torch.device, recipe: Recipe, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[bool, str]:
     """Whether scaled_mm computes [.., columns] @ [rows, columns].T in `dtype` under this recipe; if not, why."""
-    reason = _unfit_device(device, recipe) or _unfit_operands(recipe, dtype, rows, columns)
+    registration = registered(recipe)
+    reason = _unfit_device(device, type(recipe).__name__, registration.route)
+    if not reason and registration.route is not None:
+        payload = registration.format.parts(recipe)[0]
+        reason = _unfit_operands(payload.dtype, registration.route, dtype, rows, columns)
     return not reason, reason
 
 
-def _unfit_device(device: torch.device, recipe: Recipe) -> str:
-    name, route = type(recipe).__name__, _routes.get(type(recipe))
+def _unfit_device(device: torch.device, name: str, route: Route | None) -> str:
     if route is None:
         return f"scaled_mm does not know {name}"
     if device.type != "cuda" or torch.version.cuda is None:
@@ -124,9 +100,8 @@ def _unfit_device(device: torch.device, recipe: Recipe) -> str:
     return f"scaled_mm knows {name} on compute capability {known}, not on {found.major}.{found.minor}"
 
 
-def _unfit_operands(recipe: Recipe, dtype: torch.dtype, rows: int, columns: int) -> str:
-    route = _routes[type(recipe)]
-    if format_of(recipe).parts(recipe)[0].dtype == torch.float8_e5m2:  # of the payload
+def _unfit_operands(payload: torch.dtype, route: Route, dtype: torch.dtype, rows: int, columns: int) -> str:
+    if payload == torch.float8_e5m2:
         return "scaled_mm does not multiply e5m2 by e5m2"
     if dtype != torch.bfloat16:
         return f"scaled_mm is used for bfloat16 inputs, not for {dtype}"

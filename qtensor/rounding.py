@@ -1,7 +1,7 @@
 """How an element is rounded on its way into the payload: to nearest, or stochastically in a write that is `armed`.
 
-The formats hand every element to `onto_grid`, which does nothing unless armed, so that what follows rounds to nearest.
-Compiled code has no trace of it, and armed writes are never compiled.
+The elements in qtensor/codecs hand every value to `onto_grid`, which does nothing unless armed, so that what follows
+rounds to nearest. Compiled code has no trace of it, and armed writes are never compiled.
 """
 
 from collections.abc import Iterator
@@ -52,3 +52,15 @@ def onto_grid(scaled: Tensor, eps: float, smallest_normal: float) -> Tensor:
     lower = steps.floor()
     draws = torch.rand(scaled.shape, generator=generator, dtype=torch.float32, device=scaled.device)
     return torch.copysign((lower + (draws < steps - lower)) * step, scaled)
+
+
+def nearest(scaled: Tensor, largest: float, eps: float, smallest_normal: float) -> Tensor:
+    """Each of `scaled` rounded to a number of few bits, ties to even, saturating; fp32, signs of zeros kept.
+
+    A step of the number is the power of two below times `eps`, the same everywhere below `smallest_normal`. Beside
+    1.5 * 2^23 steps there are no bits for less than one, so that adding them rounds as the number does, and taking them
+    off is exact. Several times faster than converting to float8 and back.
+    """
+    bounded = scaled.clamp(-largest, largest)
+    steps = power_of_two_floor(bounded).clamp_(min=smallest_normal).mul_(eps * 1.5 * 2.0**23)
+    return bounded.add_(steps).sub_(steps).copysign_(scaled)

@@ -196,7 +196,8 @@ def _cut_part(q: QuantizedTensor, spec: PartSpec, dim: int, start: int, end: int
     if not spec.extends_along(dim, ndim):
         # a cut along K stands on its own: sharing the scale of its rows would let a write to it reach its siblings
         return part if (start, end) == (0, q.shape[dim]) else part.clone()
-    piece = part.narrow(dim, start // spec.block, end // spec.block - start // spec.block)
+    first, last = spec.columns(start, end)
+    piece = part.narrow(dim, first, last - first)
     return piece if piece.is_contiguous() and piece.shape == part.shape else piece.contiguous()
 
 

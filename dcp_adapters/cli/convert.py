@@ -33,9 +33,9 @@ from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.durable import give_name, refuse_taken
 from dcp_adapters.stored.progress import Advance, unseen
-from dcp_adapters.words import matches
-from qtensor.formats import APPEARANCE_DTYPES, block_multiple
+from qtensor.formats import APPEARANCE_DTYPES, column_multiple
 from qtensor.recipes import Recipe
+from qtensor.selection import matches, unmatched
 from qtensor.tensor import QuantizedTensor, quantize
 
 Target = Recipe | torch.dtype
@@ -73,10 +73,10 @@ def plan_conversion(
             quantized under the recipe (all of them are listed).
     """
     eligible = {name: tensor for name, tensor in tensors.items() if tensor.recipe is not None or isinstance(to, Recipe)}
-    unmatched = [pattern for pattern in include if not any(matches(name, [pattern]) for name in eligible)]
-    if unmatched:
+    idle = unmatched(include, eligible)
+    if idle:
         what = "tensor" if isinstance(to, Recipe) else "quantized tensor"
-        raise ConversionRefused(f"--include {' '.join(unmatched)} matches no {what}; see the names with inspect")
+        raise ConversionRefused(f"--include {' '.join(idle)} matches no {what}; see the names with inspect")
     selected = [
         tensor
         for name, tensor in eligible.items()
@@ -95,8 +95,8 @@ def plan_conversion(
                 f"{len(obstacles)} of {len(selected)} selected tensors can not be quantized as {to}; leave them out "
                 "with --exclude:\n" + "\n".join(obstacles)
             )
-    idle = tuple(pattern for pattern in exclude if not any(matches(name, [pattern]) for name in tensors))
-    return ConversionPlan(to, frozenset(tensor.name for tensor in selected if not _is(tensor, to)), idle)
+    named = frozenset(tensor.name for tensor in selected if not _is(tensor, to))
+    return ConversionPlan(to, named, tuple(unmatched(exclude, tensors)))
 
 
 def convert_checkpoint(
@@ -148,7 +148,7 @@ def _is(tensor: Entry, to: Target) -> bool:
 
 def _obstacle(tensor: Entry, recipe: Recipe) -> str | None:
     """Why a tensor can not be quantized, None where it can."""
-    multiple, shape = block_multiple(recipe), tensor.shape
+    multiple, shape = column_multiple(recipe), tensor.shape
     if tensor.dtype not in APPEARANCE_DTYPES:
         return f"{tensor.kind}, expected bfloat16, float16 or float32"
     if tensor.recipe is None and len(shape) < 2:

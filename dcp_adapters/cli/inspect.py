@@ -14,7 +14,8 @@ import torch
 from dcp_adapters.entry import Entry
 from dcp_adapters.source import Stored
 from dcp_adapters.tables import human_bytes, table
-from dcp_adapters.words import in_order, matches
+from dcp_adapters.words import in_order
+from qtensor.selection import matches
 
 FORMAT = "dcp_adapters.inspect/1"
 
@@ -150,8 +151,8 @@ class Inspection:
 
 def inspect_checkpoint(checkpoint: Stored, patterns: Sequence[str] = ()) -> Inspection:
     """Describe a checkpoint, or only the entries whose names match one of the globs, in the order of their names."""
-    files = checkpoint.file_bytes()
-    chosen = [name for name in in_order(checkpoint.entries) if _wanted(name, patterns)]
+    files, globs = checkpoint.file_bytes(), patterns or ["*"]
+    chosen = [name for name in in_order(checkpoint.entries) if matches(name, globs)]
     return Inspection(
         path=str(checkpoint.path),
         layout=checkpoint.layout,
@@ -161,7 +162,7 @@ def inspect_checkpoint(checkpoint: Stored, patterns: Sequence[str] = ()) -> Insp
         files=len(files),
         tensors=[checkpoint.entries[name] for name in chosen],
         chunks={name: checkpoint.chunks(name) for name in chosen},
-        blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if _wanted(name, patterns)],
+        blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if matches(name, globs)],
     )
 
 
@@ -170,10 +171,6 @@ def _look(column: str, cell: str) -> str:
     if column == "kind":
         return "bold" if cell == "total" else "" if isinstance(getattr(torch, cell, None), torch.dtype) else "cyan"
     return {"bytes": "green", "parts": "dim", "chunks": "dim", "shape": "dim"}.get(column, "")
-
-
-def _wanted(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or matches(name, patterns)
 
 
 def _total(kind: str, tensors: Sequence[Entry]) -> Total:

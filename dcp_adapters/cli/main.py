@@ -26,7 +26,7 @@ from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.hf.verify import verify_directory
-from dcp_adapters.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.recipe_names import DTYPES, recipe_label, short_names, target_named
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.stored.progress import Advance, progress
@@ -266,7 +266,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     globs: dict[str, Any] = {"metavar": "GLOB", "action": "extend", "nargs": "+", "default": []}
     parser.add_argument("source", metavar="SRC", help="the checkpoint to convert")
     parser.add_argument("destination", metavar="DST", help="the directory to write; must not exist, or be empty")
-    names = f"{', '.join(SHORT_NAMES)}, the name of a recipe's type, or {', '.join(DTYPES)}"
+    names = f"{', '.join(short_names())}, the name of a recipe's type, or {', '.join(DTYPES)}"
     parser.add_argument("--to", metavar="FORMAT", required=True, help=names)
     parser.add_argument("--include", **globs, help="convert the tensors with these names (default: all quantized ones)")
     parser.add_argument("--exclude", **globs, help="leave the tensors with these names as they are")

@@ -16,7 +16,7 @@ import torch
 from dcp_adapters.hf.claims import Claims, claims_of
 from dcp_adapters.hf.directory import Directory, FileTensor, listed
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, Layout, Scheme, SchemeEntry, Stored
-from qtensor.formats import PartSpec, block_multiple, specs_of
+from qtensor.formats import PartSpec, column_multiple, specs_of
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -186,7 +186,7 @@ def _fitting(
     if len(payload) != 2:
         return None
     shape = (payload[0], payload[1] * specs["payload"].block)
-    if shape[1] % block_multiple(recipe):
+    if shape[1] % column_multiple(recipe):
         return None
     specs[INPUT_SCALE] = PartSpec(INPUT_SCALE, torch.float32, per_row=False)
     if not all(_is_part(codes[one.name], one, specs[one.part], shape) for one in entry.stored):

@@ -104,9 +104,7 @@ class StoredSource(Source):
     def __init__(self, stored: Stored, prefix: str | None = None, like: Collection[str] | None = None) -> None:
         self._stored = stored
         if prefix is None:
-            places = {
-                name: stored.paths.get(entry.part_keys()[0], (name,)) for name, entry in stored.entries.items()
-            }
+            places = {name: stored.paths.get(entry.part_keys()[0], (name,)) for name, entry in stored.entries.items()}
             quantized = {name for name, entry in stored.entries.items() if entry.recipe is not None}
             prefix = weights_prefix(places, quantized, like)
         blobs = [name for name in stored.blobs if name.startswith(prefix)]

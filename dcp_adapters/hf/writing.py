@@ -29,7 +29,7 @@ from dcp_adapters.stored.durable import give_name, sync
 from dcp_adapters.stored.part_values import holds_nan
 from dcp_adapters.stored.progress import Advance
 from fsdp_hooks.alike import on_all, rank_of, ranks_of
-from qtensor.formats import format_of
+from qtensor.formats import adopt
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -132,7 +132,7 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
 def _renewed(recipe: Recipe, parts: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """The parts of the same values under another global scale."""
     dense = QuantizedTensor.from_parts(dict(parts), recipe, torch.float32).dequantize(torch.float32)
-    return format_of(recipe).adopt(dense, recipe, torch.tensor(scale, dtype=torch.float32, device=dense.device))
+    return adopt(dense, recipe, torch.tensor(scale, dtype=torch.float32, device=dense.device))
 
 
 def _check_numbers(name: str, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:

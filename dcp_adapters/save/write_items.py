@@ -102,8 +102,9 @@ def box_of(name: str, value: Tensor, q: QuantizedTensor) -> Box | None:
     if value.device_mesh.get_coordinate() is None:
         return None
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    multiple = block_multiple(q.recipe)
-    if tuple(sizes) != tuple(q.shape) or offsets[-1] % multiple or sizes[-1] % multiple:
+    multiple, end = block_multiple(q.recipe), offsets[-1] + sizes[-1]
+    splits = offsets[-1] % multiple or (end % multiple and end != value.shape[-1])
+    if tuple(sizes) != tuple(q.shape) or splits:
         raise ValueError(
             f"{name}: a shard of {tuple(q.shape)} at {tuple(offsets)} out of {tuple(value.shape)}, expected "
             f"{tuple(sizes)}: column cuts must fall on multiples of {multiple}; choose a mesh that divides K into such "
@@ -117,7 +118,7 @@ def part_box(spec: PartSpec, offsets: Sequence[int], sizes: Sequence[int]) -> Bo
     shape = spec.shape(sizes)
     if not spec.per_row:
         return (0,) * len(shape), shape
-    return (*offsets[:-1], offsets[-1] // spec.block if spec.block else 0), shape
+    return (*offsets[:-1], spec.columns(offsets[-1], offsets[-1] + sizes[-1])[0]), shape
 
 
 _PROPERTIES: dict[torch.dtype, TensorProperties] = {}

@@ -4,14 +4,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_adapters.manifest import Manifest
 from dcp_adapters.reading.metadata_checks import METADATA, Fault
-
-PARTS = frozenset({"payload", "scale", "global_scale", "amax_history"})
+from qtensor.formats import part_names
 
 
 def manifest_faults(manifest: Manifest, metadata: Metadata) -> list[Fault]:
     """Where the manifest and the stored tensors contradict each other."""
     stored, faults = metadata.state_dict_metadata, []
-    owned, parts = set(), PARTS.union(*(entry.parts() for entry in manifest.tensors.values()))
+    owned, parts = set(), part_names().union(*(entry.parts() for entry in manifest.tensors.values()))
     for name, entry in manifest.tensors.items():
         if name in stored:
             faults.append(Fault(METADATA, name, "it is held as a whole, beside the parts that the manifest lists"))

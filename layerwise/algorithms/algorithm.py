@@ -52,8 +52,8 @@ class Linear:
     Attributes:
         name: fqn of the parameter, with the number of the expert in brackets where it has several.
         weight: [N, K], the high-precision values in the model's dtype: the live tensor.
-        amax: what decides its shared scale, as `Format.shared_amax` returns it, agreed with the siblings that share it;
-            None for formats without a shared scale.
+        amax: what decides its shared scale, as `formats.shared_amax` returns it, agreed with the siblings that share
+            it; None for formats without a shared scale.
     """
 
     name: str

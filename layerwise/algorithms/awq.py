@@ -28,7 +28,7 @@ from layerwise.algorithms.clipping import best_clips, finite, local_hessian_of, 
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
 from qtensor.blocks import tile
-from qtensor.formats import block_multiple, format_of
+from qtensor.formats import block_multiple, format_of, shared_amax
 from qtensor.recipes import Recipe, check_choice
 
 
@@ -164,7 +164,7 @@ def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor
             weights = [(w * factors).to(one.weight.dtype).float() for w, one in zip(weights, linears, strict=True)]
             if not all(bool(torch.isfinite(w).all()) for w in weights):
                 return math.inf
-            amaxes = [fmt.shared_amax(w, recipe) for w in weights]
+            amaxes = [shared_amax(w, recipe) for w in weights]
             if len(members) > 1:
                 amaxes = [torch.stack([a for a in amaxes if a is not None]).amax()] * len(members)
         for one, w, amax in zip(linears, weights, amaxes, strict=True):

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK, Group, Linear
-from qtensor.blocks import finite_magnitude, scatter_blocks, tile
+from layerwise.algorithms.candidates import scaled_quantizer, spread
+from qtensor.blocks import tile
 from qtensor.formats import format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
 
@@ -48,7 +49,7 @@ def finite(weight: Tensor) -> Tensor:
 def rounded(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Tensor:
     """fp32 [N, K], what x is once it is stored under this quantizer."""
     fmt = format_of(recipe)
-    enc, dec = (_spread(scales, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
+    enc, dec = (spread(scales, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
     return fmt.snap(x * enc, recipe) * dec
 
 
@@ -88,34 +89,24 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
     for members in sharing(group.linears) if _served(recipe) is None else [[i] for i in range(len(group.linears))]:
         linears = [group.linears[i] for i in members]
         weights = [finite(one.weight) for one in linears]
-        best = [torch.ones_like(_amax(w, recipe, one.amax)) for w, one in zip(weights, linears, strict=True)]
+        best: list[Tensor] = []
         least: list[Tensor] = []
         for ratio in ratios:
             errors = []
             for w, one in zip(weights, linears, strict=True):
                 each = torch.tensor(ratio, dtype=torch.float32, device=w.device)
-                quantizer = clipped_quantizer(w, recipe, one.amax, each)
+                quantizer = scaled_quantizer(w, recipe, one.amax, each)
                 errors.append(_error(rounded(w, recipe, quantizer) - w, recipe, local_hessian))
             if _served(recipe) is None:
                 errors = [torch.stack(errors).sum(dim=0)] * len(errors)
             if not least:
-                least = errors
+                best, least = [torch.full_like(error, ratio) for error in errors], errors
             better = [new < old for new, old in zip(errors, least, strict=True)]
             best = [torch.where(b, ratio, old) for b, old in zip(better, best, strict=True)]
             least = [torch.where(b, new, old) for b, new, old in zip(better, errors, least, strict=True)]
         for i, one, w, chosen in zip(members, linears, weights, best, strict=True):
-            found[i] = Clipped(clipped_quantizer(w, recipe, one.amax, chosen), chosen)
+            found[i] = Clipped(scaled_quantizer(w, recipe, one.amax, chosen), chosen)
     return [one for one in found if one is not None]
-
-
-def clipped_quantizer(w: Tensor, recipe: Recipe, amax: Tensor | None, ratios: Tensor) -> Quantizer:
-    """The quantizer of w with every amax that decides one of its scales multiplied by its ratio (one, or one each)."""
-    fmt = format_of(recipe)
-    limits = _amax(w, recipe, amax) * ratios
-    if not _served(recipe):  # the shared amax is the one that decides
-        return fmt.quantizer(w, recipe, limits)
-    spread = _spread(limits, w.shape[-1])
-    return fmt.quantizer(torch.maximum(torch.minimum(w, spread), -spread), recipe, amax)
 
 
 def _served(recipe: Recipe) -> int | None:
@@ -124,18 +115,8 @@ def _served(recipe: Recipe) -> int | None:
     return spec.block if spec.per_row else None
 
 
-def _amax(w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
-    """What decides each scale: [], [N, 1] or [N, K // block]."""
-    block = _served(recipe)
-    if not block:
-        assert amax is not None
-        return amax
-    own = finite_magnitude(tile(w, block)).amax(dim=-1)
-    return scatter_blocks(own, block) if row_multiple(recipe) > 1 else own
-
-
 def _error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
-    """The local error of `off` [N, K] for each scale, shaped like the amaxes."""
+    """The local error of `off` [N, K] for each scale, shaped like its scales."""
     block = _served(recipe)
     tiles = tile(F.pad(off, (0, -off.shape[-1] % SUB_BLOCK)), SUB_BLOCK).transpose(0, 1)  # [b, N, 16]
     each = (torch.bmm(tiles, local_hessian) * tiles).sum(dim=-1).t()  # [N, b]
@@ -149,10 +130,3 @@ def _error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
         return errors
     square = errors.reshape(-1, rows, errors.shape[-1]).sum(dim=1)  # [N // rows, K // block]
     return square.repeat_interleave(rows, dim=0)
-
-
-def _spread(scales: Tensor, columns: int) -> Tensor:
-    """One value for each scale -> something that multiplies [N, K]."""
-    if scales.ndim == 0 or scales.shape[-1] == 1:
-        return scales
-    return scales.repeat_interleave(columns // scales.shape[-1], dim=-1)

@@ -1,4 +1,4 @@
-"""The search for better scales: every candidate of the format, the error of each, the best for whatever shares a scale.
+"""The search for better scales: the error of every candidate (candidates.py), the best for whatever shares a scale.
 
     error(scale) = sum over all that shares it of e_b^T H_b e_b,   e = decoded - weight, H_b = 1 or of a block's inputs
 
@@ -11,7 +11,7 @@ Nothing is packed into payloads: an error needs `Format.snap` alone. Rows are ta
 over them stay in the processor's cache, and transposed, [K, rows], so that one scale lies beside the next.
 
 Without H, each element's error counts by itself, and two kinds of candidates are not even tried. What doubled scales
-lose is the format's to know (`candidates(elementwise=True)`); that is exact but for elements beside a tie, which the
+lose is known beforehand (`candidates(elementwise=True)`); that is exact but for elements beside a tie, which the
 rounding of weight / scale, 2^-23 of it, may send to either side. And a scale that is too small saturates the largest
 element: its (amax - largest * dec)^2 is one term of the error, so where that alone is more than the best error so far,
 this candidate loses, and so do all that follow, whose scales are smaller. Computed sums are no less than their computed
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK
+from layerwise.algorithms.candidates import candidates
 from qtensor.blocks import FLT_MAX, finite_amax, power_of_two_floor, quotient
 from qtensor.formats import Format, format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
@@ -47,7 +48,7 @@ Quantizer = Mapping[str, Tensor]
 def search(
     weight: Tensor, recipe: Recipe, amax: Tensor | None, hessian: Tensor | None = None
 ) -> tuple[dict[str, Tensor], float]:
-    """The quantizer of least error among Max's and the format's candidates.
+    """The quantizer of least error among Max's and the candidates.
 
     Args:
         weight: [N, K]; elements that are not finite do not count.
@@ -68,8 +69,8 @@ def search(
         x = torch.where(torch.isfinite(x), x, torch.zeros_like(x))
         shared = amax[rows] if amax is not None and amax.ndim else amax
         own = fmt.quantizer(x, recipe, shared)
-        candidates = fmt.candidates(x, recipe, shared, elementwise=hessian is None)
-        best = _best(_Span(x, recipe, own, unit, hessian), own, candidates)
+        tried = candidates(x, recipe, shared, elementwise=hessian is None)
+        best = _best(_Span(x, recipe, own, unit, hessian), own, tried)
         found.append(best)
         before, after = (fmt.grid(recipe, quantizer)[1].double() for quantizer in (own, best))
         ratios.append(torch.stack([(after / before)[before > 0].sum(), (before > 0).sum()]))
@@ -164,11 +165,11 @@ class _Span:
         return reduce(groups, dim=1, keepdim=True).expand_as(groups).flatten(0, 1)[: len(per_row)]
 
 
-def _best(span: _Span, own: Quantizer, candidates: Iterator[dict[str, Tensor]]) -> Quantizer:
-    """The best for each scale: `own`, or the last of the least errors among candidates, whose scales fall."""
+def _best(span: _Span, own: Quantizer, tried: Iterator[dict[str, Tensor]]) -> Quantizer:
+    """The best for each scale: `own`, or the last of the least errors among those tried, whose scales fall."""
     best, least = own, span.errors(own)
     enough = least * BETTER
-    for candidate in candidates:
+    for candidate in tried:
         bound = span.least_errors(candidate)
         if not ((bound < enough) & (bound <= least)).any():
             break

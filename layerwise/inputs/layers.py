@@ -5,9 +5,10 @@ experts inside a layer is not one of them). Otherwise what the user names: fqns,
 """
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 from torch import nn
+
+from qtensor.selection import matches
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -75,7 +76,7 @@ def _matches(model: nn.Module, fqns: dict[nn.Module, str], wanted: object) -> li
     exact = [module for module, fqn in fqns.items() if fqn == wanted]
     if exact:
         return exact
-    matching = {fqn: module for module, fqn in fqns.items() if fnmatchcase(fqn, wanted)}
+    matching = {fqn: module for module, fqn in fqns.items() if matches(fqn, [wanted])}
     if not matching:
         raise ValueError(f"layers: {wanted!r} matches no module of the model; {_what_there_is(model)}")
     return [module for fqn, module in matching.items() if not any(outer in matching for outer in _outside(fqn))]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like
 from fsdp_hooks.versions import count_writes
-from qtensor.formats import format_of, specs_of
+from qtensor.formats import format_of, shared_amax, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -44,8 +44,7 @@ def kept_quantizer(quantizer: Mapping[str, Tensor], param: Tensor) -> dict[str, 
 def empty_quantizer(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """Uninitialised tensors like `kept_quantizer` gives, to load into."""
     full = torch.zeros(param.shape, dtype=torch.float32, device="meta")
-    fmt = format_of(recipe)
-    quantizer = fmt.quantizer(full, recipe, fmt.shared_amax(full, recipe))
+    quantizer = format_of(recipe).quantizer(full, recipe, shared_amax(full, recipe))
     _, rows = _own_rows(param)
     return {
         name: _placed(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters.cli.main import main
-from dcp_adapters.recipe_names import SHORT_NAMES, recipe_label, target_named
+from dcp_adapters.recipe_names import recipe_label, short_names, target_named
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.tables import table
 from dcp_adapters.words import in_order
@@ -142,7 +142,7 @@ def test_options_have_the_types_of_the_fields() -> None:
     assert target_named("Float8DelayedScaling", {"margin": "2"}) == Float8DelayedScaling(margin=2)
     assert target_named("nvfp4-square") == NVFP4BlockScaling(blocks="square")
     assert target_named("bfloat16") == torch.bfloat16
-    assert [recipe_label(recipe) for recipe in SHORT_NAMES.values()] == list(SHORT_NAMES)
+    assert [recipe_label(recipe) for recipe in short_names().values()] == list(short_names())
     assert recipe_label(MXFP8BlockScaling(element="e5m2", activations="dynamic")) == (
         "MXFP8BlockScaling(element='e5m2', blocks='row', scale_rounding='up')"
     )

@@ -46,6 +46,20 @@ def test_it_is_saved_loaded_verified_and_reported(
     assert "Foreign128" in (tmp_path / "page.html").read_text()
 
 
+def test_its_last_block_of_a_row_may_be_smaller(foreign: Any, tmp_path: Path) -> None:
+    full = {"w": quantize(values((64, 200), 0), foreign(scales="tail"))}
+    save(full, tmp_path / "a")
+    found = {"w": quantize(values((64, 200), 1), foreign(scales="tail"))}
+    load(found, tmp_path / "a")
+    assert_holds(found, full)
+    assert verify(tmp_path / "a").findings == ()
+    assert main(["report", str(tmp_path / "a"), "-o", str(tmp_path / "page.html")]) == 0
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "float8-row", "--no-progress"]) == 0
+    back = ["--to", "Foreign128", "--option", "scales=tail", "--no-progress"]
+    assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c"), *back]) == 0
+    assert verify(tmp_path / "c").findings == ()
+
+
 def test_it_is_named_on_the_command_line(foreign: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert target_named("Foreign128", {"scales": "bf16"}) == foreign(scales="bf16")
     assert recipe_label(foreign()) == "Foreign128(scales='bytes')"

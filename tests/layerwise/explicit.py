@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import Group, Inputs, Linear, Smoothing
-from qtensor.formats import format_of
+from qtensor.formats import encode, format_of, shared_amax
 
 K = 64
 
@@ -45,7 +45,7 @@ def weights_for(seed: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 def group_of(weights: Sequence[Tensor], recipe: Any, inputs: Inputs | None, *, agreed: bool = False) -> Group:
     """A group; `agreed` makes its linears siblings that share what is tensor-wide."""
-    amaxes = [format_of(recipe).shared_amax(w.float(), recipe) for w in weights]
+    amaxes = [shared_amax(w.float(), recipe) for w in weights]
     if agreed:
         amaxes = [torch.stack(amaxes).amax()] * len(amaxes)
     return Group(tuple(Linear(f"w{i}", w, a) for i, (w, a) in enumerate(zip(weights, amaxes, strict=True))), inputs)
@@ -60,7 +60,7 @@ def stored(w: Tensor, recipe: Any, quantizer: Mapping[str, Tensor]) -> Tensor:
 def as_max(linear: Linear, recipe: Any) -> Tensor:
     """fp64, what the bytes of a plain quantization decode to."""
     fmt = format_of(recipe)
-    return fmt.decode(fmt.encode(linear.weight.float(), recipe, linear.amax), recipe).double()
+    return fmt.decode(encode(linear.weight.float(), recipe, linear.amax), recipe).double()
 
 
 def output_error(x: Tensor, off: Tensor) -> float:

@@ -19,7 +19,7 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.formats import format_of
+from qtensor.formats import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
@@ -276,7 +276,7 @@ def test_row_slices_alias_the_same_rows_of_all_parts(recipe: Any) -> None:
 def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
     """Equal to quantizing the rows alone, with the amax of the whole where the format has a tensor-wide scale."""
     x = weight(96, 64)
-    q, multiple, fmt = quantize(x, recipe), row_multiple(recipe), format_of(recipe)
+    q, multiple = quantize(x, recipe), row_multiple(recipe)
     for start, stop in [
         (0, 32),
         (32, 96),
@@ -285,8 +285,8 @@ def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
         (0, 96),
         (50 // multiple * multiple,) * 2,
     ]:
-        amax = fmt.shared_amax(x.float(), recipe)  # of the tensor, or of each row
-        alone = fmt.encode(x[start:stop].float(), recipe, amax[start:stop] if amax is not None and amax.ndim else amax)
+        amax = shared_amax(x.float(), recipe)  # of the tensor, or of each row
+        alone = encode(x[start:stop].float(), recipe, amax[start:stop] if amax is not None and amax.ndim else amax)
         assert same_parts(q[start:stop], QuantizedTensor.from_parts(alone, recipe, x.dtype))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_hooks.compiled import COMPILED_FROM
 from qtensor import quantize, use_kernels
-from qtensor.formats import format_of
+from qtensor.formats import encode, format_of
 from tests.qtensor.foreign import SCALES, foreign_format
 from tests.qtensor.recipes_under_test import same_bytes, weight
 
@@ -26,7 +26,7 @@ def foreign() -> Iterator[Any]:
 
 def assert_as_defined(x: Tensor, recipe: Any) -> None:
     fmt = format_of(recipe)
-    wanted = fmt.encode(x.float(), recipe, None)
+    wanted = encode(x.float(), recipe, None)
     q = quantize(x, recipe)
     assert q.parts().keys() == wanted.keys()
     for name, part in wanted.items():
@@ -47,3 +47,19 @@ def test_large_tensors_take_kernels_of_any_block(scales: str, mode: str, foreign
             assert_as_defined(weight(rows, columns, torch.bfloat16), foreign(scales=scales))
     finally:
         use_kernels(before)
+
+
+def test_the_last_block_of_a_row_may_be_smaller(foreign: Any) -> None:
+    recipe = foreign(scales="tail")
+    for rows, columns in ((5, 200), (3, 100), (1031, 300)):  # the last in chunks
+        assert_as_defined(weight(rows, columns, torch.bfloat16), recipe)
+    x = weight(5, 200)
+    q = quantize(x, recipe)
+    assert q.spread.shape == (5, 2)
+    for columns in (slice(0, 128), slice(128, 200)):
+        assert same_bytes(q[:, columns].dequantize(), q.dequantize()[:, columns])
+        assert same_bytes(q[:, columns].spread, quantize(x[:, columns], recipe).spread)
+    with pytest.raises(ValueError, match="cuts along K must be multiples of 128"):
+        q[:, 100:]
+    with pytest.raises(ValueError, match="K=200, which is not a multiple of 128"):
+        quantize(x, foreign())

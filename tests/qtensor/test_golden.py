@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qtensor import QuantizedTensor, quantize
 from qtensor.blocks import canonical_nan
-from qtensor.formats import format_of
+from qtensor.formats import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import RECIPES, raw, row_multiple, same_bytes
 
 GOLDEN_RECIPES = ["float8_row", "float8_tensor", "mxfp8_row", "mxfp8_square", "nvfp4_row", "nvfp4_square"]
@@ -106,13 +106,13 @@ def test_shards_quantized_with_the_agreed_amax_are_slices_of_the_whole(golden: G
 
 
 def assert_shards(recipe: Any, x: Tensor, parts: dict[str, Tensor], rows: int) -> None:
-    fmt, dense = format_of(recipe), x.float()
+    dense = x.float()
     shards = dense.split(rows)
-    amaxes = [fmt.shared_amax(shard, recipe) for shard in shards]
+    amaxes = [shared_amax(shard, recipe) for shard in shards]
     if amaxes[0] is not None and amaxes[0].ndim == 0:
         amaxes = [torch.stack(amaxes).amax()] * len(shards)
     for start, shard, agreed in zip(range(0, x.shape[0], rows), shards, amaxes, strict=True):
-        encoded = fmt.encode(shard, recipe, agreed)
+        encoded = encode(shard, recipe, agreed)
         expected = {name: part[start : start + rows] if part.ndim else part for name, part in parts.items()}
         assert_parts(encoded, expected, f"rows {start}:{start + rows}")
 
@@ -129,7 +129,7 @@ def compiled(recipe: Any) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]
     fmt = format_of(recipe)
 
     def encode_and_decode(x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        parts = fmt.encode(x, recipe, fmt.shared_amax(x, recipe))
+        parts = encode(x, recipe, shared_amax(x, recipe))
         return parts, canonical_nan(fmt.decode(parts, recipe))  # as QuantizedTensor.dequantize does
 
     return torch.compile(encode_and_decode, fullgraph=True, dynamic=True)

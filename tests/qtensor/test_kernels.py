@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_hooks import compiled
 from fsdp_hooks.compiled import Kernel
 from qtensor import QuantizedTensor, kernels, quantize, use_kernels
-from qtensor.formats import format_of
+from qtensor.formats import encode, shared_amax
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, block_of, every_recipe, same_bytes, weight
 
 INF, NAN = float("inf"), float("nan")
@@ -45,8 +45,8 @@ def awkward(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 def parts_as_defined(x: Tensor, recipe: Any) -> dict[str, Tensor]:
     """What the format says of the whole tensor at once."""
-    fmt, values = format_of(recipe), x.float()
-    return fmt.encode(values, recipe, fmt.shared_amax(values, recipe))
+    values = x.float()
+    return encode(values, recipe, shared_amax(values, recipe))
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
-from qtensor.formats import format_of
+from qtensor.formats import adopt
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
@@ -231,7 +231,7 @@ def test_adopting_a_larger_scale_loses_half_a_step_of_that_scale(name: str, x: n
     q = quantize(dense, recipe)
     wide = q.tensor_wide()
     scale = getattr(q, wide) * factor
-    adopted = QuantizedTensor.from_parts(format_of(recipe).adopt(dense, recipe, scale), recipe, torch.float32)
+    adopted = QuantizedTensor.from_parts(adopt(dense, recipe, scale), recipe, torch.float32)
     assert same_bytes(getattr(adopted, wide), scale)
     assert ((adopted.dequantize().double() - dense.double()).abs() <= error_bound(dense, adopted)).all()
 
@@ -239,7 +239,7 @@ def test_adopting_a_larger_scale_loses_half_a_step_of_that_scale(name: str, x: n
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("float8_tensor", "nvfp4"))])
 def test_adopting_a_scale_as_large_as_any_keeps_zeros(name: str) -> None:
     recipe = RECIPES[name]
-    adopted = format_of(recipe).adopt(torch.zeros(32, 64), recipe, torch.tensor(3.0))
+    adopted = adopt(torch.zeros(32, 64), recipe, torch.tensor(3.0))
     assert (QuantizedTensor.from_parts(adopted, recipe, torch.float32).dequantize() == 0).all()
 
 

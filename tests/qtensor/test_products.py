@@ -25,7 +25,7 @@ from qtensor import (
     quantize,
 )
 from qtensor.formats import format_of
-from qtensor.products import Route, product, quantized_rows, register_route, scaled_mm_support, swizzled
+from qtensor.products import product, quantized_rows, scaled_mm_support, swizzled
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, raw, same_bytes, tensor_wide_recipes, weight
 
 INPUT_SHAPES = [(96,), (7, 96), (3, 5, 96), (2, 3, 5, 96), (0, 96), (2, 0, 96)]
@@ -295,13 +295,6 @@ def test_a_device_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     )
     monkeypatch.setattr(torch.version, "cuda", None)  # a ROCm build calls its devices cuda as well
     assert not scaled_mm_support(device, Float8CurrentScaling(), torch.bfloat16, 64, 96)[0]
-
-
-def test_a_second_route_for_a_recipe_is_refused() -> None:
-    with pytest.raises(ValueError, match="Float8CurrentScaling has a route already"):
-        register_route(
-            Float8CurrentScaling, Route(multiply=lambda x, w, dtype: x["payload"], capabilities=(), columns=1)
-        )
 
 
 # -- what the hardware is asked ----------------------------------------------------------------------------------------

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 from qtensor import Float8DelayedScaling, NVFP4BlockScaling
-from qtensor.formats import format_of
-from tests.qtensor.recipes_under_test import (
-    RECIPES,
-    all_recipes,
-    block_of,
-    element_of,
-    every_recipe,
-    same_bytes,
-    weight,
-)
+from qtensor.formats import encode, format_of, shared_amax
+from tests.qtensor.recipes_under_test import RECIPES, all_recipes, element_of, every_recipe, same_bytes, weight
 
 INF, NAN = float("inf"), float("nan")
 # magnitudes of weights, of the smallest and of the largest fp32 numbers, where scales saturate
@@ -48,7 +40,7 @@ def spread(scale: Tensor, like: Tensor) -> Tensor:
 def other_quantizer(x: Tensor, recipe: Any, factor: float) -> dict[str, Tensor]:
     """A quantizer that x did not choose: that of x * factor, so that elements saturate or vanish."""
     fmt, y = format_of(recipe), x * factor
-    return fmt.quantizer(y, recipe, fmt.shared_amax(y, recipe))
+    return fmt.quantizer(y, recipe, shared_amax(y, recipe))
 
 
 @every_recipe
@@ -58,8 +50,8 @@ def test_encode_is_encode_with_the_own_quantizer(recipe: Any, x: Tensor, broken:
     fmt, x = format_of(recipe), x.clone()
     if broken:
         x[..., 3, 5], x[..., 2, 40], x[..., 1, 33] = NAN, INF, -INF
-    amax = fmt.shared_amax(x, recipe)
-    expected, quantizer = fmt.encode(x, recipe, amax), fmt.quantizer(x, recipe, amax)
+    amax = shared_amax(x, recipe)
+    expected, quantizer = encode(x, recipe, amax), fmt.quantizer(x, recipe, amax)
     assert all(part.isfinite().all() for part in quantizer.values() if part.dtype == torch.float32)
     found = fmt.encode_with(x, recipe, quantizer)
     assert found.keys() == expected.keys()
@@ -113,8 +105,8 @@ def test_a_quantizer_holds_the_scales_unmarked(recipe: Any) -> None:
     fmt, x = format_of(recipe), values()
     without, x = x.clone(), x.clone()
     x[3, 5], without[3, 5] = NAN, 0.0
-    for name, part in fmt.quantizer(x, recipe, fmt.shared_amax(x, recipe)).items():
-        assert same_bytes(part, fmt.quantizer(without, recipe, fmt.shared_amax(without, recipe))[name]), name
+    for name, part in fmt.quantizer(x, recipe, shared_amax(x, recipe)).items():
+        assert same_bytes(part, fmt.quantizer(without, recipe, shared_amax(without, recipe))[name]), name
 
 
 def test_a_delayed_quantizer_begins_a_history() -> None:
@@ -132,105 +124,3 @@ def test_a_block_scale_of_zero_decodes_to_zeros() -> None:
     enc, dec = fmt.grid(recipe, quantizer)
     assert enc.item() == torch.finfo(torch.float32).max
     assert same_bytes(fmt.snap(x * enc, recipe) * dec, torch.tensor([[0.0, -0.0] * 8]))
-
-
-# -- candidates of a search ------------------------------------------------------------------------------------------
-
-BLOCK_RECIPES = [name for name in RECIPES if name.startswith(("mxfp8", "nvfp4"))]
-MULTIPLES = torch.linspace(0.25, 4, 39, dtype=torch.float64)
-
-
-def tried(x: Tensor, recipe: Any, **how: bool) -> Tensor:
-    """[candidates, N, scales] fp32: what `grid` says of all candidates."""
-    fmt = format_of(recipe)
-    return torch.stack(
-        [fmt.grid(recipe, each)[1] for each in fmt.candidates(x, recipe, fmt.shared_amax(x, recipe), **how)]
-    )
-
-
-@every_recipe
-@pytest.mark.parametrize("elementwise", [False, True])
-def test_candidates_fall_and_are_like_the_own_quantizer(recipe: Any, elementwise: bool) -> None:
-    fmt, x = format_of(recipe), values()
-    own = fmt.quantizer(x, recipe, fmt.shared_amax(x, recipe))
-    for each in fmt.candidates(x, recipe, fmt.shared_amax(x, recipe), elementwise=elementwise):
-        assert {name: (part.shape, part.dtype) for name, part in each.items()} == {
-            name: (part.shape, part.dtype) for name, part in own.items()
-        }
-    dec = tried(x, recipe, elementwise=elementwise)
-    assert (dec.diff(dim=0) <= 0).all()
-
-
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("float8")])
-def test_float8_candidates_are_multiples_of_the_amax(name: str) -> None:
-    recipe = RECIPES[name]
-    fmt, x = format_of(recipe), values(125)
-    amax = fmt.shared_amax(x, recipe)
-    assert amax is not None
-    for elementwise in (False, True):
-        found = torch.stack([each["amax"] for each in fmt.candidates(x, recipe, amax, elementwise=elementwise)])
-        expected = torch.stack([amax.double() * multiple for multiple in MULTIPLES.float().double().flip(0)])
-        assert torch.equal(found, expected.clamp(max=torch.finfo(torch.float32).max).float())
-
-
-@pytest.mark.parametrize("name", [name for name in BLOCK_RECIPES if name.startswith("mxfp8")])
-@pytest.mark.parametrize("exponent", EXPONENTS)
-def test_mxfp8_candidates_are_the_codes_of_the_multiples(name: str, exponent: int) -> None:
-    recipe = RECIPES[name]
-    fmt, x = format_of(recipe), values(exponent)
-    found = torch.stack([each["scale"] for each in fmt.candidates(x, recipe, None)])
-    largest = torch.finfo(torch.float32).max
-    amax = x.double().unflatten(-1, (-1, 32)).abs().amax(dim=-1)
-    scaled = [(amax * multiple).clamp(max=largest).float() for multiple in MULTIPLES]
-    # a block that holds nothing but the amax has the code of that amax
-    expected = torch.stack([fmt.quantizer(spread(each, x), recipe, None)["scale"] for each in scaled])
-    for row in range(0, 64, 9):
-        for column in range(3):
-            assert set(found[:, row, column].tolist()) == set(expected[:, row, column].tolist())
-
-
-@pytest.mark.parametrize("name", ["nvfp4_row", "nvfp4_square"])
-def test_nvfp4_candidates_are_all_scales_up_to_one_that_leaves_zeros(name: str) -> None:
-    recipe = RECIPES[name]
-    fmt, x = format_of(recipe), values()
-    found = [each["scale"].view(torch.uint8) for each in fmt.candidates(x, recipe, fmt.shared_amax(x, recipe))]
-    codes, own = torch.stack(found), fmt.quantizer(x, recipe, fmt.shared_amax(x, recipe))
-    highest = codes[0]
-    assert highest.min() < 40, "no block of this test leaves anything out"
-    assert highest.max() == 126
-    for row in range(0, 64, 9):
-        for column in range(6):
-            assert codes[:, row, column].unique().tolist() == list(range(1, int(highest[row, column]) + 1))
-    for above in range(126):
-        scale = (highest.int() + above).clamp(max=126).to(torch.uint8).view(torch.float8_e4m3fn)
-        decoded = fmt.decode(fmt.encode_with(x, recipe, {**own, "scale": scale}), recipe)
-        assert not decoded.unflatten(-1, (-1, 16))[highest < 126].any()
-
-
-@pytest.mark.parametrize("name", BLOCK_RECIPES)
-def test_what_is_left_out_of_an_elementwise_search_is_nowhere_nearer(name: str) -> None:
-    """Each such scale has another that is kept, mostly its half, under which no element has a larger error."""
-    recipe = RECIPES[name]
-    fmt, x, block = format_of(recipe), values(), block_of(recipe)
-    x[::2] = fmt.decode(fmt.encode(x, recipe, fmt.shared_amax(x, recipe)), recipe)[::2]  # many ties
-    blocks = x.unflatten(-1, (-1, block))
-
-    def errors(dec: Tensor) -> Tensor:  # [candidates, N, scales, block]
-        scaled = blocks.double() / dec.double().unsqueeze(-1)
-        return ((fmt.snap(scaled.float(), recipe).double() - scaled) * dec.double().unsqueeze(-1)).abs()
-
-    every, kept = tried(x, recipe), tried(x, recipe, elementwise=True)
-    assert kept.shape[0] < every.shape[0] or name.startswith("nvfp4")
-    left_out = ~(every.unsqueeze(1) == kept).any(dim=1)
-    assert left_out.any()
-    largest = x.abs().max() * 2.0**-22
-    near = errors(kept)
-    for dec, out in zip(every, left_out, strict=True):
-        worse = (near <= errors(dec.unsqueeze(0)) * (1 + 2.0**-20) + largest * 2.0**-20).all(dim=-1).any(dim=0)
-        assert worse[out].all()
-
-
-def test_a_tensor_without_elements_has_no_blocks_to_try() -> None:
-    for name in BLOCK_RECIPES:
-        fmt, empty = format_of(RECIPES[name]), torch.zeros(0, 64)
-        assert list(fmt.candidates(empty, RECIPES[name], fmt.shared_amax(empty, RECIPES[name]))) == []

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dcp_adapters.cli.report.tiles import Tile, decoded
@@ -81,7 +82,8 @@ class ElementCounts:
         if not self._packed:
             self.nan_codes += int((magnitudes > self._type.largest).sum())
         if self._block:
-            blocks = largest.unflatten(-1, (-1, self._block)).any(-1)  # [rows, blocks]
+            padded = F.pad(largest, (0, -largest.shape[-1] % self._block))  # the last may hold fewer
+            blocks = padded.unflatten(-1, (-1, self._block)).any(-1)  # [rows, blocks]
             group = row_multiple(self.recipe)
             self._taken += (
                 sum(int(rows.any(0).sum()) for rows in blocks.split(group)) if group > 1 else int(blocks.sum())

@@ -11,7 +11,7 @@ Neither says how fast the storage or the network of the training job is.
 
 import io
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
@@ -29,7 +29,7 @@ from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.errors import ErrorSum
 from dcp_adapters.stored.progress import Advance, unseen
-from dcp_adapters.words import matches
+from qtensor.selection import matches
 from qtensor.tensor import QuantizedTensor
 
 TRIES = 5
@@ -54,7 +54,7 @@ def measure_checkpoint(
     found = inspect_checkpoint(checkpoint, match)
     if match and not found.tensors:
         raise ValueError(f"--match {' '.join(match)} matches no tensor; see the names with inspect")
-    theirs: Collection[str] = () if against is None else _matching(against.entries, match)
+    theirs = [] if against is None else [name for name in against.entries if matches(name, match or ["*"])]
     here = {stored.name for stored in found.tensors}
     if against is not None and here and here.isdisjoint(theirs):
         raise ValueError(
@@ -135,10 +135,6 @@ def measure_tensor(
         read_seconds=seconds[0],
         write_seconds=seconds[1],
     )
-
-
-def _matching(names: Collection[str], match: Sequence[str]) -> list[str]:
-    return [name for name in names if not match or matches(name, match)]
 
 
 def _measured(

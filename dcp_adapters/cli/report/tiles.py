@@ -1,7 +1,7 @@
 """A tensor as pieces of a bounded number of elements: its values, and of a quantized one the parts behind them.
 
 Every tensor is looked at as a matrix [rows, K], leading dims folded into the rows. The pieces of two tensors of one
-shape are the same, whatever their recipes, and no piece cuts a block (square ones have up to 32 rows).
+shape are the same, whatever their recipes, and no piece cuts a block (square ones have up to 128 rows).
 """
 
 import math
@@ -16,8 +16,8 @@ from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
 ELEMENTS = 1 << 20  # about so many are decoded at once
-WIDTH = 1 << 15  # columns; a multiple of all blocks
-HEIGHT = 32  # rows come in so many; a multiple of all square blocks
+WIDTH = 1 << 13  # columns; a multiple of all blocks
+HEIGHT = 128  # rows come in so many; a multiple of all square blocks
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,6 @@ def _cut(tensor: QuantizedTensor, rows: slice, columns: slice) -> dict[str, Tens
         if spec.per_row:
             part = part.reshape(height, -1)[rows]
             if spec.block:
-                part = part[:, columns.start // spec.block : columns.stop // spec.block]
+                part = part[:, slice(*spec.columns(columns.start, columns.stop))]
         found[spec.name] = part
     return found

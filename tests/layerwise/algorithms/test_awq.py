@@ -15,7 +15,7 @@ from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.clipping import local_hessian_of
 from layerwise.folding.folds import transformed
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.formats import block_multiple, format_of, row_multiple
+from qtensor.formats import block_multiple, format_of, row_multiple, shared_amax
 from tests.fsdp_hooks.cases import assert_same_bytes
 from tests.layerwise.explicit import (
     K,
@@ -164,7 +164,7 @@ def _naive_clips(x: Tensor, group: Group, recipe: Any, index: int) -> tuple[Tens
         for where in tiles:
             limit = float(torch.tensor(ratio) * w[where].abs().max())
             bounded[where] = w[where].clamp(-limit, limit)
-        amax = one.amax if block < K else fmt.shared_amax(bounded, recipe)
+        amax = one.amax if block < K else shared_amax(bounded, recipe)
         off = stored(w, recipe, fmt.quantizer(bounded, recipe, amax)) - w.double()
         for t, (rows, columns) in enumerate(tiles):
             error = 0.0

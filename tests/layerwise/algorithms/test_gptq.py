@@ -14,7 +14,7 @@ from layerwise.algorithms.algorithm import HESSIAN, Decision, Group, Inputs, Lin
 from layerwise.algorithms.gptq import GPTQ
 from layerwise.algorithms.mse import Mse
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.formats import format_of
+from qtensor.formats import format_of, shared_amax
 from qtensor.recipes import Recipe
 
 RECIPES: dict[str, Recipe] = {
@@ -42,9 +42,8 @@ def _hessian(k: int = K, *, silent: Sequence[int] = (), seed: int = 3) -> Tensor
 
 
 def _group(recipe: Recipe, *weights: Tensor, hessian: Tensor | None = None) -> Group:
-    fmt = format_of(recipe)
     linears = tuple(
-        Linear(f"layers.0.w{index}.weight", weight, fmt.shared_amax(weight.float(), recipe))
+        Linear(f"layers.0.w{index}.weight", weight, shared_amax(weight.float(), recipe))
         for index, weight in enumerate(weights)
     )
     inputs = None if hessian is None else Inputs(400, torch.tensor(1.0), hessian=hessian)
@@ -63,7 +62,7 @@ def _naive(recipe: Recipe, weight: Tensor, hessian: Tensor, *, act_order: bool =
     Returns the compensated values as they stood when their turn came.
     """
     fmt = format_of(recipe)
-    enc, dec = fmt.grid(recipe, fmt.quantizer(weight.float(), recipe, fmt.shared_amax(weight.float(), recipe)))
+    enc, dec = fmt.grid(recipe, fmt.quantizer(weight.float(), recipe, shared_amax(weight.float(), recipe)))
     enc, dec = (x.expand(len(weight), -1) if x.ndim == 2 else x.expand(len(weight), 1) for x in (enc, dec))
     h = hessian.double().numpy().copy()
     diagonal = h.diagonal().copy()
@@ -103,7 +102,7 @@ def test_the_naive_algorithm_in_float64_chooses_the_same_elements(recipe: Recipe
 def test_the_output_is_nearer_than_with_rounding_to_nearest(recipe: Recipe) -> None:
     weight, hessian = _randn(64, K) * 0.02, _hessian()
     fmt = format_of(recipe)
-    quantizer = fmt.quantizer(weight, recipe, fmt.shared_amax(weight, recipe))
+    quantizer = fmt.quantizer(weight, recipe, shared_amax(weight, recipe))
 
     def error(stored: Tensor) -> float:
         delta = (stored - weight).double()

@@ -14,7 +14,7 @@ from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.search import search
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
-from qtensor.formats import format_of
+from qtensor.formats import format_of, shared_amax
 from tests.layerwise.algorithms import naive_scales as naive
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, weight
 
@@ -49,7 +49,7 @@ def hessian(columns: int = 96, seed: int = 0) -> Tensor:
 
 
 def linear(x: Tensor, recipe: Any) -> Linear:
-    return Linear("layers.0.weight", x, format_of(recipe).shared_amax(x.detach().float(), recipe))
+    return Linear("layers.0.weight", x, shared_amax(x.detach().float(), recipe))
 
 
 def decided(algorithm: Any, x: Tensor, recipe: Any, inputs: Inputs | None = None) -> Decision:

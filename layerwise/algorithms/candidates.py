@@ -1,0 +1,101 @@
+"""What a search for better scales tries: quantizers with one candidate for every scale, from large to small.
+
+What they are follows from the specs of a format's parts:
+
+    E8M0 scales                      the codes that MULTIPLES of a block's amax have
+    E4M3 scales of E2M1 elements     all that are positive, under the tensor-wide scale of the amax
+    any other                        those of MULTIPLES of the amax that decides the scale
+
+Left out are scales under which a block decodes as under another candidate, and, where every element counts by itself
+(`elementwise`), those under which no element comes nearer to its value than under another candidate.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qtensor.blocks import FLT_MAX, block_amax, quotient
+from qtensor.codecs import e8m0
+from qtensor.formats import block_multiple, format_of, row_multiple, specs_of
+from qtensor.recipes import Recipe
+
+MULTIPLES = tuple(0.25 + 3.75 * i / 38 for i in range(38, -1, -1))  # of an amax: 4 down to 1/4
+LARGEST_E4M3_CODE = 126
+
+Quantizer = dict[str, Tensor]
+
+
+def candidates(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: bool = False) -> Iterator[Quantizer]:
+    """The candidates for x, fp32 [N, K] and finite; `amax` as `formats.shared_amax` gives it."""
+    numbers = {spec.name: spec.numbers for spec in specs_of(recipe)}
+    if numbers.get("scale") == torch.float8_e8m0fnu:
+        return _powers_of_two(x, recipe, elementwise=elementwise)
+    if (numbers.get("scale"), numbers["payload"]) == (torch.float8_e4m3fn, torch.float4_e2m1fn_x2):
+        return _e4m3_scales(x, recipe, amax, elementwise=elementwise)
+    return (scaled_quantizer(x, recipe, amax, multiple) for multiple in MULTIPLES)
+
+
+def scaled_quantizer(x: Tensor, recipe: Recipe, amax: Tensor | None, factor: float | Tensor) -> Quantizer:
+    """The quantizer of x with every amax that decides a scale multiplied by `factor` (or by those, one a scale).
+
+    Where blocks have scales of their own, the tensor-wide scale above them stays what it was.
+    """
+    fmt = format_of(recipe)
+    if any(spec.per_row and spec.block for spec in specs_of(recipe)[1:]):
+        factor = spread(factor, x.shape[-1]) if isinstance(factor, Tensor) else factor
+        return fmt.quantizer((x * factor).clamp(-FLT_MAX, FLT_MAX), recipe, amax)
+    assert amax is not None
+    return fmt.quantizer(x, recipe, (amax * factor).clamp(max=FLT_MAX))
+
+
+def spread(scales: Tensor, columns: int) -> Tensor:
+    """One value for each scale -> something that multiplies [N, K]."""
+    if scales.ndim == 0 or scales.shape[-1] == 1:
+        return scales
+    return scales.repeat_interleave(columns // scales.shape[-1], dim=-1)
+
+
+def _powers_of_two(x: Tensor, recipe: Recipe, *, elementwise: bool) -> Iterator[Quantizer]:
+    """All codes between those of the largest and the smallest multiple, for none is over 1.4 * the one below.
+
+    The elements of 2d up to the largest of d are elements of d, too. So where nothing saturates under d, nothing comes
+    nearer to its value under 2d: with `elementwise`, the lowest code that does not saturate is the highest.
+    """
+    if x.numel() == 0:
+        return
+    high, low = (
+        scaled_quantizer(x, recipe, None, multiple)["scale"].to(torch.int32)
+        for multiple in (MULTIPLES[0], MULTIPLES[-1])
+    )
+    if elementwise:
+        largest = format_of(recipe).snap(x.new_full((), torch.inf), recipe)
+        own = block_amax(x, block_multiple(recipe), square=row_multiple(recipe) > 1)
+        high = torch.maximum(torch.minimum(high, e8m0.code_up(own * quotient(1.0, largest))), low)
+    for below in range(int((high - low).amax()) + 1):
+        yield {"scale": torch.maximum(high - below, low).to(torch.uint8)}
+
+
+def _e4m3_scales(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: bool) -> Iterator[Quantizer]:
+    """The positive E4M3 block scales under the global scale of the amax, up to where the whole block becomes 0.
+
+    The elements of 2d up to 6d are elements of d, too, and the next is 8d. So where nothing is above 7d, nothing comes
+    nearer to its value under 2d than under d. With `elementwise` the highest code is therefore 7 above the lowest like
+    that: 8 codes are a factor of 2, except that subnormal codes, up to 15, may have no half.
+    """
+    if x.numel() == 0:
+        return
+    fmt = format_of(recipe)
+    own = block_amax(x, block_multiple(recipe), square=row_multiple(recipe) > 1)
+    above = {name: part for name, part in fmt.quantizer(x, recipe, amax).items() if name != "scale"}
+    codes = torch.arange(1, LARGEST_E4M3_CODE + 1, dtype=torch.uint8, device=x.device)
+    _, dec = fmt.grid(recipe, {**above, "scale": codes.view(torch.float8_e4m3fn)})  # [126], ascending
+    if elementwise:
+        high = (torch.searchsorted(dec * 7.0, own) + 1 + 7).clamp(min=15)
+    else:
+        # Half of the smallest element, 0.25, is rounded to 0; the slack is more than what enc is rounded by.
+        high = torch.searchsorted(dec * (0.25 * (1 - 2.0**-20)), own) + 1
+    high = high.clamp(max=LARGEST_E4M3_CODE)
+    for below in range(int(high.amax())):
+        code = (high - below).clamp(min=1).to(torch.uint8)
+        yield {"scale": code.view(torch.float8_e4m3fn), **above}

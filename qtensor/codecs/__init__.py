@@ -1,0 +1,14 @@
+"""The numbers that formats are made of, each in a module of its own; a format puts them together.
+
+fp8.py       E4M3 and E5M2 elements
+e2m1.py      E2M1 elements, two in a byte
+e8m0.py      powers of two as scales of blocks
+nibbles.py   codes of four bits, two in a byte
+
+What elements have in common:
+
+    encode(scaled, whole, ..)   fp32 values over their scale -> payload; rounds as a write is armed to, and saturates
+    snapped(scaled, ..)         the values of the nearest elements, fp32
+
+`whole` says which elements of the input are finite; the others become NaN, or 0 where the element has no NaN.
+"""
