@@ -200,7 +200,7 @@ def summary(series: Series) -> dict[str, Any]:
 
 
 def exponents(series: Series) -> dict[str, dict[str, float]] | None:
-    """ "top" and "fit"; None where the cost is nothing at some size."""
+    """`top` and `fit`; None where the cost is nothing at some size."""
     sizes = sorted(map(int, series))
     rounds = [list(costs) for costs in zip(*(series[str(size)] for size in sizes), strict=True)]
     least = [min(series[str(size)]) for size in sizes]
