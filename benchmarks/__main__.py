@@ -55,7 +55,7 @@ QUESTIONS = {  # cheap ones first
     "overhead": Question(55),
     "optimizer": Question(45),
     "plan_scaling": Question(50, full=True),
-    "checkpoints": Question(160, full=True),
+    "checkpoints": Question(160),
     "gather": Question(145),
     "growth": Question(310),
     "calibration": Question(300, full=True),

@@ -1,33 +1,20 @@
 """What do checkpoints of quantized models cost, in bytes and in seconds of save, async save and load?
 
-    python -m benchmarks checkpoints [--full]
+    python -m benchmarks checkpoints
 
-A real model (SmolLM2-135M; its embedding stays bf16) and a synthetic one of 0.9 GB (--full: 2 GB), in bf16 with stock
-DCP and in MXFP8 and NVFP4 with ours; beside them the route of those who can only save dense weights (dequantize, then
-save), and the disk itself (the same bytes written and synced, or read, with no format at all). One process. Contenders
-take turns; figures are ratios of medians, with the least and the greatest ratio within one round. Unless a name says
-otherwise saves use the settings we recommend: two writing threads, no CRC32. "Default settings" are torch's.
+A real model (SmolLM2-135M; its embedding stays bf16) and a synthetic one of 0.9 GB, in bf16 with stock DCP and in MXFP8
+and NVFP4 with ours; beside them the route of those who can only save dense weights (dequantize, then save), and the
+disk itself (the same bytes written and synced, or read, with no format at all). One process. Contenders take turns;
+figures are ratios of medians, with the least and the greatest ratio within one round. Unless a name says otherwise
+saves use the settings we recommend: two writing threads, no CRC32. "Default settings" are torch's.
 
-What was expected before the first measurement:
+What the figures are made of (on two cores):
 
-    bytes of quantized entries   0.52x (MXFP8), 0.29x (NVFP4) of bf16; whole SmolLM2 0.62x, 0.43x for its embedding
-    save / raw write             1.05 at 2 GB, where planning vanishes; 1.5 at 135M; default settings 2
-    checksums                    3 % of a save
-    save / save of bf16          0.53, 0.31 at 2 GB
-    save / dequantize and save   0.2: dequantizing costs more than writing does
-    cold load / cold raw read    1.2; checksums compared 2 % more. Warm: 5, and 10 % more
-    async block / copy loop      1.2 (fresh memory on both sides: page faults)
-    convert / load and quantize  1.0
-
-Where that was wrong (on two cores):
-
-    At 135M a save takes 2 to 3 raw writes and planning is 5 % of it: torch.save costs 0.2 ms an entry, most of it
-    Python, which threads can not share. An NVFP4 weight has three entries.
-    torch.load costs 0.3 to 0.4 ms an entry, reads into memory of its own and copies from there, while nobody reads on:
-    with stock's reader cold loads take 1.4 to 2 raw reads in bf16, and 3 to 5 quantized at 135M. SafeFileSystemReader
-    ("safe load") reads from the file into the target instead.
+    Of small tensors it is entries that cost, and an NVFP4 weight has three: torch.save takes 0.2 ms for each, most
+    of it Python, which threads cannot share; torch.load 0.3 to 0.4 ms, into memory of its own, while nobody reads on.
+    SafeFileSystemReader ("safe load") reads from the file into the target instead.
     set_crc32_options holds for the calling thread alone; the planner hands it on to the threads that write.
-    Dequantizing first costs five to ten times the save at 2 GB, where it needs fresh memory.
+    Dequantizing first needs fresh memory, whose pages cost more than the save.
 """
 
 import tempfile
@@ -52,25 +39,23 @@ from qtensor import QuantizedTensor
 
 ROOT = Path(__file__).parents[1]
 SCRATCH = ROOT / "runs"  # on the filesystem that is measured
-REPEATS, FULL_REPEATS = 3, 5
+REPEATS = 3
 # The synthetic model, of the widths of a Llama with 1.1 billion parameters: 88 MB a layer in bf16.
-LAYERS, FULL_LAYERS = 10, 23
-WIDTHS = {"hidden": 2048, "keys": 256, "inner": 5632}
+SYNTHETIC = {"layers": 10, "hidden": 2048, "keys": 256, "inner": 5632}
 # Some layers only where a contender quantizes or dequantizes, which takes longer than all the rest.
 CONVERTED_LAYERS = 10  # of SmolLM2
 DEQUANTIZED_LAYERS = {"smollm2_135m": 10, "synthetic": 2}
 
 Contenders = dict[str, Contender]
+markdown, draw = checkpoint_figures.markdown, checkpoint_figures.draw
 
 
-def run(*, full: bool = False) -> dict[str, Any]:
+def run() -> dict[str, Any]:
     """Figures of both models, and which targets they meet."""
-    repeats = FULL_REPEATS if full else REPEATS
-    synthetic = {"layers": FULL_LAYERS if full else LAYERS, **WIDTHS}
     results: dict[str, Any] = {
         "parameters": {
-            "repeats": repeats,
-            "synthetic": synthetic,
+            "repeats": REPEATS,
+            "synthetic": SYNTHETIC,
             "converted_layers": CONVERTED_LAYERS,
             "dequantized_layers": DEQUANTIZED_LAYERS,
         }
@@ -79,13 +64,13 @@ def run(*, full: bool = False) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # one process, which is what is meant
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        for name, states in (("smollm2_135m", smollm2_135m), ("synthetic", partial(llama_like, **synthetic))):
+        for name, states in (("smollm2_135m", smollm2_135m), ("synthetic", partial(llama_like, **SYNTHETIC))):
             with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
-                results[name] = _measured(Bench(name, states(), Path(folder)), repeats)
+                results[name] = _measured(Bench(name, states(), Path(folder)))
     return results | {"targets": checkpoint_figures.targets(results)}
 
 
-def _measured(bench: Bench, repeats: int) -> dict[str, Any]:
+def _measured(bench: Bench) -> dict[str, Any]:
     total = {form: bench.nbytes(form) for form in FORMATS}
     disk.require_free(bench.folder, 2 * sum(total.values()) + 2 * total["bf16"])
     weights = [f"model.{key}" for key, value in bench.states["mxfp8"].items() if isinstance(value, QuantizedTensor)]
@@ -107,7 +92,7 @@ def _measured(bench: Bench, repeats: int) -> dict[str, Any]:
     for phase in phases:
         print(f"  {bench.name}: {phase.__name__.strip('_').replace('_', ' ')}", flush=True)
         # the first model warms up the code of the second one, whose rounds are long
-        seconds |= interleaved(phase(bench), repeats, warm_up=bench.name == "smollm2_135m")
+        seconds |= interleaved(phase(bench), REPEATS, warm_up=bench.name == "smollm2_135m")
     entries = {form: len(bench.parts(form)) for form in FORMATS}
     return figures | checkpoint_figures.of_seconds(seconds, entries)
 

@@ -16,8 +16,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.overhead_instructions import counted
-from benchmarks.overhead_models import by_hand, calls_per_layer, one_rank, trained
-from benchmarks.overhead_ops import OPS, RECIPES, defined, operands, peers
+from benchmarks.overhead_models import (
+    OPS,
+    RECIPES,
+    by_hand,
+    calls_per_layer,
+    defined,
+    one_rank,
+    operands,
+    peers,
+    trained,
+)
 from benchmarks.timing import Contender, interleaved, ratio
 
 LAYERS = 32

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.overhead_models import by_hand, one_rank, trained
-from benchmarks.overhead_ops import OPS, RECIPES, defined, operands, peers
+from benchmarks.overhead_models import OPS, RECIPES, by_hand, defined, one_rank, operands, peers, trained
 
 CALLS, LAYERS, WARM_UP = 4, 3, 2
 

@@ -1,4 +1,4 @@
-"""The small model of the question `overhead`: layers so small that a step of it is nearly all Python and dispatch.
+"""What the question `overhead` runs: ops on one small weight, and a model that is nearly all Python and dispatch.
 
 dense       bf16 linears, AdamW
 by hand     the arithmetic of quantized training on plain tensors, with nothing around it: parts in a list, one
@@ -13,16 +13,66 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from qtensor import MasterWeightOptimizer, quantize, quantized_model_init
+from qtensor import (
+    Float8CurrentScaling,
+    MasterWeightOptimizer,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    quantize,
+    quantized_model_init,
+)
 from qtensor.formats import encode, format_of, shared_amax
 from qtensor.recipes import Recipe
-from qtensor.tensor import OPS
+from qtensor.tensor import OPS as TABLE
 
 SIZE, TOKENS = 64, 16
+X = torch.ones(TOKENS, SIZE, dtype=torch.bfloat16)
+OPS: dict[str, Callable[[Tensor], object]] = {
+    "detach": lambda t: t.detach(),
+    "view": lambda t: t.view(SIZE, SIZE),
+    "view(-1)": lambda t: t.view(-1),
+    "t": lambda t: t.t(),
+    "slice": lambda t: t[: SIZE // 2],
+    "split": lambda t: t.split(SIZE // 2),
+    "as_strided": lambda t: t.as_strided((SIZE, SIZE), (SIZE, 1), 0),
+    "clone": lambda t: t.clone(),
+    "F.linear": lambda t: F.linear(X, t),
+}
+RECIPES = {"float8": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 Step = Callable[[], None]
+
+
+def operands() -> dict[str, Tensor]:
+    """A weight: plain, and in every format."""
+    weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    return {"plain": weight, **{name: quantize(weight, recipe) for name, recipe in RECIPES.items()}}
+
+
+def peers() -> dict[str, Tensor]:
+    """The same weight in torchao's tensor subclasses."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+    from torchao.quantization import Float8Tensor
+
+    weight = operands()["plain"]
+    return {
+        "float8": Float8Tensor.from_hp(weight),
+        "mxfp8": MXTensor.to_mx(weight, torch.float8_e4m3fn, 32),
+        "nvfp4": NVFP4Tensor.to_nvfp4(weight),
+    }
+
+
+def defined(call: Callable[[Tensor], object], value: Tensor) -> bool:
+    """Whether an op is defined for a tensor: torchao leaves some out."""
+    try:
+        call(value)
+    except Exception:  # noqa: BLE001 - an unknown op raises whatever it likes
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -61,7 +111,7 @@ class _ByHand(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, handle: Tensor, parts: dict[str, Tensor], recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x)
         ctx.parts, ctx.recipe = parts, recipe
-        return torch.nn.functional.linear(x, format_of(recipe).decode(parts, recipe).to(x.dtype))
+        return F.linear(x, format_of(recipe).decode(parts, recipe).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
@@ -108,12 +158,12 @@ def counted() -> Iterator[Counter[str]]:
 
         return count
 
-    before = dict(OPS)
-    OPS.update({op: counting(handler) for op, handler in before.items()})
+    before = dict(TABLE)
+    TABLE.update({op: counting(handler) for op, handler in before.items()})
     try:
         yield calls
     finally:
-        OPS.update(before)
+        TABLE.update(before)
 
 
 def calls_per_layer(recipe: Recipe, *, sharded: bool, few: int = 2, many: int = 8) -> dict[str, float]:

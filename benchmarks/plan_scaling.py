@@ -32,8 +32,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from benchmarks import plan_scaling_figures
 from benchmarks.model_shapes import MODELS
-from benchmarks.plan_scaling_figures import targets
 from benchmarks.simulated_ranks import as_rank, moved, state_dict_of
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from dcp_adapters.checksums import CHECKSUMS
@@ -75,6 +75,7 @@ FULL = {
 SWEEP_WORLDS = (64, 256, 1024)
 AT = 4096
 VALIDATION = "_validate_global_plan"  # the name of stock's check within create_global_plan
+markdown, draw = plan_scaling_figures.markdown, plan_scaling_figures.draw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ def run(*, full: bool = False) -> dict[str, Any]:
                 **_scaling(contenders, case),
             }
         results["validation_of_one_tensor"] = _sweep()
-    results["targets"] = targets(results)
+    results["targets"] = plan_scaling_figures.targets(results)
     return results
 
 

@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parent.parent
 ALLOWED: dict[str, set[str]] = {
     "fsdp_hooks": set(),
     "qtensor": {"fsdp_hooks"},
-    "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "rich", "tqdm", "xxhash"},
+    "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "jinja2", "rich", "tqdm", "xxhash"},
     "layerwise": {"fsdp_hooks", "qtensor", "dcp_adapters", "safetensors", "rich", "tqdm", "xxhash", "matplotlib"},
 }
 

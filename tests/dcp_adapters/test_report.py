@@ -53,7 +53,7 @@ SHAPE = (64, 96)
 def measured(tensor: Tensor, right: Tensor | None = None) -> TensorReport:
     recipe = tensor.recipe if isinstance(tensor, QuantizedTensor) else None
     stored = Entry("w", recipe, tuple(tensor.shape), tensor.dtype)
-    return measure_tensor(stored, tensor, right, compared="no" if right is None else "yes")
+    return measure_tensor(stored, tensor, right)
 
 
 def as_bytes(part: Tensor) -> np.ndarray:

@@ -7,9 +7,7 @@ scales.py      histograms of scales
 channels.py    rows and columns that stand out
 measure.py     the shell: reads, measures, forgets
 layers.py      names as a kind and the number of a layer
-markup.py      HTML that names can not break
-drawing.py     small pictures in SVG
-style.py       colours and type
-cells.py, overview.py, sections.py, glossary.py   the blocks of the page
-page.py        all of them as one file
+findings.py    what is said of all tensors together
+drawing.py     small pictures as coordinates
+page.py        what is shown, in which order; templates/: where and how
 """

@@ -20,8 +20,6 @@ ROWS = 16
 class Cell:
     """Tensors of one kind and one layer or a few; `worst` is the one of the lowest SNR among them."""
 
-    first: int | None
-    last: int | None
     worst: TensorReport
     tensors: int
 
@@ -31,11 +29,11 @@ class Grid:
     """Kinds as rows, layers as columns.
 
     cells: (kind, column) -> cell; the column of what is in no layer is None. per_column: layers that share a column.
-    left_out: kinds that there was no room for; those of the lowest SNR are shown.
+    layers: the first of each column. left_out: kinds that there was no room for; those of the lowest SNR are shown.
     """
 
     kinds: tuple[str, ...]
-    columns: int
+    layers: tuple[int, ...]
     per_column: int
     cells: Mapping[tuple[str, int | None], Cell]
     left_out: int
@@ -56,26 +54,26 @@ def grid_of(tensors: Sequence[TensorReport]) -> Grid:
         if tensor.error is not None:
             kind, layer = kind_and_layer(tensor.name)
             placed.setdefault(kind, []).append((layer, tensor))
-    placed = {kind: some for kind, some in placed.items() if not all(_exact(tensor) for _, tensor in some)}
+    placed = {kind: some for kind, some in placed.items() if not all(tensor.exact for _, tensor in some)}
     worst = sorted(placed, key=lambda kind: min(badness(tensor) for _, tensor in placed[kind]))[:ROWS]
     kinds = tuple(kind for kind in placed if kind in set(worst))
     layers = sorted({layer for kind in kinds for layer, _ in placed[kind] if layer is not None})
     ordinal = {layer: index for index, layer in enumerate(layers)}  # numbers may be far apart
     per_column = max(-(-len(layers) // COLUMNS), 1)
-    together: dict[tuple[str, int | None], list[tuple[int | None, TensorReport]]] = {}
+    together: dict[tuple[str, int | None], list[TensorReport]] = {}
     for kind in kinds:
         for layer, tensor in placed[kind]:
             column = None if layer is None else ordinal[layer] // per_column
-            together.setdefault((kind, column), []).append((layer, tensor))
-    cells = {place: _cell(some) for place, some in together.items()}
-    return Grid(kinds, -(-len(layers) // per_column), per_column, cells, len(placed) - len(kinds))
+            together.setdefault((kind, column), []).append(tensor)
+    cells = {place: Cell(min(some, key=badness), len(some)) for place, some in together.items()}
+    return Grid(kinds, tuple(layers[::per_column]), per_column, cells, len(placed) - len(kinds))
 
 
 def badness(tensor: TensorReport) -> float:
     """What tensors are sorted by, the worst first: SNR; without a number it is the worst, or the best if exact."""
     if tensor.snr_db is not None:
         return tensor.snr_db
-    return float("inf") if _exact(tensor) else float("-inf")
+    return float("inf") if tensor.exact else float("-inf")
 
 
 def labels(kinds: Sequence[str]) -> dict[str, str]:
@@ -90,11 +88,9 @@ def labels(kinds: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _exact(tensor: TensorReport) -> bool:
-    return tensor.error is not None and tensor.error.exact
-
-
-def _cell(some: Sequence[tuple[int | None, TensorReport]]) -> Cell:
-    layers = [layer for layer, _ in some if layer is not None]
-    worst = min((tensor for _, tensor in some), key=badness)
-    return Cell(min(layers, default=None), max(layers, default=None), worst, len(some))
+def short(name: str, length: int = 72) -> str:
+    """A name with its middle left out where it is long."""
+    if len(name) <= length:
+        return name
+    end = length * 2 // 3
+    return f"{name[: length - end - 1]}\u2026{name[-end:]}"

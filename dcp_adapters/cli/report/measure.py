@@ -13,6 +13,7 @@ import io
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import IO, Any
 
 import torch
@@ -75,30 +76,15 @@ def measure_checkpoint(
     )
 
 
-def measure_tensor(
-    stored: Entry,
-    tensor: Tensor,
-    reference: Tensor | None = None,
-    *,
-    compared: Compared = "no",
-    seconds: tuple[float, float] = (0.0, 0.0),
-) -> TensorReport:
-    """The record of one tensor.
-
-    Args:
-        stored: its description.
-        tensor: its values, a QuantizedTensor where it is stored quantized.
-        reference: those that are right, of the same shape.
-        compared: whether there was something to compare with.
-        seconds: that reading and writing took.
-    """
+def measure_tensor(stored: Entry, tensor: Tensor, reference: Tensor | None = None) -> TensorReport:
+    """The record of one tensor: `tensor` as it is stored, `reference` the values that are right, of the same shape."""
     rows, columns = matrix_shape(stored.shape)
     channels, total = Channels(rows, columns), ErrorSum()
-    quantized = isinstance(tensor, QuantizedTensor)
-    counted = isinstance(tensor, QuantizedTensor) and counts_elements(tensor.recipe)
-    counts = ElementCounts(tensor.recipe, rows) if isinstance(tensor, QuantizedTensor) and counted else None
+    quantized = tensor if isinstance(tensor, QuantizedTensor) else None
+    counted = quantized is not None and counts_elements(quantized.recipe)
+    counts = ElementCounts(quantized.recipe, rows) if quantized is not None and counted else None
     looked_at = decodable(stored.dtype)
-    has_channels = looked_at and (quantized or tensor.is_floating_point())
+    has_channels = looked_at and (quantized is not None or tensor.is_floating_point())
     for tile, right in _beside(tensor, reference) if looked_at else ():
         if has_channels:
             channels.add(tile)
@@ -117,11 +103,11 @@ def measure_tensor(
         numel=stored.numel,
         nbytes=stored.nbytes,
         chunks=1,
-        entries=len(stored.parts()),
-        quantized=quantized,
-        compared=compared,
+        entries=len(stored.part_keys()),
+        quantized=quantized is not None,
+        compared="no" if reference is None else "yes",
         error=total.error() if reference is not None else None,
-        scales=scale_histograms(tensor) if isinstance(tensor, QuantizedTensor) else (),
+        scales=() if quantized is None else scale_histograms(quantized),
         at_largest=counts.at_largest if counts else None,
         saturated=counts.saturated if counts else None,
         clipped=counts.clipped if counts and reference is not None else None,
@@ -132,9 +118,14 @@ def measure_tensor(
         column_outliers=outliers["column"][0] if outliers else 0,
         outliers=tuple(listed),
         profile=channels.profile(listed[0].axis) if listed else None,
-        read_seconds=seconds[0],
-        write_seconds=seconds[1],
     )
+
+
+def _beside(tensor: Tensor, reference: Tensor | None) -> Iterator[tuple[Tile, Tensor | None]]:
+    """The pieces of a tensor, each with the values that are right."""
+    if reference is None:
+        return zip(tiles(tensor), repeat(None))
+    return zip(tiles(tensor), (tile.values for tile in tiles(reference)), strict=True)
 
 
 def _measured(
@@ -150,11 +141,11 @@ def _measured(
         right = against.entries.get(stored.name) if against is not None else None
         compared = _comparison(stored, right, against)
         reference = against.read(stored.name) if against is not None and compared == "yes" else None
-        seconds = read, _seconds_to_write(tensor)
-        report = measure_tensor(stored, tensor, reference, compared=compared, seconds=seconds)
-        report = replace(report, chunks=checkpoint.chunks(stored.name))
+        write, chunks = _seconds_to_write(tensor), checkpoint.chunks(stored.name)
+        report = replace(measure_tensor(stored, tensor, reference), chunks=chunks)
         del tensor, reference  # before the next ones are read
-        yield report if right is None else replace(report, reference_bytes=right.nbytes)
+        nbytes = right.nbytes if right is not None else None
+        yield replace(report, compared=compared, reference_bytes=nbytes, read_seconds=read, write_seconds=write)
         advance(stored.nbytes)
 
 
@@ -167,15 +158,6 @@ def _comparison(stored: Entry, right: Entry | None, against: Stored | None) -> C
         return "shape"
     alike = stored.dtype.is_complex == right.dtype.is_complex
     return "yes" if alike and decodable(stored.dtype) and decodable(right.dtype) else "undecodable"
-
-
-def _beside(tensor: Tensor, reference: Tensor | None) -> Iterator[tuple[Tile, Tensor | None]]:
-    """The pieces of a tensor, each with the values that are right."""
-    if reference is None:
-        yield from ((tile, None) for tile in tiles(tensor))
-    else:
-        for tile, right in zip(tiles(tensor), tiles(reference), strict=True):
-            yield tile, right.values
 
 
 def _seconds_to_write(tensor: Tensor) -> float:

@@ -1,35 +1,67 @@
-"""The page: one HTML file that loads nothing, runs nothing, and is bounded in size whatever the checkpoint holds."""
+"""The page: one HTML file that loads nothing, runs nothing, and is bounded in size whatever the checkpoint holds.
 
-from dcp_adapters.cli.report.glossary import glossary
-from dcp_adapters.cli.report.markup import Markup, joined, tag
-from dcp_adapters.cli.report.overview import head, notes_list, sizes, tiles
+Here stands what is shown, in which order; where and how it is shown stands in templates/. Names come from checkpoints,
+and checkpoints from anywhere: whatever a template prints is escaped, and characters that steer are replaced.
+"""
+
+from typing import Any
+
+from dcp_adapters.cli.report.channels import CHANNELS, FACTOR
+from dcp_adapters.cli.report.drawing import heat_map, histogram, profile
+from dcp_adapters.cli.report.findings import kinds_of, notes, scales_of, sizes_of, tensors
+from dcp_adapters.cli.report.layers import badness, grid_of, short
 from dcp_adapters.cli.report.records import CheckpointReport
-from dcp_adapters.cli.report.sections import cost, elements, errors, outliers, scales
-from dcp_adapters.cli.report.style import STYLE
-
-# Even if something slipped through, a browser would neither run nor fetch it.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+from dcp_adapters.tables import human_bytes, printable
 
 
 def page(report: CheckpointReport) -> str:
     """All of it as HTML."""
-    sections = (errors, sizes, scales, outliers, elements, cost)
-    if report.against is None:  # what there is, first
-        sections = (sizes, scales, outliers, elements, cost, errors)
-    body = tag(
-        "main",
-        head(report),
-        tiles(report),
-        notes_list(report),
-        *(section(report) for section in sections),
-        glossary(),
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # nothing else of the command line needs it
+
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalized,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    heading = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", "Checkpoint report"),
-        tag("style", Markup(STYLE)),
+    used = (compact, heat_map, histogram, human_bytes, profile, short, tensors)
+    environment.filters.update({function.__name__: function for function in used}, thousands="{:,}".format)
+    every = report.tensors
+    return environment.get_template("page.html").render(
+        report=report,
+        notes=notes(report),
+        whole=sizes_of(every),
+        kinds=kinds_of(every),
+        any_compared=any(tensor.error is not None for tensor in every),
+        differing=sorted((t for t in every if t.error is not None and not t.exact), key=badness),
+        grid=grid_of(every),
+        scales=scales_of(every),
+        outlying=sorted((t for t in every if t.outliers), key=lambda t: -t.outliers[0].factor),
+        odd=sorted(
+            (t for t in every if t.quantized or t.not_finite or t.zero_rows),
+            key=lambda t: (-t.not_finite, -t.bad_scales, -(t.clipped or 0), -t.saturation),
+        ),
+        slowest=sorted(every, key=lambda t: (-t.write_seconds, -t.nbytes)),
+        files=sorted(report.files.items(), key=lambda file: -file[1]),
+        FACTOR=FACTOR,
+        CHANNELS=CHANNELS,
     )
-    return joined(Markup("<!doctype html>\n"), tag("html", heading, tag("body", body), lang="en"), Markup("\n"))
+
+
+def compact(number: float) -> str:
+    """A number in three digits and a word."""
+    for size, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            scaled = number / (1e3 if word == "k" else size)
+            return f"{scaled:.3g}{word}" if scaled < 999.5 else f"{scaled:.0f}{word}"
+    return f"{number:,.0f}"
+
+
+def _finalized(value: Any) -> Any:
+    """What `{{ value }}` prints: markup of a macro as it is, coordinates to two decimals, text without what steers."""
+    if hasattr(value, "__html__"):
+        return value
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else printable(str(value))

@@ -1,8 +1,9 @@
 """What a report knows: plain records, which the page draws and `--json` prints."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from dcp_adapters.stored.errors import Error
@@ -26,6 +27,21 @@ class ScaleHistogram:
     zero: int = 0
     negative: int = 0
     not_finite: int = 0
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return sum(self.counts.values()) + self.zero + self.negative + self.not_finite
+
+    def __add__(self, other: "ScaleHistogram") -> "ScaleHistogram":
+        """Of the scales of both."""
+        return replace(
+            self,
+            counts=Counter(self.counts) + Counter(other.counts),
+            zero=self.zero + other.zero,
+            negative=self.negative + other.negative,
+            not_finite=self.not_finite + other.not_finite,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, exponents in ascending order."""
@@ -113,6 +129,16 @@ class TensorReport:
         return self.error.snr_db if self.error is not None else None
 
     @property
+    def exact(self) -> bool:
+        """Whether it was compared, and every value is equal."""
+        return self.error is not None and self.error.exact
+
+    @property
+    def saturation(self) -> float:
+        """The share of its elements that are saturated."""
+        return (self.saturated or 0) / self.numel if self.numel else 0.0
+
+    @property
     def bad_scales(self) -> int:
         """Scales that no weight has: NaN, infinite or negative."""
         return sum(scales.not_finite + scales.negative for scales in self.scales)
@@ -125,30 +151,25 @@ class TensorReport:
     def to_json(self) -> dict[str, Any]:
         """Plain data; None where something does not apply. Numbers that JSON does not have are None, too."""
         error = self.error
+
+        def own(*names: str) -> dict[str, Any]:
+            return {name: getattr(self, name) for name in names}
+
         return {
-            **{key: getattr(self, key) for key in ("name", "kind", "dtype")},
+            **own("name", "kind", "dtype"),
             "shape": list(self.shape),
             "parameters": self.numel,
             "bytes": self.nbytes,
-            **{key: getattr(self, key) for key in ("chunks", "entries", "quantized", "compared", "reference_bytes")},
-            "max_abs": error and _finite(error.max_abs),
+            **own("chunks", "entries", "quantized", "compared", "reference_bytes"),
+            "max_abs": error and (error.max_abs if math.isfinite(error.max_abs) else None),
             "relative": error and error.relative,
             "snr_db": self.snr_db,
             "not_finite_differences": error and error.not_finite,
             "scales": [scales.to_json() for scales in self.scales],
-            **{
-                key: getattr(self, key)
-                for key in (
-                    *("at_largest", "saturated", "clipped", "nan_codes", "not_finite", "zero_rows"),
-                    *("row_outliers", "column_outliers"),
-                )
-            },
-            "outliers": [
-                {"axis": found.axis, "index": found.index, "amax": found.amax, "factor": found.factor}
-                for found in self.outliers
-            ],
-            "read_seconds": self.read_seconds,
-            "write_seconds": self.write_seconds,
+            **own("at_largest", "saturated", "clipped", "nan_codes", "not_finite", "zero_rows"),
+            **own("row_outliers", "column_outliers"),
+            "outliers": [asdict(found) for found in self.outliers],
+            **own("read_seconds", "write_seconds"),
         }
 
 
@@ -193,7 +214,3 @@ class CheckpointReport:
             "files": dict(self.files),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

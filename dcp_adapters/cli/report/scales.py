@@ -4,6 +4,7 @@ E8M0 codes are exponents; E4M3 and fp32 scales count where their exponent is, 2^
 counted as they are stored, not times the global scale.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -30,22 +31,17 @@ def _histogram(spec: PartSpec, numbers: torch.dtype, part: Tensor) -> ScaleHisto
     total = ScaleHistogram(spec.name, _STORED_AS.get(numbers, str(numbers).removeprefix("torch.")), {})
     for start in range(0, flat.numel(), PIECE):
         values, counted = flat[start : start + PIECE].view(_BITS[spec.dtype.itemsize]).unique(return_counts=True)
-        total = _joined(total, values.view(numbers).to(torch.float64), counted)
+        values = values.view(numbers).to(torch.float64)
+        finite = values.isfinite()
+        usual = finite & (values > 0)
+        counts: Counter[int] = Counter()
+        for exponent, count in zip(torch.frexp(values[usual]).exponent.tolist(), counted[usual].tolist(), strict=True):
+            counts[exponent - 1] += count
+        total += replace(
+            total,
+            counts=counts,
+            zero=int(counted[values == 0].sum()),
+            negative=int(counted[finite & (values < 0)].sum()),
+            not_finite=int(counted[~finite].sum()),
+        )
     return total
-
-
-def _joined(total: ScaleHistogram, values: Tensor, counted: Tensor) -> ScaleHistogram:
-    """With so many more of each of these values."""
-    finite = values.isfinite()
-    usual = finite & (values > 0)
-    exponents = torch.frexp(values[usual]).exponent - 1
-    counts = dict(total.counts)
-    for exponent, count in zip(exponents.tolist(), counted[usual].tolist(), strict=True):
-        counts[exponent] = counts.get(exponent, 0) + count
-    return replace(
-        total,
-        counts=counts,
-        zero=total.zero + int(counted[values == 0].sum()),
-        negative=total.negative + int(counted[finite & (values < 0)].sum()),
-        not_finite=total.not_finite + int(counted[~finite].sum()),
-    )
