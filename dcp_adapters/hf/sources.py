@@ -23,8 +23,9 @@ from dcp_adapters.hf.prefixes import under, weights_prefix
 from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, contents_of, is_quantized
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
+from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
+from fsdp_hooks.torch_private import cpu_by_default, dtensor_around
 from qtensor.recipes import Recipe
 
 

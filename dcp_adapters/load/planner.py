@@ -44,7 +44,8 @@ from dcp_adapters.reading.file_checks import check_archives, check_ordinary
 from dcp_adapters.reading.metadata_checks import stored_chunk
 from dcp_adapters.reading.order import has_files, in_order, is_probe, original_index, probe_items
 from dcp_adapters.reading.own_entries import own_buffer
-from fsdp_hooks.torch_private import cpu_by_default, flatten_state_dict, set_element
+from dcp_adapters.torch_private import flatten_state_dict, set_element
+from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.versions import count_writes
 from qtensor.tensor import QuantizedTensor
 

@@ -1,21 +1,15 @@
 """A look at a file of a checkpoint before DCP's reader opens it, and at the archives in it before anything is loaded.
 
-A planner is never told in which directory a reader reads. But FileSystemReader joins its directory, a Path, with the
-path that the storage data names; a path of a class below that of the directory is asked for the result, as Python asks
-the more special of two operands. So `CheckedPath` hears of the directory just before the file is opened:
+A planner is never told in which directory a reader reads; `torch_private.OwnPath` hears of it where it can, just
+before the file is opened:
 
     no ordinary file    refused: to open a fifo would wait for whoever writes into it
     archives            of each tensor chunk to be read, what it says it holds: a plain tensor of the dtype and size in
                         `.metadata`; where it is something else, whether torch can load it at all
-
-Readers that build paths in another way (fsspec, our own SafeFileSystemReader, which looks itself) see a path like any
-other, and nothing is checked here.
 """
 
-import os
 import stat
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,38 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_adapters.reading.metadata_checks import METADATA, named, stored_chunk
 from dcp_adapters.reading.tensor_archive import FileSlice, read_header
 
-if sys.platform == "win32":
-    from pathlib import WindowsPath as NativePath
-else:
-    from pathlib import PosixPath as NativePath
-
 WAY_OUT = "Nothing has been loaded; use another checkpoint"
-
-
-class CheckedPath(NativePath):
-    """A relative path whose file is looked at when a reader joins it with its directory.
-
-    It is its own key in a dict, so that the reader takes it for a file of its own.
-    """
-
-    look: Callable[[Path], None]
-
-    @staticmethod
-    def of(relative_path: str, look: Callable[[Path], None]) -> "CheckedPath":
-        """A path; `look` is called with the directory's path of the file, where there is a file."""
-        path = CheckedPath(relative_path)
-        path.look = look
-        return path
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __rtruediv__(self, directory: Any) -> Path:  # type: ignore[override] # what it gives needs no look
-        path = Path(directory, os.fspath(self))
-        self.look(path)
-        return path
 
 
 def check_ordinary(path: Path) -> int | None:

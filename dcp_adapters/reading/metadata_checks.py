@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_adapters.reading.metadata_names import FIELDS, LARGEST
 from dcp_adapters.tiling import inside, tiling_fault
+from dcp_adapters.torch_private import StorageInfo
 from dcp_adapters.words import short
-from fsdp_hooks.torch_private import StorageInfo
 
 METADATA = ".metadata"
 DEEPEST = 64  # levels of planner data

@@ -9,7 +9,7 @@
     resolve_data         every rank         stock, digested on the way out; the checksum table when it is asked for
 
 All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
-exchange. A chunk that a writer lost fails the save, too: see committed.py.
+exchange. A chunk that a writer lost fails the save, too: see torch_private.Committed.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, sett
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.save import plan_cache
-from dcp_adapters.save.committed import Committed
 from dcp_adapters.save.coordinator import PLAIN, Now, Record, merged_manifest, with_unlisted
 from dcp_adapters.save.overwrite import clear, commit, make_room, own_names, prefix_of
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item
+from dcp_adapters.torch_private import Committed
 from fsdp_hooks.digest import digest
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import cpu_by_default, without_torch_function

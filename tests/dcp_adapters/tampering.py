@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_adapters import Manifest
 from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, TensorEntry
-from fsdp_hooks.torch_private import StorageInfo
+from dcp_adapters.torch_private import StorageInfo
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import values
 
