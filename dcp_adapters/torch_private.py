@@ -44,7 +44,9 @@ __all__ = [
     "all_reduce_max",
     "flatten_state_dict",
     "gloo_group",
+    "prefix_of",
     "set_element",
+    "writes_safetensors",
 ]
 
 # The save and load planners must flatten exactly as stock DCP does (a public DefaultSavePlanner only flattens as a side
@@ -138,6 +140,21 @@ class Committed(Metadata):
                     )
                 placed[index] = stored[index]
         return {**stored, **placed} if len(placed) < len(stored) else placed
+
+
+def prefix_of(storage_data: Any) -> str | None:
+    """What the names of a rank's files begin with, where its writer says so in the storage data of the rank's plan.
+
+    FileSystemWriter does, in a dataclass; with another prefix in it, it writes files of other names. It does so before
+    the global plan is made only where a rank saves for itself (use_collectives=False).
+    """
+    prefix = getattr(storage_data, "prefix", None)
+    return prefix if isinstance(prefix, str) else None
+
+
+def writes_safetensors(storage_data: Any) -> bool:
+    """Whether a plan with this storage data goes to HuggingFaceStorageWriter, of which planners are not told."""
+    return isinstance(storage_data, dict) and storage_data.keys() <= {"fqn_to_index_mapping", "shard_index"}
 
 
 def gloo_group(group: dist.ProcessGroup, name: str, timeout: dt.timedelta) -> ProcessGroupGloo:

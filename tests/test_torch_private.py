@@ -488,6 +488,26 @@ def test_an_error_while_metadata_are_pickled_fails_the_save(tmp_path: Path) -> N
     assert not (tmp_path / ".metadata").exists()
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_prefix_of_a_ranks_files_stands_in_its_plan(alone: bool, tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path)
+    writer.set_up_storage_writer(is_coordinator=True, rank=3, use_collectives=not alone)
+    local = writer.prepare_local_plan(dcp.SavePlan([]))
+    assert dcp_private.prefix_of(local.storage_data) == ("__3_" if alone else None)
+    plans = writer.prepare_global_plan([local, dcp.SavePlan([])])
+    assert [dcp_private.prefix_of(plan.storage_data) for plan in plans] == ["__3_" if alone else "__0_", "__1_"]
+
+
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True}, {"fqn_to_index_mapping": {"w": 1}}])
+def test_the_writer_of_safetensors_is_known_by_its_plans(options: dict[str, Any], tmp_path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), **options)
+    (plan,) = writer.prepare_global_plan([dcp.SavePlan([])])
+    assert dcp_private.writes_safetensors(plan.storage_data)
+    assert dcp_private.prefix_of(plan.storage_data) is None
+    (plan,) = dcp.FileSystemWriter(tmp_path).prepare_global_plan([dcp.SavePlan([])])
+    assert not dcp_private.writes_safetensors(plan.storage_data)
+
+
 def meet_in_a_group_of_their_own() -> tuple[float, str]:
     default = dist.group.WORLD
     assert default is not None

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_adapters import QuantizedLoadPlanner, conversions
+from dcp_adapters import QuantizedLoadPlanner
+from dcp_adapters.load import conversions
 from dcp_adapters.load.convert import Conversion, narrowed, widened
 from qtensor import Float8DelayedScaling, high_precision_init_val, quantize, quantized_model_init
 from qtensor.tensor import QuantizedTensor

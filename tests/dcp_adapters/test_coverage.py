@@ -32,7 +32,7 @@ from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.cli.main import main
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
 from dcp_adapters.manifest import MANIFEST
-from dcp_adapters.reading.file_checks import check_archives
+from dcp_adapters.reading.places import check_archives
 from dcp_adapters.tiling import tiling_fault
 from dcp_adapters.torch_private import StorageInfo
 from qtensor import quantize
