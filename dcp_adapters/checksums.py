@@ -97,8 +97,12 @@ class Checksums:
 
     def seen(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
         """Digest what is about to be written; returns it, on the CPU. Raises ValueError for freed storage."""
-        if isinstance(data, Tensor) and not is_plain(data):
-            return self._seen_archive(index, data)
+        if isinstance(data, Tensor) and not is_plain(data):  # its own class writes it: made ready as writers make it
+            data = data.detach().cpu()
+            if data.untyped_storage().size() != data.nbytes:
+                data = data.clone()
+            self.rows[index] = chunk_key(index, archive=True), archive_digest_of(data)
+            return data
         if isinstance(data, io.BytesIO):
             data = self.pickled.setdefault(index, data)
         elif not data.is_cpu:
@@ -107,14 +111,6 @@ class Checksums:
             self.rows[index] = chunk_key(index), digest_of(data)
         except ValueError as error:
             raise ValueError(f"{index.fqn}: {error}") from error
-        return data
-
-    def _seen_archive(self, index: MetadataIndex, data: Tensor) -> Tensor:
-        """As `seen`, for a tensor that its own class writes, made ready as the writer would make it."""
-        data = data.detach().cpu()
-        if data.untyped_storage().size() != data.nbytes:
-            data = data.clone()
-        self.rows[index] = chunk_key(index, archive=True), archive_digest_of(data)
         return data
 
     def table(self, items: Iterable[WriteItem], resolve: Callable[[WriteItem], object]) -> Tensor:

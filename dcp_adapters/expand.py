@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.part_places import part_placement
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around
 from qtensor.formats import PartSpec, block_multiple
@@ -117,7 +117,7 @@ def _hides_quantized(leaf: Any) -> bool:
 
 
 def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> DTensor:
-    placements = tuple(_placement(spec, placement, weight.ndim) for placement in weight.placements)
+    placements = tuple(part_placement(spec, placement, weight.ndim) for placement in weight.placements)
     shape = spec.shape(weight.shape)
     cuts_columns = any(placement.is_shard(weight.ndim - 1) for placement in weight.placements)
     if cuts_columns and weight.device_mesh.get_coordinate() is not None:
@@ -130,14 +130,6 @@ def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> D
                 "choose a mesh that divides K into such pieces"
             )
     return dtensor_around(part, weight.device_mesh, placements, shape)
-
-
-def _placement(spec: PartSpec, placement: Placement, ndim: int) -> Placement:
-    """How a part is placed on a mesh dim on which the weight has `placement`."""
-    dim = getattr(placement, "dim", None)
-    if dim is None or (spec.extends_along(dim % ndim, ndim)):
-        return placement
-    return Replicate()
 
 
 def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:

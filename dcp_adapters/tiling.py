@@ -47,8 +47,11 @@ def tiling_fault(size: Sequence[int], boxes: Sequence[Box]) -> str | None:
         return f"chunks are cut along {len(cut)} dims, expected at most {MOST_CUT_DIMS}"
     if len(cut) > FEW_DIMS and len(full) << len(cut) > MOST_CORNERS:
         return f"{len(full)} chunks are cut along {len(cut)} dims, expected at most {MOST_CORNERS >> len(cut)} of them"
-    if len(cut) == 1 and _follow(size[cut[0]], [(offsets[cut[0]], sizes[cut[0]]) for offsets, sizes in full]):
-        return None
+    if len(cut) == 1:
+        pieces = sorted((offsets[cut[0]], sizes[cut[0]]) for offsets, sizes in full)
+        ends = [start + length for start, length in pieces]
+        if [start for start, _ in pieces] + [size[cut[0]]] == [0, *ends]:
+            return None
     return _corner_fault(size, full, cut)
 
 
@@ -66,16 +69,6 @@ def _corner_fault(size: Sequence[int], full: Sequence[Box], cut: Sequence[int]) 
     if corners[wrong] < 0:
         return f"no chunk holds the elements from {place} on"
     return f"{corners[wrong] + 1} chunks hold the elements from {place} on"
-
-
-def _follow(end: int, pieces: list[tuple[int, int]]) -> bool:
-    """Whether pieces (start, length) follow each other from 0 to the end."""
-    reached = 0
-    for start, length in sorted(pieces):
-        if start != reached:
-            return False
-        reached += length
-    return reached == end
 
 
 def _add(corners: defaultdict[tuple[int, ...], int], bounds: list[tuple[int, int]], weight: int) -> None:

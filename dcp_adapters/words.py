@@ -20,6 +20,19 @@ def short(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
+def listed(items: Iterable[object], most: int = 8, *, between: str = ", ", last: str = " ") -> str:
+    """The first `most` of many, and how many more there are: "a, b and 3 more"; `last` stands before the "and"."""
+    told = [str(item) for item in items]
+    more = f"{last}and {len(told) - most} more" if len(told) > most else ""
+    return between.join(told[:most]) + more
+
+
+def in_lines(items: Iterable[object]) -> str:
+    """`listed`, with a line of its own for each, the first one too."""
+    line = "\n  "
+    return line + listed(items, 20, between=line, last=line)
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Sorted as people count: layers.2 before layers.10."""
     return sorted(

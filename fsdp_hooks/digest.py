@@ -32,9 +32,10 @@ NARROW, WIDE = 64, 1024  # words in a block
 LARGE = 2**18  # bytes; what is smaller is stacked
 STACK = 2**24  # bytes that are stacked at a time, so that no second copy of a large model is needed
 EAGER = 2**20  # words that are mixed at a time where no compiled code does it without temporaries
-_ODD = -7046029254386353131  # 2^64 / golden ratio, odd
-_MIX = -7723592293110705685  # odd, one of splitmix64's
-_LOW = 2**32 - 1
+# As signed numbers of 64 bits; both are odd, so that multiplying by them loses nothing. Other digests take them, too.
+GOLDEN = -7046029254386353131  # 2^64 / golden ratio
+MIX = -7723592293110705685  # one of splitmix64's
+LOW = 2**32 - 1
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
@@ -117,13 +118,13 @@ class _Kind:
 
 def _odd(place: Tensor) -> Tensor:
     """The weight of a place, an odd number."""
-    return (place * _ODD) | 1
+    return (place * GOLDEN) | 1
 
 
 def _mixed(x: Tensor) -> Tensor:
     """Another number for each, in place; the shifts are logical, or x and ~x would come out alike."""
-    x.bitwise_xor_((x >> 32).bitwise_and_(_LOW)).mul_(_MIX)
-    return x.bitwise_xor_((x >> 32).bitwise_and_(_LOW))
+    x.bitwise_xor_((x >> 32).bitwise_and_(LOW)).mul_(MIX)
+    return x.bitwise_xor_((x >> 32).bitwise_and_(LOW))
 
 
 def _sums(blocks: Tensor, weights: Tensor) -> Iterator[Tensor]:

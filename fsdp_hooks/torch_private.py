@@ -1,7 +1,8 @@
-"""The private torch names this project cannot do without, in one place.
+"""The private torch names this project cannot do without, in one place, and what it relies on without a promise.
 
-Each has its reason beside it, and `tests/test_torch_private.py` fails when upstream moves one of them. Nothing else in
-the packages may import a torch name that starts with an underscore.
+Each has its reason beside it, and `tests/test_torch_private.py` fails when upstream moves one of them. Those of DCP
+stand in `dcp_adapters/torch_private.py`; nothing else in the packages may import a torch name that starts with an
+underscore.
 """
 
 import sys
@@ -12,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as dtensor_utils
@@ -24,12 +22,10 @@ from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
 __all__ = [
-    "StorageInfo",
     "compute_local_shape_and_global_offset",
     "cpu_by_default",
     "dtensor_around",
     "dtensor_like",
-    "flatten_state_dict",
     "foreach_copy",
     "hook_tables",
     "is_described",
@@ -37,22 +33,15 @@ __all__ = [
     "is_watched",
     "local_itself",
     "make_wrapper",
+    "note_shard_rows",
     "one_dispatch_state",
-    "set_element",
+    "shard_rows",
     "tree_map",
     "without_torch_function",
 ]
 
-# The save and load planners must flatten exactly as stock DCP does (a public DefaultSavePlanner only flattens as a side
-# effect of set_up_planner), and must know which rows of a part a rank holds before any tensor is touched.
-assert callable(flatten_state_dict)
-# It also puts byte entries back into the nested dict, which we unpickle more strictly than stock does.
+# Planners must know which rows of a part a rank holds before any tensor is touched.
 assert callable(dtensor_utils.compute_local_shape_and_global_offset)
-assert callable(set_element)
-
-# Where the bytes of a chunk stand: the one record of `.metadata` without a public name. Who reads that file without
-# unpickling it has to make such records.
-assert callable(StorageInfo)
 
 # Arguments of an op nest lists and dicts; torch has no public name for walking them.
 assert callable(tree_map)
@@ -177,6 +166,23 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     tensor anew and keeps an order of shards that placements alone do not tell.
     """
     return DTensor(local, like._spec, requires_grad=False)
+
+
+_SHARD_ROWS = "_fsdp_shard_rows"
+
+
+def note_shard_rows(weight: Tensor, rows: int) -> None:
+    """Keep into how many rows a rank FSDP2 cuts a weight: those of `weight.new_zeros`, by which it pads its shard.
+
+    fully_shard(reshard_after_forward=<int>) cuts the very same tensor once more, for a smaller mesh. Nothing else of
+    the calls that a tensor sees tells that option.
+    """
+    vars(weight)[_SHARD_ROWS] = rows
+
+
+def shard_rows(weight: Tensor) -> int | None:
+    """What `note_shard_rows` kept; None where FSDP2 has not cut the weight."""
+    return vars(weight).get(_SHARD_ROWS)
 
 
 _HOOK_TABLES = (

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement
 from fsdp_hooks.scale_sync import SharesScales
-from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
+from fsdp_hooks.torch_private import (
+    is_described,
+    is_tracing,
+    make_wrapper,
+    note_shard_rows,
+    tree_map,
+    without_torch_function,
+)
 from fsdp_hooks.versions import count_writes
 from qtensor import kernels
 from qtensor.formats import check_shape, describe, registered, shares_scale_along, tensor_wide
@@ -312,7 +319,7 @@ def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionW
             "0 (tensor parallelism may use dim 1)"
         )
     check_shape(result.shape, weight.recipe, "shard", full=False)
-    weight.__dict__["_fsdp_shard_rows"] = result.shape[0]
+    note_shard_rows(weight, result.shape[0])
     return HighPrecisionWeight(result, weight.recipe, agreement=weight.agreement, padded_rows=result.shape[0])
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Arrangement
+from fsdp_hooks.torch_private import note_shard_rows, shard_rows
 from fsdp_hooks.versions import count_writes
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, registered
 from qtensor.rounding import armed
@@ -197,7 +198,7 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for spec in q.specs():
             if not spec.per_row:
                 getattr(out, spec.name).copy_(getattr(q, spec.name))
-    q.__dict__["_fsdp_shard_rows"] = shape[0]
+    note_shard_rows(q, shape[0])
     return out
 
 
@@ -206,7 +207,7 @@ def refuse_resharding_to_a_smaller_mesh(q: QuantizedTensor, size: int) -> None:
 
     That is what fully_shard(reshard_after_forward=<int>) does.
     """
-    rows = q.__dict__.get("_fsdp_shard_rows")
+    rows = shard_rows(q)
     if rows is not None and size != rows:
         raise NotImplementedError(
             f"{describe(q.shape, q.recipe)} was sharded into {rows} rows a rank and is now cut into {size}: FSDP2's "

@@ -24,8 +24,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from dcp_adapters.checksums import CHECKSUMS
+from dcp_adapters.torch_private import StorageInfo
 from fsdp_hooks import sync_scales, unsharded
-from fsdp_hooks.torch_private import StorageInfo
 from qtensor import Float8CurrentScaling, MasterWeightOptimizer, NVFP4BlockScaling, quantize, quantized_model_init
 from tests.growth import assert_linear, bytecodes
 from tests.ranks import run_ranks

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import datetime as dt
 import inspect
 import threading
 import warnings
@@ -12,19 +13,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from dcp_adapters import torch_private as dcp_private
 from fsdp_hooks import torch_private
 from qtensor import MXFP8BlockScaling, quantize, stochastic_rounding
 from tests.ranks import run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGES = ("fsdp_hooks", "qtensor", "dcp_adapters", "layerwise")
-ALLOWED_FILE = "fsdp_hooks/torch_private.py"
+ALLOWED_FILES = {"fsdp_hooks/torch_private.py", "dcp_adapters/torch_private.py"}
 
 # Underscored attributes of torch's objects that other files use, and why that is no bet on torch's insides.
 ATTRIBUTES = {
@@ -86,17 +92,20 @@ def sources(root: Path) -> dict[str, ast.AST]:
     return {str(file.relative_to(root)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
-def test_private_names_of_torch_stand_in_one_file() -> None:
+def test_private_names_of_torch_stand_in_their_files() -> None:
     used = {file: sorted(set(foreign_names(tree))) for file, tree in sources(REPO).items()}
-    assert {file: names for file, names in used.items() if names and file != ALLOWED_FILE} == {}
-    assert used[ALLOWED_FILE]
+    assert {file: names for file, names in used.items() if names and file not in ALLOWED_FILES} == {}
+    assert all(used[file] for file in ALLOWED_FILES)
 
 
 def test_private_attributes_are_the_listed_ones() -> None:
     trees = sources(REPO)
     own = own_names(list(trees.values()))
     used = {
-        (file, name) for file, tree in trees.items() if file != ALLOWED_FILE for name in foreign_attributes(tree, own)
+        (file, name)
+        for file, tree in trees.items()
+        if file not in ALLOWED_FILES
+        for name in foreign_attributes(tree, own)
     }
     assert {(file, name) for file, name in used if name not in ATTRIBUTES} == set()
 
@@ -125,27 +134,38 @@ def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def test_everything_the_file_exports_exists() -> None:
-    assert all(getattr(torch_private, name) is not None for name in torch_private.__all__)
+@pytest.mark.parametrize("module", [torch_private, dcp_private])
+def test_everything_the_file_exports_exists(module: Any) -> None:
+    assert all(getattr(module, name) is not None for name in module.__all__)
 
 
 def test_flatten_state_dict_returns_leaves_by_dotted_name_and_their_paths() -> None:
-    flat, mappings = torch_private.flatten_state_dict({"a": {"b": torch.ones(1), "c": 2}, "d": [torch.zeros(1)]})
+    flat, mappings = dcp_private.flatten_state_dict({"a": {"b": torch.ones(1), "c": 2}, "d": [torch.zeros(1)]})
     assert set(flat) == {"a.b", "a.c", "d.0"}
     assert mappings == {"a.b": ("a", "b"), "a.c": ("a", "c"), "d.0": ("d", 0)}
 
 
-def test_storage_info_says_where_the_bytes_of_a_chunk_stand(tmp_path: Path) -> None:
-    writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path)
+def save_alone(path: Path, state_dict: dict[str, Any], planner: Any = None) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        torch.distributed.checkpoint.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
-    ((_, info),) = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().storage_data.items()
-    assert type(info) is torch_private.StorageInfo
+        dcp.save(state_dict, storage_writer=dcp.FileSystemWriter(path), planner=planner, no_dist=True)
+
+
+def test_set_element_puts_a_value_at_its_path() -> None:
+    tree: dict[str, Any] = {"a": {"b": 1}, "d": [2, 3]}
+    dcp_private.set_element(tree, ("a", "b"), 4)
+    dcp_private.set_element(tree, ("d", 1), 5)
+    assert tree == {"a": {"b": 4}, "d": [2, 5]}
+
+
+def test_storage_info_says_where_the_bytes_of_a_chunk_stand(tmp_path: Path) -> None:
+    save_alone(tmp_path, {"w": torch.ones(2)})
+    ((_, info),) = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.items()
+    assert type(info) is dcp_private.StorageInfo
     assert [field.name for field in dataclasses.fields(info)] == [
         "relative_path", "offset", "length", "transform_descriptors",
     ]  # fmt: skip
-    assert info == torch_private.StorageInfo("__0_0.distcp", 0, (tmp_path / "__0_0.distcp").stat().st_size)
+    assert info == dcp_private.StorageInfo("__0_0.distcp", 0, (tmp_path / "__0_0.distcp").stat().st_size)
 
 
 def test_tree_map_walks_the_arguments_of_an_op() -> None:
@@ -376,3 +396,150 @@ def test_the_cpu_is_the_default_device_where_it_is_asked_for() -> None:
         assert torch.zeros(1).device == torch.device("cpu")
     with torch_private.cpu_by_default() as context:
         assert context is None  # attributes are slow under a device context
+
+
+class Listening(DefaultLoadPlanner):
+    """Keeps the items that a reader hands it, in their order."""
+
+    def __init__(self, targets: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.state_dict, self.heard = targets, list[ReadItem]()
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.heard.append(read_item)
+
+
+def test_a_reader_groups_items_by_the_path_it_is_given_and_hands_them_back(tmp_path: Path) -> None:
+    """What `OwnPath` and `Alias` stand on: one file, its items in two groups, which the order of the plan cuts."""
+    names = ["a", "b", "c", "d"]
+    save_alone(tmp_path, {name: torch.full((3,), float(place)) for place, name in enumerate(names)})
+    reader = dcp.FileSystemReader(tmp_path)
+    metadata = reader.read_metadata()
+    looked: list[Path] = []
+    paths = [dcp_private.OwnPath.of("__0_0.distcp", looked.append) for _ in range(2)]
+    items = []
+    for place, name in enumerate(names):  # a and c, b and d
+        index = next(index for index in metadata.storage_data if index.fqn == name)
+        alias = dcp_private.Alias("alias", torch.Size([place]), original=index)
+        metadata.storage_data[alias] = dataclasses.replace(metadata.storage_data[index], relative_path=paths[place % 2])
+        zero, three = torch.Size([0]), torch.Size([3])
+        items.append(ReadItem(LoadItemType.TENSOR, MetadataIndex(name, zero), zero, alias, zero, three))
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    targets = {name: torch.zeros(3) for name in names}
+    planner = Listening(targets)
+    reader.read_data(LoadPlan(items), planner).wait()
+    assert [item.dest_index.fqn for item in planner.heard] == ["a", "c", "b", "d"]
+    assert [item.storage_index.original.fqn for item in planner.heard] == ["a", "c", "b", "d"]
+    assert looked == [tmp_path / "__0_0.distcp"] * 2
+    assert [float(targets[name][0]) for name in names] == [0, 1, 2, 3]
+
+
+def test_a_reader_opens_no_file_that_the_look_at_it_refuses(tmp_path: Path) -> None:
+    save_alone(tmp_path, {"a": torch.ones(3)})
+    reader = dcp.FileSystemReader(tmp_path)
+    metadata = reader.read_metadata()
+    ((index, info),) = metadata.storage_data.items()
+
+    def refuse(path: Path) -> None:
+        path.unlink()
+        raise ValueError("refused")
+
+    path = dcp_private.OwnPath.of("__0_0.distcp", refuse)
+    metadata.storage_data[index] = dataclasses.replace(info, relative_path=path)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    zero, three = torch.Size([0]), torch.Size([3])
+    item = ReadItem(LoadItemType.TENSOR, MetadataIndex("a", zero), zero, index, zero, three)
+    with pytest.raises(ValueError, match="refused"):
+        reader.read_data(LoadPlan([item]), Listening({"a": torch.zeros(3)}))
+
+
+class Committing(dcp.DefaultSavePlanner):
+    """Saves with `Committed` metadata; with `lost`, of a tensor that no rank writes."""
+
+    def __init__(self, before: Any, *, lost: bool = False) -> None:
+        super().__init__()
+        self.before, self.lost = before, lost
+
+    def create_global_plan(self, all_plans: list[Any]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        if self.lost:
+            metadata.state_dict_metadata["lost"] = metadata.state_dict_metadata["w"]
+        committed = dcp_private.Committed(metadata.state_dict_metadata, metadata.planner_data, before=self.before)
+        return plans, committed
+
+
+def test_a_writer_pickles_the_metadata_behind_all_data_and_in_front_of_the_rename(tmp_path: Path) -> None:
+    seen: list[tuple[set[str], set[str]]] = []
+    save_alone(
+        tmp_path,
+        {"w": torch.ones(2), "n": 3},
+        Committing(lambda files: seen.append((files, {path.name for path in tmp_path.iterdir()}))),
+    )
+    assert seen == [({"__0_0.distcp"}, {"__0_0.distcp", ".metadata.tmp"})]
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert type(metadata) is dcp.Metadata
+    assert set(vars(metadata)) == {field.name for field in dataclasses.fields(dcp.Metadata)}
+    assert {index.fqn for index in metadata.storage_data} == {"w", "n"}
+
+
+def test_an_error_while_metadata_are_pickled_fails_the_save(tmp_path: Path) -> None:
+    with pytest.raises(BaseException, match=r"lost at .*: the storage writer did not write it"):
+        save_alone(tmp_path, {"w": torch.ones(2)}, Committing(lambda files: None, lost=True))
+    assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_prefix_of_a_ranks_files_stands_in_its_plan(alone: bool, tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path)
+    writer.set_up_storage_writer(is_coordinator=True, rank=3, use_collectives=not alone)
+    local = writer.prepare_local_plan(dcp.SavePlan([]))
+    assert dcp_private.prefix_of(local.storage_data) == ("__3_" if alone else None)
+    plans = writer.prepare_global_plan([local, dcp.SavePlan([])])
+    assert [dcp_private.prefix_of(plan.storage_data) for plan in plans] == ["__3_" if alone else "__0_", "__1_"]
+
+
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True}, {"fqn_to_index_mapping": {"w": 1}}])
+def test_the_writer_of_safetensors_is_known_by_its_plans(options: dict[str, Any], tmp_path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), **options)
+    (plan,) = writer.prepare_global_plan([dcp.SavePlan([])])
+    assert dcp_private.writes_safetensors(plan.storage_data)
+    assert dcp_private.prefix_of(plan.storage_data) is None
+    (plan,) = dcp.FileSystemWriter(tmp_path).prepare_global_plan([dcp.SavePlan([])])
+    assert not dcp_private.writes_safetensors(plan.storage_data)
+
+
+def meet_in_a_group_of_their_own() -> tuple[float, str]:
+    default = dist.group.WORLD
+    assert default is not None
+    own = dcp_private.gloo_group(default, "test.own", dt.timedelta(seconds=30))
+    other = dcp_private.gloo_group(default, "test.other", dt.timedelta(milliseconds=300))
+    largest = torch.tensor([float(dist.get_rank())])
+    dcp_private.all_reduce_max(own, largest)
+    error = ""
+    if dist.get_rank() == 0:  # alone
+        try:
+            dcp_private.all_reduce_max(other, torch.zeros(1))
+        except RuntimeError as caught:
+            error = str(caught)
+    dist.barrier()
+    return float(largest), error
+
+
+def test_a_gloo_group_of_ones_own_reduces_and_gives_up_when_it_was_told_to() -> None:
+    (first, error), (second, _) = run_ranks(2, meet_in_a_group_of_their_own)
+    assert (first, second) == (1.0, 1.0)
+    assert "imed out" in error
+
+
+def cut_by_fsdp() -> int | None:
+    net = torch.nn.Linear(32, 10, bias=False)
+    weight = quantize(net.weight.detach(), MXFP8BlockScaling())
+    net.weight = torch.nn.Parameter(weight, requires_grad=False)
+    given = net.weight
+    fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+    return torch_private.shard_rows(given)
+
+
+def test_fsdp_pads_a_shard_by_new_zeros_of_the_weight_that_it_cuts() -> None:
+    assert torch_private.shard_rows(torch.ones(2)) is None
+    assert run_ranks(4, cut_by_fsdp) == [3] * 4  # 3 + 3 + 3 + 1

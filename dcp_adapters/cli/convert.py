@@ -12,8 +12,6 @@ as it plans any state dict, and gets the data when the writer asks for an entry.
 
 import io
 import os
-import shutil
-import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +29,7 @@ from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.source import Stored
-from dcp_adapters.stored.durable import give_name, refuse_taken
+from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, refuse_taken
 from dcp_adapters.stored.progress import Advance, unseen
 from qtensor.formats import APPEARANCE_DTYPES, column_multiple
 from qtensor.recipes import Recipe
@@ -120,13 +118,10 @@ def convert_checkpoint(
     """
     final = Path(destination)
     refuse_taken(final)
-    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
+    partial = hidden_name(final)
+    with gone_on_error(partial):
         _write(source, partial, plan, advance)
         give_name(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def converted(value: Tensor, to: Target) -> Tensor:

@@ -11,7 +11,7 @@ file that is cut off is found here, before anything is loaded.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dcp_adapters.reading.metadata_checks import stray_path
-from dcp_adapters.words import short
+from dcp_adapters.words import in_lines, listed, short
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MOST_SHOWN = 20
 MOST_JSON = 2**28  # bytes; an index of a million tensors has 100 MiB
 
 
@@ -76,7 +75,8 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
         files, assigned = _files(root)
     missing = [name for name in files if not (root / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{root}: {INDEX} names files that are not there: {listed(missing)}")
+        told = listed(missing, 20, last=", ")
+        raise FileNotFoundError(f"{root}: {INDEX} names files that are not there: {told}")
     tensors: dict[str, FileTensor] = {}
     notes: dict[str, list[str]] = {}
     problems: list[str] = []
@@ -97,17 +97,9 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
     problems += [f"{name}: {INDEX} says {(assigned or {})[name]}, which lacks it" for name in lost]
     if problems:
         who = "the files" if assigned is None else "the index and the files"
-        raise ValueError(f"{root}: {who} disagree:{listed(problems, lines=True)}")
+        raise ValueError(f"{root}: {who} disagree:{in_lines(problems)}")
     quantization = _json(root / "hf_quant_config.json")
     return Directory(root, tensors, _json(root / "config.json") or {}, quantization, notes)
-
-
-def listed(items: Iterable[str], *, lines: bool = False) -> str:
-    """The first of many, and how many more there are; one a line, or in one."""
-    told = list(items)
-    more = [f"and {len(told) - MOST_SHOWN} more"] if len(told) > MOST_SHOWN else []
-    shown = [*told[:MOST_SHOWN], *more]
-    return "".join(f"\n  {item}" for item in shown) if lines else ", ".join(shown)
 
 
 def _named_otherwise(path: Path) -> tuple[Path, list[str]] | None:
@@ -136,9 +128,9 @@ def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     if not isinstance(assigned, dict) or any(not isinstance(file, str) for file in assigned.values()):
         raise ValueError(f"{root / INDEX}: its weight_map is no object of file names")
     files = sorted(set(assigned.values()))
-    stray = [short(file) for file in files if stray_path(file)]
+    stray = listed((short(file) for file in files if stray_path(file)), 20, last=", ")
     if stray:
-        raise ValueError(f"{root / INDEX}: it names files outside of the directory: {listed(stray)}")
+        raise ValueError(f"{root / INDEX}: it names files outside of the directory: {stray}")
     return files, assigned
 
 

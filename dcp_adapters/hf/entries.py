@@ -21,14 +21,14 @@ from torch import Tensor
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
-from dcp_adapters.hf.directory import Directory, FileTensor, listed
+from dcp_adapters.hf.directory import Directory, FileTensor
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, Stored, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of
 from dcp_adapters.hf.schemes import DTYPES, Contents, QuantizedLinear
 from dcp_adapters.manifest import DTYPES as APPEARANCES
 from dcp_adapters.manifest import Manifest
-from dcp_adapters.save.write_items import part_box
-from dcp_adapters.words import short
+from dcp_adapters.part_places import part_box
+from dcp_adapters.words import in_lines, listed, short
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
 from qtensor.recipes import Recipe
@@ -157,8 +157,7 @@ class _Presentation:
             self.out.scales.add(name)
         if self.problems:
             raise ValueError(
-                f"{self.directory.path}: can not be imported; nothing has been loaded:"
-                + listed(self.problems, lines=True)
+                f"{self.directory.path}: can not be imported; nothing has been loaded:" + in_lines(self.problems)
             )
         return self.out
 
@@ -179,7 +178,8 @@ class _Presentation:
             self.dense.pop(f"{piece.module}.weight", None)
         if not all(there):
             lacking = [piece.module for piece, found in zip(pieces, there, strict=True) if not found]
-            self.problems.append(f"{name}: it consists of linears that are not there: {listed(lacking)}")
+            told = listed(lacking, 20, last=", ")
+            self.problems.append(f"{name}: it consists of linears that are not there: {told}")
         elif all(linears):
             self._quantized(name, shape, list(zip(pieces, filter(None, linears), strict=True)))
         elif all(dense):

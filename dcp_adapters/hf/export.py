@@ -13,8 +13,8 @@ all of them.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import Joined, source_of
 from dcp_adapters.hf.writing import begun_directory, publish, write_files
 from dcp_adapters.source import Source
-from dcp_adapters.stored.durable import refuse_taken
+from dcp_adapters.stored.durable import gone_on_error, refuse_taken
 from dcp_adapters.stored.progress import progress as bar
 from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
@@ -111,14 +111,11 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     source, plan, _ = prepared[0]
     final = Path(out_dir)
     begun = Path(on_first(None, lambda: str(begun_directory(final, described, plan))))
-    try:
-        with bar("exporting", plan.nbytes, enabled=progress and rank_of(None) == 0) as advance:
+    first = rank_of(None) == 0
+    with gone_on_error(begun) if first else nullcontext():
+        with bar("exporting", plan.nbytes, enabled=progress and first) as advance:
             write_files(source, plan, begun, advance)
         on_first(None, lambda: publish(begun, final, plan))
-    except BaseException:
-        if rank_of(None) == 0:
-            shutil.rmtree(begun, ignore_errors=True)
-        raise
     return final
 
 

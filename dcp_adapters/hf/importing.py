@@ -19,12 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from dcp_adapters.expand import entry_of, plain_leaf
-from dcp_adapters.hf.directory import listed
 from dcp_adapters.hf.materialise import Live, materialise
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
 from dcp_adapters.load.planner import QuantizedLoadPlanner
+from dcp_adapters.words import in_lines
 from fsdp_hooks.alike import on_all, rank_of
 
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
@@ -138,9 +138,7 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
                     f"directory's recipe, or {CONVERT}"
                 )
     if problems:
-        raise ValueError(
-            f"{reader.path} does not fit the model; nothing has been loaded:" + listed(sorted(problems), lines=True)
-        )
+        raise ValueError(f"{reader.path} does not fit the model; nothing has been loaded:" + in_lines(sorted(problems)))
     return names
 
 

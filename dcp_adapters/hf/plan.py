@@ -21,10 +21,10 @@ from dcp_adapters.hf.shared_scales import (
     check_fused,
     input_scales,
     kv_attentions,
-    listed_names,
     renewed_scales,
     scale_entries,
 )
+from dcp_adapters.words import listed
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
@@ -142,7 +142,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     entries = scale_entries(pieces)
     orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
     if orphans:
-        raise ValueError(f"{listed_names(orphans)}: the weight beside it is not quantized; leave it out")
+        raise ValueError(f"{listed(orphans)}: the weight beside it is not quantized; leave it out")
     inputs = input_scales(pieces, entries, request.scales)
     schemes = {
         module: Scheme.of(_kind(name, quantized[name].recipe), calibrated=module in inputs)
@@ -195,7 +195,7 @@ def _check_values(records: Mapping[str, Entry]) -> None:
     ]
     if codes:
         raise ValueError(
-            f"{listed_names(codes)}: codes of a quantization that is not ours, whose scales the export would not "
+            f"{listed(codes)}: codes of a quantization that is not ours, whose scales the export would not "
             "describe; dequantize them first, or read the directory they come from with import_hf"
         )
 
@@ -212,11 +212,11 @@ def _check_linears(quantized: Collection[str], turned: Collection[str]) -> None:
     instead = "convert it to a dense one (python -m dcp_adapters convert --to bfloat16 --include ...)"
     embeddings = [name for name in quantized if _is_embedding(name)]
     if embeddings:
-        raise ValueError(f"{listed_names(embeddings)}: engines read no quantized embedding; {instead}")
+        raise ValueError(f"{listed(embeddings)}: engines read no quantized embedding; {instead}")
     experts = [name for name in quantized if name in turned]
     if experts:
         raise ValueError(
-            f"{listed_names(experts)}: quantized along what engines have as rows: they know gate_up_proj [E, 2 N, K] "
+            f"{listed(experts)}: quantized along what engines have as rows: they know gate_up_proj [E, 2 N, K] "
             f"and down_proj [E, K, N] of experts, and these are transposed; {instead}"
         )
 
@@ -226,7 +226,7 @@ def _check_once(schemes: Mapping[str, Scheme], ignored: Collection[str]) -> None
     twice = [module for module in ignored if module in schemes]
     if twice:
         raise ValueError(
-            f"{listed_names(twice)}: the source has the linear twice, quantized and dense, under names that are one "
+            f"{listed(twice)}: the source has the linear twice, quantized and dense, under names that are one "
             "for engines; leave one of them out"
         )
 

@@ -35,7 +35,7 @@ from dcp_adapters.hf.entries import Placed, Presented, Slice, presented
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
-from dcp_adapters.reading.failures import failures_told
+from dcp_adapters.reading.reader import failures_told
 from dcp_adapters.stored.progress import progress
 from fsdp_hooks.torch_private import cpu_by_default
 from qtensor.tensor import QuantizedTensor

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from dcp_adapters.hf.claims import Claims, claims_of
-from dcp_adapters.hf.directory import Directory, FileTensor, listed
+from dcp_adapters.hf.directory import Directory, FileTensor
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, Layout, Scheme, SchemeEntry, Stored
+from dcp_adapters.words import in_lines
 from qtensor.formats import PartSpec, column_multiple, specs_of
 
 DTYPES = {
@@ -227,5 +228,5 @@ def _refusal(directory: Directory, claims: Claims | None, refused: Mapping[str, 
     have = "; ".join(f"{layout.name}: {', '.join(map(str, layout.schemes))}" for layout in layouts)
     return ValueError(
         f"{directory.path}: quantized in ways that the library does not read ({have}); nothing has been loaded:"
-        + listed((f"{module}: {problem}" for module, problem in refused.items()), lines=True)
+        + in_lines(f"{module}: {problem}" for module, problem in refused.items())
     )

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dcp_adapters.hf.layout import INPUT_SCALE, Scheme
 from dcp_adapters.hf.names import Piece, fused_sets
+from dcp_adapters.words import listed
 
 KV_SCALES = ("k_scale", "v_scale")
-MOST_TOLD = 8
 
 
 def scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]:
@@ -32,7 +32,7 @@ def input_scales(
     unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
     if unusable:
         raise ValueError(
-            f"{listed_names(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it "
+            f"{listed(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it "
             "again, or leave it out"
         )
     shared: dict[str, float] = {}
@@ -66,10 +66,10 @@ def renewed_scales(
             apart.append(names)
             renewed |= other
     if apart and not requantize:
-        told = "; ".join(", ".join(f"{name} {scales[name]:.6g}" for name in names) for names in apart[:3])
-        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+        sets = (", ".join(f"{name} {scales[name]:.6g}" for name in names) for names in apart)
+        told = listed(sets, 3, between="; ")
         raise ValueError(
-            f"engines run these as one linear with one global scale, and theirs differ: {told}{more}. Calibrate them "
+            f"engines run these as one linear with one global scale, and theirs differ: {told}. Calibrate them "
             "together (layerwise.calibrate gives them one), or allow them to be rounded again under the larger scale: "
             'fused_scales="requantize" (--fused-scales requantize)'
         )
@@ -89,9 +89,3 @@ def kv_attentions(names: Iterable[str]) -> dict[str, dict[str, str]]:
         if missing:
             raise ValueError(f"{attention} has no {missing[0]} beside its {next(iter(entries))}; engines need both")
     return found
-
-
-def listed_names(names: Sequence[str]) -> str:
-    """The first of many, and how many more there are."""
-    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
-    return ", ".join(names[:MOST_TOLD]) + more

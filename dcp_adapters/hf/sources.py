@@ -23,8 +23,9 @@ from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Source, Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
+from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import dtensor_around, flatten_state_dict
+from fsdp_hooks.torch_private import dtensor_around
 
 
 class LiveSource(Source):

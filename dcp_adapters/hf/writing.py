@@ -9,9 +9,7 @@ An error on one rank, between two gathers, is raised on all of them when the fil
 """
 
 import json
-import shutil
 import stat
-import uuid
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
 from dcp_adapters.source import Source
-from dcp_adapters.stored.durable import give_name, sync
+from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, sync
 from dcp_adapters.stored.part_values import holds_nan
 from dcp_adapters.stored.progress import Advance
 from fsdp_hooks.alike import on_all, rank_of, ranks_of
@@ -36,9 +34,9 @@ from qtensor.tensor import QuantizedTensor
 
 def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Path:
     """The hidden directory, with all files but the weights."""
-    begun = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
+    begun = hidden_name(final)
     begun.mkdir()
-    try:
+    with gone_on_error(begun):
         described.write(begun, plan.json, str(plan.dtype).removeprefix("torch."))
         if len(plan.files) > 1:
             names = {
@@ -46,9 +44,6 @@ def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Pa
             }
             index = {"metadata": {"total_size": plan.nbytes}, "weight_map": names}
             (begun / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    except BaseException:
-        shutil.rmtree(begun, ignore_errors=True)
-        raise
     return begun
 
 
@@ -105,7 +100,10 @@ def _made(output: Output, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if output.recipe is not None:
         if output.scale is not None:
             parts = _renewed(output.recipe, parts, output.scale)
-        _check_numbers(output.source, output.recipe, parts)
+        if holds_nan(output.recipe, parts):
+            raise ValueError(
+                f"{output.source} holds NaN: what it was quantized from was not finite; an engine would run on it"
+            )
     made = {written.name: _one(written, parts) for written in output.written}
     for written in output.written:
         if written.form is ONE_OVER and not bool(made[written.name].isfinite()):
@@ -133,12 +131,6 @@ def _renewed(recipe: Recipe, parts: Mapping[str, Tensor], scale: float) -> dict[
     """The parts of the same values under another global scale."""
     dense = QuantizedTensor.from_parts(dict(parts), recipe, torch.float32).dequantize(torch.float32)
     return adopt(dense, recipe, torch.tensor(scale, dtype=torch.float32, device=dense.device))
-
-
-def _check_numbers(name: str, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:
-    """Refuse a weight in which something is not a number."""
-    if holds_nan(recipe, parts):
-        raise ValueError(f"{name} holds NaN: what it was quantized from was not finite; an engine would run on it")
 
 
 def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], failed: list[Exception]) -> None:

@@ -22,16 +22,15 @@ import datetime as dt
 import functools
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from dcp_adapters.load.convert import Conversion
+from dcp_adapters.torch_private import ProcessGroupGloo, all_reduce_max, gloo_group
 from fsdp_hooks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
 
 
@@ -74,9 +73,7 @@ class Conversions:
     def begin(self, load_id: str) -> None:
         """Open the groups, under a name that all ranks of this load know; write what needs no reading."""
         for group in in_order([(one.label,) for one in self.agreed], [one.groups for one in self.agreed]):
-            store = dist.PrefixStore(f"qtensor.conversion.{load_id}", group.get_group_store())
-            place = dist.get_rank(group), dist.get_world_size(group)
-            self.groups[group] = ProcessGroupGloo(store, *place, timeout=self.timeout)
+            self.groups[group] = gloo_group(group, f"qtensor.conversion.{load_id}", self.timeout)
         for one in self.all:
             if not one.outstanding and not one.groups:
                 one.finish()
@@ -171,11 +168,3 @@ class Conversions:
 def _channel(group: dist.ProcessGroup, own: ProcessGroupGloo) -> Channel:
     """This load's group in the place of the weights' one."""
     return Channel(dist.get_rank(group), dist.get_process_group_ranks(group), functools.partial(all_reduce_max, own))
-
-
-def all_reduce_max(group: ProcessGroupGloo, tensor: Tensor) -> None:
-    """Elementwise maximum over a group that is not registered with torch.distributed, in place."""
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    unregistered: Any = group  # its methods have no types
-    unregistered.allreduce([tensor], options).wait()

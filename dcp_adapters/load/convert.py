@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import plain_leaf, quantized_local
-from dcp_adapters.save.write_items import Box, box_of, part_box
+from dcp_adapters.part_places import Box, box_of, part_box
 from fsdp_hooks.scale_sync import groups_sharing, label_of, local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
 from fsdp_hooks.versions import count_writes

@@ -40,16 +40,16 @@ from dcp_adapters.load.conversions import Conversions
 from dcp_adapters.load.convert import Conversion
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.reading.file_checks import check_archives, check_ordinary
-from dcp_adapters.reading.metadata_checks import stored_chunk
+from dcp_adapters.reading.metadata_checks import own_buffer, stored_chunk
 from dcp_adapters.reading.order import has_files, in_order, is_probe, original_index, probe_items
-from dcp_adapters.reading.own_entries import own_buffer
-from fsdp_hooks.torch_private import cpu_by_default, flatten_state_dict, set_element
+from dcp_adapters.reading.places import check_archives, check_ordinary
+from dcp_adapters.torch_private import flatten_state_dict, set_element
+from dcp_adapters.words import in_lines
+from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.versions import count_writes
 from qtensor.tensor import QuantizedTensor
 
 OWN = frozenset({MANIFEST, CHECKSUMS})
-MOST_TOLD = 20
 LOADS = itertools.count()  # names loads whose ranks plan each for itself; they count alike
 
 
@@ -145,11 +145,9 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         parts = parts_of_target(self.state_dict, self.metadata) | self.conversions.parts()
         problems = coverage_problems(items, parts, self.metadata)
         if problems:
-            told = [f"  {problem}" for problem in problems[:MOST_TOLD]]
-            told += [f"  and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
             raise ValueError(
-                "the checkpoint's .metadata is damaged; nothing has been loaded. Use another checkpoint:\n"
-                + "\n".join(told)
+                "the checkpoint's .metadata is damaged; nothing has been loaded. Use another checkpoint:"
+                + in_lines(problems)
             )
         return dataclasses.replace(plan, items=items)
 

@@ -4,11 +4,8 @@ reader.py            SafeFileSystemReader, a StorageReader for dcp.load and for 
 plain_pickle.py      the few pickle operations that DCP writes, interpreted
 metadata_names.py    the records they may build
 metadata_checks.py   what must hold of the records before anyone uses them
-places.py            what must hold of the files that they name
+places.py            what must hold of the files that they name, and of what is in them
 tensor_archive.py    what a stored tensor is, told without loading it
-file_checks.py       a look at a file before DCP's reader opens it
 order.py             in which order a load reads
-own_entries.py       room for the manifest and the table of checksums
 direct_read.py       plain bytes from a file straight into a tensor
-failures.py          what to say of a read that failed
 """

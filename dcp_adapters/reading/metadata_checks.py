@@ -13,6 +13,7 @@ from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,11 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_adapters.reading.metadata_names import FIELDS, LARGEST
 from dcp_adapters.tiling import inside, tiling_fault
+from dcp_adapters.torch_private import StorageInfo
 from dcp_adapters.words import short
-from fsdp_hooks.torch_private import StorageInfo
 
 METADATA = ".metadata"
 DEEPEST = 64  # levels of planner data
+DIMS = {1: "one dim", 2: "two dims"}
 LEAVES = (type(None), bool, int, float, str, torch.Size, torch.dtype)
 
 
@@ -96,8 +98,10 @@ def length_faults(metadata: Metadata) -> dict[MetadataIndex, Fault]:
     """Faults of the chunks with fewer bytes than a plain tensor of their size has."""
     faults = {}
     for name, record in metadata.state_dict_metadata.items():
-        for index, size in chunks_of(name, record).items():
-            info = metadata.storage_data.get(index)
+        if not isinstance(record, TensorStorageMetadata):
+            continue
+        for index, shape in chunks_of(name, record).items():
+            info, size = metadata.storage_data.get(index), record.properties.dtype.itemsize * math.prod(shape)
             if info is not None and info.length < size and not info.transform_descriptors:
                 message = (
                     f"{METADATA} gives {info.length} bytes to a chunk that needs at least {size}, unless it is of a "
@@ -107,12 +111,11 @@ def length_faults(metadata: Metadata) -> dict[MetadataIndex, Fault]:
     return faults
 
 
-def chunks_of(name: str, record: Any) -> dict[MetadataIndex, int]:
-    """The chunks of a sound entry, with the bytes that each of them has as a tensor (0 for a byte entry)."""
+def chunks_of(name: str, record: Any) -> dict[MetadataIndex, tuple[int, ...]]:
+    """The chunks of a sound entry, with their shapes; those of a byte entry are one, without dims."""
     if type(record) is BytesStorageMetadata:
-        return {MetadataIndex(name): 0}
-    width = record.properties.dtype.itemsize
-    return {MetadataIndex(name, chunk.offsets): width * math.prod(chunk.sizes) for chunk in record.chunks}
+        return {MetadataIndex(name): ()}
+    return {MetadataIndex(name, chunk.offsets): tuple(chunk.sizes) for chunk in record.chunks}
 
 
 def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
@@ -123,9 +126,30 @@ def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkSto
     return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
 
 
-def shapes_of(name: str, record: TensorStorageMetadata) -> dict[MetadataIndex, tuple[int, ...]]:
-    """The chunks of a sound tensor, with their shapes."""
-    return {MetadataIndex(name, chunk.offsets): tuple(chunk.sizes) for chunk in record.chunks}
+def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the checkpoint") -> Tensor | None:
+    """An uninitialised uint8 tensor to read an entry into; None where the checkpoint has no such entry.
+
+    Raises:
+        ValueError: the entry is no uint8 tensor with so many dims, or claims to be larger than what is stored of it.
+    """
+    entry = metadata.state_dict_metadata.get(name)
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    stored = [info for index, info in (metadata.storage_data or {}).items() if index.fqn == name]
+    most = sum(getattr(info, "length", math.inf) for info in stored)
+    fits = len(entry.size) == dims and min(entry.size, default=0) >= 0 and math.prod(entry.size) <= most
+    if entry.properties.dtype != torch.uint8 or not fits:
+        raise ValueError(
+            f"{where}: the entry {name} claims to be {entry.properties.dtype} {tuple(entry.size)} and {most} bytes of "
+            f"it are stored, expected {DIMS[dims]} of torch.uint8; the checkpoint is damaged, use another one"
+        )
+    try:
+        return torch.empty(entry.size, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:  # stored by its own account only: a reader that does not look at its files
+        raise ValueError(
+            f"{where}: the entry {name} claims to be {tuple(entry.size)}, more than there is room for; the checkpoint "
+            "is damaged, use another one"
+        ) from error
 
 
 def stray_path(path: str) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp_hooks.torch_private import StorageInfo
+from dcp_adapters.torch_private import StorageInfo
 
 MOST_DIMS = 64  # torch's own kernels take no more
 MOST_PATH_PARTS = 1024

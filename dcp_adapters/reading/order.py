@@ -1,10 +1,9 @@
-"""In what order a load reads: DCP gives planners no say in it, but the read items do.
+"""In what order a load reads: DCP gives planners no say in it, but the read items do (torch_private.py says how).
 
 Two wishes: a probe of every file before any tensor is touched, and the items of one conversion together rather than
-file by file, so that one is finished before the next one needs memory. Stock's FileSystemReader groups items by the
-path that its storage data names, in the order in which paths come up; a path that is its own key in a dict makes a
-group of its own. Such aliases are entered into the storage data beside the original ones. Readers without
-(relative_path, offset, length) records are left to their own order.
+file by file, so that one is finished before the next one needs memory. Items with paths of their own are entered into
+the storage data beside the original ones. Readers without (relative_path, offset, length) records are left to their own
+order.
 """
 
 import dataclasses
@@ -17,30 +16,13 @@ from torch.distributed.checkpoint import LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_adapters.reading.file_checks import CheckedPath
+from dcp_adapters.torch_private import Alias, OwnPath
 
 PROBE = "qtensor.probe"
 ORDERED = "qtensor.ordered"
 # With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; beyond, only
 # the files it reads (opening every file from every one of thousands of ranks would cost more than it protects).
 PROBE_ALL_BELOW = 100_000
-
-
-class _OwnPath(str):
-    """A path that is its own key in a dict."""
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-@dataclasses.dataclass(frozen=True)
-class _Alias(MetadataIndex):
-    """Stands for another index in the storage data."""
-
-    original: MetadataIndex | None = dataclasses.field(default=None, compare=False)
 
 
 def is_probe(item: ReadItem) -> bool:
@@ -55,7 +37,7 @@ def is_own_index(index: MetadataIndex) -> bool:
 
 def original_index(index: MetadataIndex) -> MetadataIndex:
     """The index of the stored chunk, behind an alias."""
-    return index.original if isinstance(index, _Alias) and index.original is not None else index
+    return index.original if isinstance(index, Alias) and index.original is not None else index
 
 
 def in_order(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[ReadItem]:
@@ -65,12 +47,14 @@ def in_order(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[R
         return [item for group in groups for item in group]
     out: list[ReadItem] = []
     for group in groups:
-        paths: dict[str, _OwnPath] = {}
+        paths: dict[str, OwnPath] = {}
         for item in group:
             info = stored[item.storage_index]
-            path = paths.setdefault(str(info.relative_path), _OwnPath(info.relative_path))
-            alias = _Alias(ORDERED, torch.Size([len(out)]), original=item.storage_index)
-            stored[alias] = dataclasses.replace(info, relative_path=path)
+            file = str(info.relative_path)
+            if file not in paths:
+                paths[file] = OwnPath.of(file)
+            alias = Alias(ORDERED, torch.Size([len(out)]), original=item.storage_index)
+            stored[alias] = dataclasses.replace(info, relative_path=paths[file])
             out.append(dataclasses.replace(item, storage_index=alias))
     return out
 
@@ -78,8 +62,8 @@ def in_order(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[R
 def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -> list[ReadItem]:
     """One-byte reads at the end of every file; none for readers that keep no files.
 
-    `look` is called before a file is opened, where the reader tells its directory (see file_checks.py): with the path,
-    and the place of the last chunk in it.
+    `look` is called before a file is opened, where the reader tells its directory (see `OwnPath`): with the path, and
+    the place of the last chunk in it.
     """
     stored = metadata.storage_data
     if not has_files(stored):
@@ -98,7 +82,7 @@ def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -
     for number, (path, info) in enumerate(sorted(ends.items())):
         index = MetadataIndex(PROBE, index=number, offset=torch.Size([number]))
         changes: dict[str, Any] = {
-            "relative_path": CheckedPath.of(str(path), partial(look, last=info)),
+            "relative_path": OwnPath.of(str(path), partial(look, last=info)),
             "offset": info.offset + info.length - 1,
             "length": 1,
         }

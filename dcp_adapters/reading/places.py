@@ -1,14 +1,28 @@
-"""Where metadata says that chunks are stored, and whether the files there can hold them."""
+"""Where metadata says that chunks are stored, whether the files there can hold them, and whether they do.
+
+    file_faults      all files, for a reader that looks at its directory itself
+    check_ordinary   one file, before DCP's reader opens it: to open a fifo would wait for whoever writes into it
+    check_archives   of each tensor chunk to be read from it, what its archive says it holds, before anything is loaded:
+                     a plain tensor of the dtype and size in `.metadata`; where it is something else, whether torch can
+                     load it at all
+
+A planner is never told in which directory a reader reads: torch_private.OwnPath brings the last two to the files.
+"""
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters.reading.metadata_checks import Fault, named
+from dcp_adapters.reading.metadata_checks import METADATA, Fault, named, stored_chunk
+from dcp_adapters.reading.tensor_archive import FileSlice, read_header
+
+WAY_OUT = "Nothing has been loaded; use another checkpoint"
 
 
 def shared_places(storage: Mapping[MetadataIndex, Any]) -> Iterator[tuple[MetadataIndex, MetadataIndex, int]]:
@@ -72,3 +86,64 @@ def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
 def cut_off(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
     """The fault of a chunk that ends behind the end of its file."""
     return Fault(file, named(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
+
+
+def check_ordinary(path: Path) -> int | None:
+    """The length of a file in bytes, None where there is none: reading it says so.
+
+    Raises:
+        ValueError: it is no ordinary file.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path}: no ordinary file. {WAY_OUT}")
+    return found.st_size
+
+
+def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Metadata) -> None:
+    """Look into the archives of tensor chunks, given with their places in the file.
+
+    Raises:
+        ValueError: one can not be read, or holds something else than the metadata says.
+    """
+    with path.open("rb") as stream:
+        for index, info in sorted(chunks.items(), key=lambda held: held[1].offset):
+            entry = metadata.state_dict_metadata[index.fqn]
+            if not isinstance(entry, TensorStorageMetadata) or getattr(info, "transform_descriptors", None):
+                continue
+            held = _held(path, index, FileSlice(stream, info.offset, info.length))
+            message = other_than_said(held, entry.properties.dtype, stored_chunk(entry, index).sizes)
+            if message is not None:
+                raise ValueError(f"{path}: {named(index)}: {message}. {WAY_OUT}")
+
+
+def other_than_said(held: tuple[torch.dtype, tuple[int, ...]], dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+    """What is wrong with what a file holds of a chunk, whose dtype and shape metadata say; None where nothing is."""
+    said = dtype, tuple(shape)
+    return None if held == said else f"the file holds {held[0]} {held[1]}, {METADATA} says {said[0]} {said[1]}"
+
+
+def unreadable(path: Path, index: MetadataIndex, error: BaseException, state: str) -> str:
+    """What to say of a chunk that could not be read; `state`: what has become of the target, and what to do."""
+    return f"{path}: {named(index)}: it can not be read: {type(error).__name__}: {error}. {state}"
+
+
+def _held(path: Path, index: MetadataIndex, chunk: FileSlice) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of what an archive holds."""
+    try:
+        header = read_header(chunk, "its archive")
+    except ValueError:  # a tensor of another class, perhaps, whose archive only torch understands
+        chunk.seek(0)
+        try:
+            value = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(unreadable(path, index, error, WAY_OUT)) from error
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{path}: {named(index)}: the file holds a {type(value).__name__}, expected a tensor. {WAY_OUT}"
+            ) from None
+        return value.dtype, tuple(value.shape)
+    return header.dtype, header.shape

@@ -110,15 +110,6 @@ class _Machine:
     def frame(self) -> None:
         self.take(8)  # says how far to read ahead; everything is here already
 
-    def none(self) -> None:
-        self.stack.append(None)
-
-    def true(self) -> None:
-        self.stack.append(True)
-
-    def false(self) -> None:
-        self.stack.append(False)
-
     def int1(self) -> None:
         self.stack.append(self.data[self.at])
         self.at += 1
@@ -177,9 +168,6 @@ class _Machine:
         items = tuple(self.since_mark())
         self.stack.append(items)
 
-    def empty_tuple(self) -> None:
-        self.stack.append(())
-
     def tuple1(self) -> None:
         self.stack[-1] = (self.stack[-1],)
 
@@ -188,12 +176,6 @@ class _Machine:
 
     def tuple3(self) -> None:
         self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
-
-    def empty_list(self) -> None:
-        self.stack.append([])
-
-    def empty_dict(self) -> None:
-        self.stack.append({})
 
     def append(self) -> None:
         item = self.stack.pop()
@@ -327,16 +309,21 @@ def _is_index(key: Any) -> bool:
     )
 
 
+def _pushes(make: Callable[[], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(make())
+
+
 STOP = ord(".")
 STEPS: dict[int, Callable[[_Machine], None]] = {
     ord(code): step
     for code, step in {
-        "\x80": _Machine.protocol, "\x95": _Machine.frame, "N": _Machine.none, "\x88": _Machine.true,
-        "\x89": _Machine.false, "K": _Machine.int1, "M": _Machine.int2, "J": _Machine.int4, "\x8a": _Machine.long1,
+        "N": _pushes(lambda: None), "\x88": _pushes(lambda: True), "\x89": _pushes(lambda: False), ")": _pushes(tuple),
+        "]": _pushes(list), "}": _pushes(dict), "\x80": _Machine.protocol, "\x95": _Machine.frame, "K": _Machine.int1,
+        "M": _Machine.int2, "J": _Machine.int4, "\x8a": _Machine.long1,
         "G": _Machine.float8, "\x8c": _Machine.short_text, "X": _Machine.text, "\x94": _Machine.memoize,
         "h": _Machine.get1, "j": _Machine.get4, "q": _Machine.put1, "r": _Machine.put4, "(": _Machine.mark,
-        "t": _Machine.tuple_, ")": _Machine.empty_tuple, "\x85": _Machine.tuple1, "\x86": _Machine.tuple2,
-        "\x87": _Machine.tuple3, "]": _Machine.empty_list, "}": _Machine.empty_dict, "a": _Machine.append,
+        "t": _Machine.tuple_, "\x85": _Machine.tuple1, "\x86": _Machine.tuple2,
+        "\x87": _Machine.tuple3, "a": _Machine.append,
         "e": _Machine.appends, "s": _Machine.set_item, "u": _Machine.set_items, "\x93": _Machine.stack_global,
         "c": _Machine.global_, "i": _Machine.instance, "\x81": _Machine.new, "R": _Machine.reduce,
         "b": _Machine.build, "Q": _Machine.persistent,

@@ -17,7 +17,7 @@ torch.load(weights_only=True).
 import os
 import pickle
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
 from dcp_adapters.reading.direct_read import Elements
-from dcp_adapters.reading.failures import failures_told
-from dcp_adapters.reading.file_checks import unreadable
 from dcp_adapters.reading.metadata_checks import (
     METADATA,
     Fault,
@@ -37,14 +35,14 @@ from dcp_adapters.reading.metadata_checks import (
     length_faults,
     named,
     record_faults,
-    shapes_of,
+    stored_chunk,
 )
 from dcp_adapters.reading.order import original_index
-from dcp_adapters.reading.places import file_faults
+from dcp_adapters.reading.places import file_faults, other_than_said, unreadable
 from dcp_adapters.reading.plain_pickle import read_plain
 from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
+from dcp_adapters.words import in_lines
 
-MOST_TOLD = 20
 Place = tuple[str, int, int]  # file, offset, length of a chunk
 
 
@@ -85,7 +83,10 @@ class SafeFileSystemReader(FileSystemReader):
             faults = [*holding_faults(metadata, whole=rank is None), *length_faults(metadata).values()]
             faults += file_faults(self.path, metadata.storage_data)
         if faults:
-            raise _refusal(file, faults)
+            raise ValueError(
+                f"{file}: the checkpoint is damaged or not what it claims to be. Nothing has been loaded; use another "
+                "checkpoint:" + in_lines(faults)
+            )
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -141,22 +142,33 @@ class SafeFileSystemReader(FileSystemReader):
             if item.type is not LoadItemType.BYTE_IO and not info.transform_descriptors:
                 slices = wanted.setdefault(str(info.relative_path), {})
                 slices[info.offset, info.length] = original_index(item.storage_index)
-        shapes: dict[MetadataIndex, tuple[int, ...]] = {}
-        for name in {index.fqn for slices in wanted.values() for index in slices.values()}:
-            shapes |= shapes_of(name, self.records[name])  # type: ignore[arg-type]
         for name, slices in wanted.items():
             path = Path(self.path, name)
             with path.open("rb") as stream:
                 for (offset, length), index in sorted(slices.items(), key=lambda held: held[0]):
                     header = read_header(FileSlice(stream, offset, length), f"{path}: {named(index)}")
-                    dtype = self.records[index.fqn].properties.dtype  # type: ignore[union-attr]
-                    if (header.dtype, header.shape) != (dtype, shapes[index]):
-                        raise ValueError(
-                            f"{path}: {named(index)}: the file holds {header}, {METADATA} says {dtype} "
-                            f"{shapes[index]}; use another checkpoint"
-                        )
+                    record: Any = self.records[index.fqn]
+                    held, sizes = (header.dtype, header.shape), stored_chunk(record, index).sizes
+                    message = other_than_said(held, record.properties.dtype, sizes)
+                    if message is not None:
+                        raise ValueError(f"{path}: {named(index)}: {message}; use another checkpoint")
                     headers[name, offset, length] = header
         return headers
+
+
+@contextmanager
+def failures_told(planner: LoadPlanner) -> Iterator[None]:
+    """A block that reads: a planner with a method `read_failed(error)` hears of an error before it leaves.
+
+    Other ranks may be waiting for this one.
+    """
+    try:
+        yield
+    except BaseException as error:  # CheckpointException is none of Exception's
+        failed = getattr(planner, "read_failed", None)
+        if failed is not None:
+            failed(error)
+        raise
 
 
 @contextmanager
@@ -182,14 +194,3 @@ def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, li
     data = file.read_bytes()
     metadata = read_plain(data, str(file))
     return metadata, record_faults(metadata, extent=len(data), transforms=transforms)
-
-
-def _refusal(file: Path, faults: Sequence[Fault]) -> ValueError:
-    """One error for all faults."""
-    told = [f"  {fault}" for fault in faults[:MOST_TOLD]]
-    if len(faults) > MOST_TOLD:
-        told.append(f"  and {len(faults) - MOST_TOLD} more")
-    return ValueError(
-        f"{file}: the checkpoint is damaged or not what it claims to be. Nothing has been loaded; use another "
-        "checkpoint:\n" + "\n".join(told)
-    )

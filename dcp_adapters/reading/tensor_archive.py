@@ -72,10 +72,6 @@ class FileSlice(io.RawIOBase):
         """True."""
         return True
 
-    def tell(self) -> int:
-        """The position, from the beginning of the slice."""
-        return self.at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move to a position in the slice (or behind its end, where nothing is read)."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]

@@ -4,6 +4,6 @@ planner.py         QuantizedSavePlanner
 write_items.py     where each part's chunk lies
 coordinator.py     the global plan: duplicates, manifest, table of checksums
 plan_cache.py      what one save leaves to the next
-overwrite.py       a save over an older checkpoint; committed.py: the moment at which the new one counts
+overwrite.py       a save over an older checkpoint
 atomic_writer.py   AtomicFileSystemWriter
 """

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_adapters.stored.durable import sync
+from dcp_adapters.torch_private import prefix_of
 
 DATA = re.compile(r"__\d+_\w+\.distcp", re.ASCII)
 NAMED = re.compile(DATA.pattern.encode(), re.ASCII)
@@ -135,12 +136,6 @@ def own_names(checkpoint_id: Directory, storage_data: Any, *, taken: bool) -> An
         except FileExistsError:
             taken = True
     return dataclasses.replace(storage_data, prefix=f"{prefix}{uuid.uuid4().hex[:8]}_") if taken else storage_data
-
-
-def prefix_of(storage_data: Any) -> str | None:
-    """What the names of a rank's files begin with, where its writer says so."""
-    prefix = getattr(storage_data, "prefix", None)
-    return prefix if isinstance(prefix, str) else None
 
 
 def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> None:

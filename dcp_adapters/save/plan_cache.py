@@ -24,7 +24,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan
 
-from dcp_adapters.manifest import Manifest
 from dcp_adapters.save.coordinator import Now, Record
 
 KEPT = 4  # state dicts saved in turn: a model, an optimizer, ...
@@ -51,13 +50,11 @@ class Local:
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-    """What the coordinator keeps: the plans it was sent, those it made of them, and what describes them."""
+    """What the coordinator keeps: the plans it was sent, and what describes those it made of them."""
 
     sent: list[SavePlan]
-    final: list[SavePlan]
     metadata: Metadata
-    manifest: Manifest
-    manifest_data: Tensor
+    manifest: Tensor
 
 
 _lock = threading.Lock()  # the uploads of async saves overlap

@@ -9,7 +9,7 @@
     resolve_data         every rank         stock, digested on the way out; the checksum table when it is asked for
 
 All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
-exchange. A chunk that a writer lost fails the save, too: see committed.py.
+exchange. A chunk that a writer lost fails the save, too: see torch_private.Committed.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, sett
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.save import plan_cache
-from dcp_adapters.save.committed import Committed
 from dcp_adapters.save.coordinator import PLAIN, Now, Record, merged_manifest, with_unlisted
-from dcp_adapters.save.overwrite import clear, commit, make_room, own_names, prefix_of
+from dcp_adapters.save.overwrite import clear, commit, make_room, own_names
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item
+from dcp_adapters.torch_private import Committed, prefix_of, writes_safetensors
 from fsdp_hooks.digest import digest
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import cpu_by_default, without_torch_function
@@ -69,6 +69,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
     ) -> None:
         if overwrite not in ("keep", "delete_first"):
             raise ValueError(f'QuantizedSavePlanner: overwrite={overwrite!r} is not one of "keep", "delete_first"')
+        self.caches_plans = kwargs.pop("enable_plan_caching", False)  # by itself: stock's compares no formats
         super().__init__(**kwargs)
         self.overwrite = overwrite
         self.with_checksums = checksums
@@ -102,12 +103,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """This rank's items, with its record as planner data; or the token of an earlier plan that is the same."""
-        caching, self._enable_plan_caching = self._enable_plan_caching, False  # stock's compares no formats
-        try:
-            with cpu_by_default():
-                stock = super().create_local_plan()
-        finally:
-            self._enable_plan_caching = caching
+        with cpu_by_default():
+            stock = super().create_local_plan()
         items = [*stock.items, *self.part_items]
         self.unlisted = [item for item in items if item.index.fqn in self.withheld] if self.withheld else []
         if self.unlisted:
@@ -123,13 +120,14 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 kinds[place] = numbers.setdefault((q.recipe.stored, q.dtype), len(numbers))
                 if item.index.fqn in self.wide:
                     scales.append(self.wide[item.index.fqn])
-        now = Now(_bits(scales), self._replicated(items))
+        bits = torch.stack(scales).view(torch.int32).tolist() if scales else []  # read from the device at once
+        now = Now(bits, self._replicated(items))
         paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
         record = Record(
             paths, [(recipe.to_json(), dtype) for recipe, dtype in numbers], bytes(kinds), now, self.with_checksums
         )
         self.plan = dataclasses.replace(stock, items=items, planner_data=record)
-        self.cached = plan_cache.lookup_local(self.plan) if self._enable_plan_caching else None
+        self.cached = plan_cache.lookup_local(self.plan) if self.caches_plans else None
         if self.cached is None:
             return self.plan
         unchanged = plan_cache.Unchanged(self.cached.token, self.cached.place, now)
@@ -145,27 +143,29 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         manifest = merged_manifest(all_plans)
         known = plan_cache.lookup_global(token) if token else None
         if known is not None:
-            self.parts[MANIFEST] = known.manifest_data
-            self.metadata = self._fresh(known.metadata, alone=own is not None)
-            taken = self._make_room(own)
-            return [SavePlan([], planner_data=(taken, None), usable=False) for _ in all_plans], self.metadata
-        plans, metadata, data = self._planned(all_plans, manifest)
-        if self._enable_plan_caching:
-            token = plan_cache.remember_global(plan_cache.Global(all_plans, plans, metadata, manifest, data))
-        taken = self._make_room(own)
-        plans = [dataclasses.replace(plan, planner_data=(taken, (token, place))) for place, plan in enumerate(plans)]
-        self.global_plan, self.metadata = plans, self._fresh(metadata, alone=own is not None)
-        return plans, self.metadata
+            plans, metadata = [SavePlan([], usable=False) for _ in all_plans], known.metadata
+            self.parts[MANIFEST] = known.manifest
+        else:
+            plans, metadata, data = self._planned(all_plans, manifest)
+            if self.caches_plans:
+                token = plan_cache.remember_global(plan_cache.Global(all_plans, metadata, data))
+        taken = (make_room if self.overwrite == "keep" else clear)(self.checkpoint_id, own=own)
+        self.global_plan = [
+            dataclasses.replace(plan, planner_data=(taken, (token, place))) for place, plan in enumerate(plans)
+        ]
+        # a record of its own for each save: writers fill in where things are stored
+        before = partial(commit, self.checkpoint_id, alone=own is not None)
+        self.metadata = Committed(metadata.state_dict_metadata, metadata.planner_data, before=before)
+        return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The plan to write: the coordinator's, or the one kept from an earlier save."""
-        taken, kept = new_plan.planner_data
+        taken, (token, place) = new_plan.planner_data
         if not new_plan.usable:
             assert self.cached is not None
             plan_cache.remember_local(self.cached)
             new_plan = dataclasses.replace(self.cached.final, storage_data=new_plan.storage_data)
-        elif self._enable_plan_caching:
-            token, place = kept
+        elif self.caches_plans:
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
         _refuse_bytes_in_safetensors(new_plan)
         if new_plan.items:
@@ -204,25 +204,12 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 "give each save that may overlap another a QuantizedSavePlanner of its own"
             )
 
-    def _make_room(self, own: str | None) -> bool:
-        """Whether the directory held a checkpoint; what is to go of it has gone."""
-        return (make_room if self.overwrite == "keep" else clear)(self.checkpoint_id, own=own)
-
-    def _fresh(self, metadata: Metadata, *, alone: bool) -> Metadata:
-        """A record of its own for each save: writers fill in where things are stored."""
-        before = partial(commit, self.checkpoint_id, alone=alone)
-        return Committed(metadata.state_dict_metadata, metadata.planner_data, before=before)
-
     def _planned(self, all_plans: list[SavePlan], manifest: Manifest) -> tuple[list[SavePlan], Metadata, Tensor]:
         """Stock's global plan with our two entries, and the manifest as a tensor."""
         self.parts[MANIFEST] = data = manifest.to_tensor()
         plans = [dataclasses.replace(plan, planner_data=plan.planner_data.mappings) for plan in all_plans]
         plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, plain_item(MANIFEST, data)])
-        caching, self._enable_plan_caching = self._enable_plan_caching, False
-        try:
-            plans, metadata = super().create_global_plan(plans)
-        finally:
-            self._enable_plan_caching = caching
+        plans, metadata = super().create_global_plan(plans)
         planner_data = {**(metadata.planner_data or {}), MANIFEST: (MANIFEST,), MANIFEST_JSON: manifest.to_json()}
         if self.with_checksums:
             plans, entry = _with_checksums(plans)
@@ -293,8 +280,7 @@ def _refuse_without_bytes(name: str, local: Tensor) -> None:
 
 def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:
     """HuggingFaceStorageWriter writes byte entries in front of a file's header, and nobody can read the file."""
-    storage = plan.storage_data
-    if not isinstance(storage, dict) or not storage.keys() <= {"fqn_to_index_mapping", "shard_index"}:
+    if not writes_safetensors(plan.storage_data):
         return
     names = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
     if names:
@@ -334,8 +320,3 @@ def _part_paths(mappings: Any, entries: dict[str, dict[str, str]]) -> Any:
         for part, entry in parts.items():
             paths[entry] = (*container, last, part) if isinstance(last, int) else (*container, f"{last}.{part}")
     return paths
-
-
-def _bits(scales: list[Tensor]) -> list[int]:
-    """Bit patterns of tensor-wide scales (fp32 []), read back from the device at once."""
-    return torch.stack(scales).view(torch.int32).tolist() if scales else []

@@ -15,11 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
-from qtensor.formats import PartSpec, block_multiple
+from dcp_adapters.part_places import box_of, part_box
 from qtensor.tensor import QuantizedTensor
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) in the global tensor
 
 
 @dataclass(frozen=True)
@@ -93,32 +90,6 @@ def plain_item(name: str, tensor: Tensor, *, rows: tuple[int, int] | None = None
     kind = WriteItemType.TENSOR if rows is None else WriteItemType.SHARD
     data = _data(offsets, tuple(tensor.shape), size, tensor.dtype)
     return WriteItem(MetadataIndex(name, data.chunk.offsets), kind, tensor_data=data)
-
-
-def box_of(name: str, value: Tensor, q: QuantizedTensor) -> Box | None:
-    """Where this rank's shard of a quantized weight lies; None where the rank is outside of its mesh."""
-    if not isinstance(value, DTensor):
-        return (0,) * value.ndim, tuple(value.shape)
-    if value.device_mesh.get_coordinate() is None:
-        return None
-    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    multiple, end = block_multiple(q.recipe), offsets[-1] + sizes[-1]
-    splits = offsets[-1] % multiple or (end % multiple and end != value.shape[-1])
-    if tuple(sizes) != tuple(q.shape) or splits:
-        raise ValueError(
-            f"{name}: a shard of {tuple(q.shape)} at {tuple(offsets)} out of {tuple(value.shape)}, expected "
-            f"{tuple(sizes)}: column cuts must fall on multiples of {multiple}; choose a mesh that divides K into such "
-            "pieces"
-        )
-    return tuple(offsets), tuple(sizes)
-
-
-def part_box(spec: PartSpec, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    """Where the part of a box of the weight lies in the global part."""
-    shape = spec.shape(sizes)
-    if not spec.per_row:
-        return (0,) * len(shape), shape
-    return (*offsets[:-1], spec.columns(offsets[-1], offsets[-1] + sizes[-1])[0]), shape
 
 
 _PROPERTIES: dict[torch.dtype, TensorProperties] = {}

@@ -1,9 +1,9 @@
 """QuantizedStager: the blocking part of an asynchronous save, one copy of the payload bytes.
 
-    survey   walk the state dict: which parts there are, and at which offset each will stand; everything that can be
-             refused is refused here, before a byte is copied
-    copy     one slab of host memory for the snapshot (see snapshot_memory.py), one tensor over it for each part, one
-             copy for each tensor; device copies run on their own until all of them are waited for at once
+    survey   walk the state dict: which parts there are, at which offset each will stand, and how everything is made
+             again of copies; whatever can be refused is refused here, before a byte is copied
+    copy     one slab of host memory for the snapshot (see host_memory.py), one tensor over it for each part, one copy
+             for each tensor; device copies run on their own until all of them are waited for at once
     rebuild  the same containers with CPU tensors of the same kind as leaves: quantized tensors around CPU parts,
              DTensors with the mesh and the placements they had
 
@@ -14,7 +14,7 @@ microseconds a part. What costs is touching memory for the first time, which the
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +86,8 @@ class QuantizedStager(AsyncStager):
             raise RuntimeError("QuantizedStager.stage: the stager is closed; make a new one")
         with self._turn, torch.no_grad():
             survey = Survey()
-            tree = survey.walk("", state_dict)
-            copies = self._copied(survey)
-            return _rebuilt(tree, copies)  # type: ignore[no-any-return]
+            rebuild = survey.walk("", state_dict)
+            return rebuild(self._copied(survey))  # type: ignore[no-any-return]
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` returns when all is copied."""
@@ -104,9 +103,7 @@ class QuantizedStager(AsyncStager):
         lease = self._memory.lease(survey.nbytes, pinned=pinned) if survey.nbytes else None
         try:
             with without_torch_function():
-                return [
-                    _copied_into(lease, offset, part) for part, offset in zip(survey.parts, survey.offsets, strict=True)
-                ]
+                return [_copied_into(lease, *place) for place in zip(survey.offsets, survey.parts, strict=True)]
         finally:  # after a failure too: a device may still be writing into memory that goes back to the pool
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
@@ -121,36 +118,7 @@ def _copied_into(lease: memoryview | None, offset: int, part: Tensor) -> Tensor:
     return copied.copy_(part, non_blocking=part.is_cuda)
 
 
-@dataclass(slots=True)
-class Leaf:
-    """A tensor of the state dict, the tensor behind it that holds the bytes, and the indices of its parts.
-
-    made: where it is of another library's class, its own tensors; it has no parts then.
-    """
-
-    value: Tensor
-    local: Tensor
-    parts: list[int]
-    made: "Made | None" = None
-
-
-@dataclass(slots=True)
-class Made:
-    """A tensor of another library's class, by the protocol through which torch.compile takes such apart.
-
-    inner: its tensors by the name of the attribute, as leaves or of such a class in turn. context: what else it is.
-    """
-
-    value: Tensor
-    inner: dict[str, Any]
-    context: Any
-
-    def staged(self, copies: list[Tensor]) -> Tensor:
-        """The tensor again, around copies."""
-        inner = {name: _staged(leaf, copies) for name, leaf in self.inner.items()}
-        kind: Any = type(self.value)
-        made: Tensor = kind.__tensor_unflatten__(inner, self.context, self.value.size(), self.value.stride())
-        return made
+Rebuild = Callable[[Sequence[Tensor]], Any]  # given the copies of all parts, the value again
 
 
 @dataclass
@@ -165,46 +133,65 @@ class Survey:
     nbytes: int = 0
     seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
-    def walk(self, name: str, value: Any) -> Any:
-        """The containers of a state dict with a Leaf for each tensor, and copies of all other leaves."""
+    def walk(self, name: str, value: Any) -> Rebuild:
+        """How a value is made again: its containers, their tensors around copies, copies of all other leaves."""
         if isinstance(value, Tensor):
             return self._leaf(name, value)
-        prefix = f"{name}." if name else ""
+        prefix, kind = f"{name}." if name else "", type(value)
         if isinstance(value, Mapping):
-            items = ((key, self.walk(f"{prefix}{key}", item)) for key, item in value.items())
-            return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
-        if isinstance(value, list) or _is_tuple(value):
-            walked = [self.walk(f"{prefix}{i}", item) for i, item in enumerate(value)]
-            return walked if isinstance(value, list) else _tuple_like(value, walked)
+            entries = {key: self.walk(f"{prefix}{key}", item) for key, item in value.items()}
+            mapping = OrderedDict if isinstance(value, OrderedDict) else dict
+            return lambda copies: mapping((key, rebuild(copies)) for key, rebuild in entries.items())
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        if isinstance(value, list) or kind is tuple or named:  # no torch.Size, say, which can not hold tensors
+            items = [self.walk(f"{prefix}{i}", item) for i, item in enumerate(value)]
+            if named:
+                return lambda copies: kind(*(rebuild(copies) for rebuild in items))
+            sequence = tuple if kind is tuple else list
+            return lambda copies: sequence(rebuild(copies) for rebuild in items)
         try:
-            return copy.deepcopy(value)
+            copied = copy.deepcopy(value)
         except Exception as error:
             raise TypeError(
                 f"{name}: a {type(value).__name__} can not be copied ({type(error).__name__}: {error}); leave it out "
                 "of the state dict, or give it a __deepcopy__"
             ) from error
+        return lambda copies: copied
 
-    def _made(self, name: str, local: Tensor) -> Made | None:
-        """How a tensor of another library's class is made of its tensors; None for any that does not say."""
-        if is_plain(local) or not hasattr(local, "__tensor_flatten__") or without_bytes(local) is not None:
-            return None
-        names, context = local.__tensor_flatten__()
-        return Made(local, {inner: self._leaf(f"{name}.{inner}", getattr(local, inner)) for inner in names}, context)
+    def _leaf(self, name: str, value: Tensor) -> Rebuild:
+        if isinstance(value, DTensor):
+            rebuild = self._local(name, value.to_local())
+            return lambda copies: dtensor_like(rebuild(copies), value)
+        return self._local(name, value)
 
-    def _leaf(self, name: str, value: Tensor) -> Leaf:
-        local = value.to_local() if isinstance(value, DTensor) else value
+    def _local(self, name: str, local: Tensor) -> Rebuild:
+        """How a tensor that is no DTensor is made again, of its kind."""
         if isinstance(local, HighPrecisionWeight):
-            local = local.dense
-        if not isinstance(local, QuantizedTensor):
-            made = self._made(name, local)
-            return Leaf(value, local, [self._add(name, "", local)] if made is None else [], made)
-        if local.arrangement.flat is not None:
+            return self._local(name, local.dense)
+        if isinstance(local, QuantizedTensor):
+            return self._quantized(name, local)
+        if is_plain(local) or not hasattr(local, "__tensor_flatten__") or without_bytes(local) is not None:
+            index = self._add(name, "", local)
+            return lambda copies: copies[index]
+        # of another library's class: by the protocol through which torch.compile takes such apart
+        names, context = local.__tensor_flatten__()
+        inner = {one: self._leaf(f"{name}.{one}", getattr(local, one)) for one in names}
+        unflatten = type(local).__tensor_unflatten__  # type: ignore[attr-defined]
+        size, stride = local.size(), local.stride()
+        return lambda copies: unflatten({one: rebuild(copies) for one, rebuild in inner.items()}, context, size, stride)
+
+    def _quantized(self, name: str, q: QuantizedTensor) -> Rebuild:
+        if q.arrangement.flat is not None:
             raise ValueError(
-                f"{name}: a {'transposed' if local.arrangement.transposed else 'reshaped'} view, "
-                f"{tuple(local.shape)}, of {describe(local.arrangement.flat, local.recipe)}, which would be saved as "
-                "the weight itself; put the weight into the state dict"
+                f"{name}: a {'transposed' if q.arrangement.transposed else 'reshaped'} view, {tuple(q.shape)}, of "
+                f"{describe(q.arrangement.flat, q.recipe)}, which would be saved as the weight itself; put the weight "
+                "into the state dict"
             )
-        return Leaf(value, local, [self._add(name, part, tensor) for part, tensor in local.parts().items()])
+        indices = {part: self._add(name, part, tensor) for part, tensor in q.parts().items()}
+        arrangement = Arrangement(shards=q.arrangement.shards)  # a snapshot has no padding, and is no part of another
+        return lambda copies: q.with_parts(
+            {part: copies[index] for part, index in indices.items()}, arrangement=arrangement
+        )
 
     def _add(self, name: str, suffix: str, part: Tensor) -> int:
         """The index of a part, which is that of an earlier one where the two are the same bytes seen alike."""
@@ -235,41 +222,3 @@ def _check_copyable(name: str, part: Tensor) -> None:
         f"{name}: a {what} can not be staged as bytes; expected a plain, quantized or DTensor leaf. Leave it out "
         "of the state dict, or save without QuantizedStager"
     )
-
-
-def _is_tuple(value: Any) -> bool:
-    """Whether value is a tuple that can be built again from its items (a torch.Size, say, can not hold tensors)."""
-    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
-
-
-def _tuple_like(value: Any, items: list[Any]) -> Any:
-    return tuple(items) if type(value) is tuple else type(value)(*items)
-
-
-def _rebuilt(tree: Any, copies: list[Tensor]) -> Any:
-    """What `Survey.walk` returned, with the staged tensor in place of each Leaf."""
-    if isinstance(tree, Leaf):
-        return _staged(tree, copies)
-    if isinstance(tree, dict):
-        for key, item in tree.items():
-            tree[key] = _rebuilt(item, copies)
-        return tree
-    if isinstance(tree, list):
-        return [_rebuilt(item, copies) for item in tree]
-    if _is_tuple(tree):
-        return _tuple_like(tree, [_rebuilt(item, copies) for item in tree])
-    return tree
-
-
-def _staged(leaf: Leaf, copies: list[Tensor]) -> Tensor:
-    """The tensor that a leaf becomes: of its kind, around copies."""
-    local = leaf.local
-    if isinstance(local, QuantizedTensor):
-        parts = {name: copies[index] for name, index in zip(local.parts(), leaf.parts, strict=True)}
-        # a snapshot has no padding rows and is no part of a larger tensor
-        staged: Tensor = local.with_parts(parts, arrangement=Arrangement(shards=local.arrangement.shards))
-    elif leaf.made is not None:
-        staged = leaf.made.staged(copies)
-    else:
-        staged = copies[leaf.parts[0]]
-    return dtensor_like(staged, leaf.value) if isinstance(leaf.value, DTensor) else staged

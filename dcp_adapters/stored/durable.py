@@ -1,7 +1,14 @@
-"""Making what was written outlast a crash of the machine."""
+"""Making what was written outlast a crash of the machine, and a directory appear when all of it is there.
+
+Until then it has a hidden name beside its own (`hidden_name`), under which an error removes it (`gone_on_error`).
+"""
 
 import errno
 import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Some network file systems can not sync a directory; there a removal is as durable as they make it.
@@ -35,6 +42,21 @@ def refuse_taken(final: Path) -> None:
         raise FileExistsError(f"{final} exists already; choose another name, nothing is overwritten")
     if not final.absolute().parent.is_dir():
         raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
+
+
+def hidden_name(final: Path) -> Path:
+    """Where a directory stands that is not finished; a new name each time."""
+    return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
+
+
+@contextmanager
+def gone_on_error(begun: Path) -> Iterator[None]:
+    """A block that fails leaves nothing of the directory it has begun."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(begun, ignore_errors=True)
+        raise
 
 
 def give_name(begun: Path, final: Path) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.reading.own_entries import own_buffer
+from dcp_adapters.reading.metadata_checks import own_buffer
 from dcp_adapters.reading.reader import SafeFileSystemReader
 
 

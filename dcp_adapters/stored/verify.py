@@ -12,7 +12,7 @@ in memory.
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -29,15 +29,14 @@ from dcp_adapters.reading.metadata_checks import (
     holding_faults,
     length_faults,
     named,
-    shapes_of,
 )
-from dcp_adapters.reading.places import cut_off, look_at, shared_places, shares_bytes
+from dcp_adapters.reading.places import cut_off, look_at, other_than_said, shared_places, shares_bytes
 from dcp_adapters.reading.reader import read_metadata_file
 from dcp_adapters.reading.tensor_archive import FileSlice, read_header
 from dcp_adapters.stored.findings import Finding, Report
-from dcp_adapters.stored.manifest_checks import manifest_faults
 from dcp_adapters.stored.part_values import value_fault
-from qtensor.formats import PartSpec, specs_of
+from dcp_adapters.words import listed
+from qtensor.formats import PartSpec, part_names, specs_of
 
 SHOWN = 3  # names in a sentence
 
@@ -71,12 +70,8 @@ class _Verification:
     def __init__(self, directory: Path, metadata: Metadata, progress: Callable[[int, int], None]) -> None:
         self.directory, self.metadata, self.progress = directory, metadata, progress
         self.records: dict[str, Any] = metadata.state_dict_metadata
-        self.known = {index for name, record in self.records.items() for index in chunks_of(name, record)}
-        self.sizes = {
-            index: shape
-            for name, record in self.records.items()
-            if isinstance(record, TensorStorageMetadata)
-            for index, shape in shapes_of(name, record).items()
+        self.known = {  # chunk -> its shape
+            index: shape for name, record in self.records.items() for index, shape in chunks_of(name, record).items()
         }
         self.findings: list[Finding] = []
         self.chunks = self.bytes = self.read = self.checksums = 0
@@ -100,9 +95,14 @@ class _Verification:
         findings = tuple(self.findings)
         return Report(str(self.directory), findings, tensors, self.chunks, self.bytes, self.checksums)
 
-    def found(self, faults: list[Fault], severity: Literal["error", "warning"] = "error") -> None:
-        """Add findings."""
-        self.findings += [Finding(severity, fault.file, fault.entry, fault.message) for fault in faults]
+    def add(self, file: str, entry: str, message: str, severity: Literal["error", "warning"] = "error") -> None:
+        """Add a finding."""
+        self.findings.append(Finding(severity, file, entry, message))
+
+    def found(self, faults: Iterable[Fault]) -> None:
+        """Add what pure checks found."""
+        for fault in faults:
+            self.add(fault.file, fault.entry, fault.message)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -113,15 +113,14 @@ class _Verification:
             by_file.setdefault(info.relative_path, []).append(index)
             if index not in self.known:
                 message = "bytes are stored for a chunk that no tensor has"
-                self.found([Fault(info.relative_path, named(index), message)])
+                self.add(info.relative_path, named(index), message)
         waiting = []
         for name in sorted(by_file):
             size, indices = look_at(self.directory, name), sorted(by_file[name], key=self.place)
             if not isinstance(size, int):
                 held = sorted({index.fqn for index in indices})
-                more = f" and {len(held) - SHOWN} more" if len(held) > SHOWN else ""
                 message = "the file is missing" if size is None else size.message
-                self.found([Fault(name, ", ".join(held[:SHOWN]) + more, message)])
+                self.add(name, listed(held, SHOWN), message)
                 continue
             waiting += [index for index in self.within(name, size, indices) if index in self.known]
         self.stray_files(by_file)
@@ -150,10 +149,12 @@ class _Verification:
         try:
             names = sorted(path.name for path in self.directory.iterdir() if path.suffix == ".distcp")
         except OSError as error:
-            self.found([Fault("", "", f"the directory can not be listed: {error}")])
+            self.add("", "", f"the directory can not be listed: {error}")
             return
         message = f"{METADATA} does not refer to it: left over from an earlier save"
-        self.found([Fault(name, "", message) for name in names if name not in known], "warning")
+        for name in names:
+            if name not in known:
+                self.add(name, "", message, "warning")
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class _Verification:
                 except Exception as error:  # noqa: BLE001 - damaged archives raise errors of all kinds
                     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
                     message = f"it can not be read: {kind}{error}"
-                    self.found([Fault(info.relative_path, named(index), message)])
+                    self.add(info.relative_path, named(index), message)
                 self.read += info.length
                 self.progress(self.read, self.total)
         finally:
@@ -187,12 +188,13 @@ class _Verification:
         data: Tensor | io.BytesIO
         if self.is_archive(index):
             what = "a tensor of another library's class: its checksum is compared, its values are not looked at"
-            self.found([Fault(info.relative_path, named(index), what)], "warning")
+            self.add(info.relative_path, named(index), what, "warning")
             data = io.BytesIO(chunk.read())
         elif isinstance(record, TensorStorageMetadata):
-            header, size = read_header(chunk, "its archive"), self.sizes[index]
-            if (header.dtype, header.shape) != (record.properties.dtype, size):
-                raise ValueError(f"the file holds {header}, {METADATA} says {record.properties.dtype} {size}")
+            header = read_header(chunk, "its archive")
+            wrong = other_than_said((header.dtype, header.shape), record.properties.dtype, self.known[index])
+            if wrong is not None:
+                raise ValueError(wrong)
             data = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
         else:
             data = io.BytesIO(chunk.read())
@@ -206,7 +208,7 @@ class _Verification:
         if spec is not None and isinstance(data, Tensor) and data.dtype == spec.dtype:
             message = value_fault(spec, data)
             if message is not None:
-                self.found([Fault(info.relative_path, named(index), message)])
+                self.add(info.relative_path, named(index), message)
 
     def is_archive(self, index: MetadataIndex) -> bool:
         """Whether the table has the bytes of a chunk's archive, which holds a tensor of another library's class."""
@@ -217,10 +219,10 @@ class _Verification:
         assert self.rows is not None
         expected = self.rows.get(chunk_key(index, archive=self.is_archive(index)))
         if expected is None:
-            self.found([Fault(file, named(index), f"{CHECKSUMS} has no row for it")])
+            self.add(file, named(index), f"{CHECKSUMS} has no row for it")
         elif (digest := digest_of(data)) != expected:
             message = f"its checksum is {digest.hex()}, {CHECKSUMS} says {expected.hex()}: its bytes have changed"
-            self.found([Fault(file, named(index), message)])
+            self.add(file, named(index), message)
         else:
             self.checksums += 1
 
@@ -238,26 +240,26 @@ class _Verification:
         try:
             return torch.cat([self.kept.pop(index) for index in pieces])
         except RuntimeError as error:
-            self.found([Fault(METADATA, name, f"its chunks do not make up one tensor: {error}")])
+            self.add(METADATA, name, f"its chunks do not make up one tensor: {error}")
             return None
 
     def take_checksums(self) -> None:
         """The table, as a dict."""
         if CHECKSUMS not in self.records:
             message = "there is none: changed bytes can not be found (save with QuantizedSavePlanner(checksums=True))"
-            self.found([Fault("", CHECKSUMS, message)], "warning")
+            self.add("", CHECKSUMS, message, "warning")
             return
         table = self.whole(CHECKSUMS)
         if table is None:
             return  # that it can not be read has been told
         if table.dtype != torch.uint8 or table.ndim != 2 or table.shape[1] != ROW:
             message = f"it is {table.dtype} {tuple(table.shape)}, expected torch.uint8 with {ROW} columns"
-            self.found([Fault(METADATA, CHECKSUMS, message)])
+            self.add(METADATA, CHECKSUMS, message)
             return
         self.rows = dict(rows_of(table))
         repeated = len(table) - len(self.rows)
         if repeated:
-            self.found([Fault("", CHECKSUMS, f"{repeated} rows repeat the chunk of an earlier row, expected one each")])
+            self.add("", CHECKSUMS, f"{repeated} rows repeat the chunk of an earlier row, expected one each")
 
     def compare_rows(self) -> None:
         """Rows that belong to no chunk."""
@@ -265,7 +267,7 @@ class _Verification:
         left = [key.hex() for key in self.rows or () if key not in chunks]
         if left:
             message = f"{len(left)} rows belong to no chunk of the checkpoint: {', '.join(left[:SHOWN])}"
-            self.found([Fault("", CHECKSUMS, message)])
+            self.add("", CHECKSUMS, message)
 
     def take_manifest(self) -> None:
         """Both copies of the manifest, which must agree, and what they say of the stored tensors."""
@@ -273,24 +275,49 @@ class _Verification:
         try:
             copies.append(manifest_of(self.metadata))
         except ValueError as error:
-            self.found([Fault(METADATA, MANIFEST, str(error))])
+            self.add(METADATA, MANIFEST, str(error))
         entry = self.whole(MANIFEST)
         try:
             copies.append(None if entry is None else Manifest.from_tensor(entry))
         except ValueError as error:
-            self.found([Fault("", MANIFEST, str(error))])
+            self.add("", MANIFEST, str(error))
         manifests = [manifest for manifest in copies if manifest is not None]
         if not manifests and MANIFEST not in self.records:
             message = "there is none: the checkpoint was not saved with QuantizedSavePlanner"
-            self.found([Fault("", MANIFEST, message)], "warning")
+            self.add("", MANIFEST, message, "warning")
         if len(manifests) == 2 and manifests[0] != manifests[1]:
             tensors = [manifest.tensors for manifest in manifests]
             differing = sorted(
                 name for name in tensors[0].keys() | tensors[1].keys() if tensors[0].get(name) != tensors[1].get(name)
             )
             message = f"the entry and the planner data in {METADATA} differ about {', '.join(differing[:SHOWN])}"
-            self.found([Fault(METADATA, MANIFEST, message)])
+            self.add(METADATA, MANIFEST, message)
         for manifest in manifests[-1:] or [Manifest()]:
             self.found(manifest_faults(manifest, self.metadata))
             for name, held in manifest.tensors.items():
                 self.specs |= {f"{name}.{spec.name}": spec for spec in specs_of(held.recipe)}
+
+
+def manifest_faults(manifest: Manifest, metadata: Metadata) -> list[Fault]:
+    """Where the manifest and the stored tensors contradict each other."""
+    stored, faults = metadata.state_dict_metadata, []
+    owned, parts = set(), part_names().union(*(entry.parts() for entry in manifest.tensors.values()))
+    for name, entry in manifest.tensors.items():
+        if name in stored:
+            faults.append(Fault(METADATA, name, "it is held as a whole, beside the parts that the manifest lists"))
+        for part, (dtype, shape) in entry.parts().items():
+            owned.add(f"{name}.{part}")
+            found = stored.get(f"{name}.{part}")
+            if not isinstance(found, TensorStorageMetadata):
+                held = "no such entry is stored" if found is None else "it is stored as something else than a tensor"
+                faults.append(Fault(METADATA, f"{name}.{part}", f"the manifest lists it, and {held}"))
+            elif (found.properties.dtype, tuple(found.size)) != (dtype, shape):
+                held = f"{found.properties.dtype} {tuple(found.size)} is stored"
+                faults.append(
+                    Fault(METADATA, f"{name}.{part}", f"{held}, the manifest's {entry.recipe} needs {dtype} {shape}")
+                )
+    for name in stored.keys() - owned:
+        owner, _, part = name.rpartition(".")
+        if (owner in manifest.tensors and part in parts) or (part == "payload" and f"{owner}.scale" in stored):
+            faults.append(Fault(METADATA, name, f"a part of {owner} that the manifest does not list"))
+    return sorted(faults, key=lambda fault: fault.entry)

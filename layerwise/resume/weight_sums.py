@@ -21,12 +21,11 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local
 from dcp_adapters.load.placements import placement_problem
 from fsdp_hooks.alike import device_of, is_first, ranks_of
+from fsdp_hooks.digest import GOLDEN, LOW, MIX
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
 
-LOW = (1 << 32) - 1
-# Odd, so that multiplying by them loses nothing (the last two are those of splitmix64), as signed 64-bit numbers.
-_INDEX, _BITS, _MIX = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_BITS = -4658895280553007687  # odd, and the other one of splitmix64's
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: what stays in a core's cache, and what keeps a GPU busy, as int64 and a few of them.
 _CHUNK_CPU, _CHUNK = 1 << 15, 1 << 22
@@ -117,9 +116,9 @@ def _mixed(index: Tensor, bits: Tensor) -> Tensor:
     Not a mere weight times the bits: a sum of those would cancel where highest bits (signs) are exchanged. The shift
     keeps the sign, which is faster than masking it out and costs one bit.
     """
-    x = index.mul_(_INDEX).bitwise_xor_(bits.to(torch.int64) * _BITS)
+    x = index.mul_(GOLDEN).bitwise_xor_(bits.to(torch.int64) * _BITS)
     for _ in range(2):
-        x.bitwise_xor_(x >> 32).mul_(_MIX)
+        x.bitwise_xor_(x >> 32).mul_(MIX)
     return x.bitwise_xor_(x >> 32)
 
 

@@ -27,7 +27,7 @@ from dcp_adapters import Manifest
 from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
 from dcp_adapters.entry import Entry
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON
-from fsdp_hooks.torch_private import StorageInfo
+from dcp_adapters.torch_private import StorageInfo
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import values
 

@@ -32,9 +32,9 @@ from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.cli.main import main
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
 from dcp_adapters.manifest import MANIFEST
-from dcp_adapters.reading.file_checks import check_archives
+from dcp_adapters.reading.places import check_archives
 from dcp_adapters.tiling import tiling_fault
-from fsdp_hooks.torch_private import StorageInfo
+from dcp_adapters.torch_private import StorageInfo
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, alone, bits, load, placed, save, values
 from tests.ranks import run_ranks, run_ranks_catching

@@ -37,7 +37,7 @@ from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.reading.metadata_checks import holding_faults, record_faults
 from dcp_adapters.reading.places import file_faults
 from dcp_adapters.stored.verify import verify
-from fsdp_hooks.torch_private import StorageInfo
+from dcp_adapters.torch_private import StorageInfo
 from qtensor import quantize
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import alone, bits, values

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
-from dcp_adapters import QuantizedSavePlanner, plan_cache
+from dcp_adapters import QuantizedSavePlanner
+from dcp_adapters.save import plan_cache
 from qtensor import quantize
 from tests.dcp_adapters.cases import (
     RECIPES,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from dcp_adapters import QuantizedSavePlanner, SafeFileSystemReader, read_manifest
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON
-from fsdp_hooks.torch_private import StorageInfo
+from dcp_adapters.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import RECIPES, alone, bits, held, leaves, load, model, reference
 from tests.dcp_adapters.tampering import FILES, Checkpoint

@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dcp_adapters import QuantizedSavePlanner, QuantizedStager, expand, snapshot_memory
+from dcp_adapters import QuantizedSavePlanner, QuantizedStager, expand
 from dcp_adapters.expand import quantized_local
+from dcp_adapters.staging import host_memory
 from fsdp_hooks.all_gather import Arrangement, ShardRows
 from qtensor import QuantizedTensor, high_precision_init_val, quantize, quantized_model_init
 from tests.dcp_adapters.cases import (
@@ -285,7 +286,7 @@ def test_a_save_beyond_the_limit_waits_for_an_upload_to_end() -> None:
 
     thread = threading.Thread(target=upload)
     thread.start()
-    with patch.object(snapshot_memory.gc, "collect", side_effect=waits.set):  # called when there is a need to wait
+    with patch.object(host_memory.gc, "collect", side_effect=waits.set):  # called when there is a need to wait
         assert keep.stage({"b": torch.ones(3)})["b"].tolist() == [1, 1, 1]
     thread.join()
 
@@ -329,12 +330,12 @@ def test_close_frees_memory_that_of_a_snapshot_when_it_dies() -> None:
     keep = stager()
     slabs = []
 
-    class Watched(snapshot_memory.Slab):
+    class Watched(host_memory.Slab):
         def __init__(self, nbytes: int) -> None:
             super().__init__(nbytes)
             slabs.append(weakref.ref(self))
 
-    with patch.object(snapshot_memory, "Slab", Watched):
+    with patch.object(host_memory, "Slab", Watched):
         uploading, uploaded = keep.stage({"b": torch.ones(3)}), keep.stage({"b": torch.ones(3)})
     del uploaded
     assert [slab() is None for slab in slabs] == [False, False]
@@ -451,7 +452,7 @@ def test_pinning_needs_cuda() -> None:
 
 
 def test_memory_that_is_not_there_is_said() -> None:
-    memory = snapshot_memory.SnapshotMemory(1, 0)
+    memory = host_memory.SnapshotMemory(1, 0)
     with pytest.raises(MemoryError, match=f"no {1 << 62} bytes of host memory for a snapshot .*; run fewer ranks"):
         memory.lease(1 << 62, pinned=False)
     memory.lease(10, pinned=False)
@@ -579,7 +580,7 @@ class Cudart:
 
 
 def test_memory_is_page_locked_once_and_unlocked_before_it_goes() -> None:
-    cudart, memory = Cudart(), snapshot_memory.SnapshotMemory(1, 0)
+    cudart, memory = Cudart(), host_memory.SnapshotMemory(1, 0)
     with patch.object(torch.cuda, "cudart", return_value=cudart):
         address = torch.frombuffer(memory.lease(640, pinned=True), dtype=torch.uint8).data_ptr()
         assert cudart.locked == {address: (640, 1)}
@@ -594,7 +595,7 @@ def test_memory_is_page_locked_once_and_unlocked_before_it_goes() -> None:
 
 
 def test_a_refused_page_lock_names_the_way_out() -> None:
-    memory = snapshot_memory.SnapshotMemory(1, 0)
+    memory = host_memory.SnapshotMemory(1, 0)
     with (
         patch.object(torch.cuda, "cudart", return_value=Cudart(status=2)),
         pytest.raises(RuntimeError) as error,

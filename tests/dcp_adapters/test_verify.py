@@ -26,7 +26,7 @@ from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.reading.metadata_checks import named
 from dcp_adapters.stored.verify import Report, verify
-from fsdp_hooks.torch_private import StorageInfo
+from dcp_adapters.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import RECIPES, alone, bits, models
 from tests.dcp_adapters.tampering import CUT, FILES, Checkpoint
