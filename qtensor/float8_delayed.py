@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor import kernels
 from qtensor.blocks import FLT_MAX, finite_amax, quotient
 from qtensor.float8 import (
     FLOAT8_CAPABILITIES,
@@ -124,14 +123,6 @@ class DelayedFloat8Tensor(Float8Tensor):
     """A Float8Tensor with a history: `payload` float8 [.., K]; `scale` fp32 []; `amax_history` fp32 [len]."""
 
     amax_history: Tensor
-
-    def encoded(self, x: Tensor, amax: Tensor | None, *, step: bool) -> dict[str, Tensor]:
-        """A step continues the history; any other write begins it anew."""
-        assert isinstance(self.recipe, Float8DelayedScaling)
-        assert amax is not None
-        if not step:
-            return kernels.encode(x, self.recipe, amax)
-        return kernels.encode_step(x, self.recipe, amax, self.scale, self.amax_history)
 
 
 FORMAT = _Float8Delayed()

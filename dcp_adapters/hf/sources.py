@@ -23,8 +23,7 @@ from dcp_adapters.hf.prefixes import under, weights_prefix
 from dcp_adapters.hf.schemes import COUNTS, DTYPES, VALUES, contents_of, is_quantized
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict
+from fsdp_hooks.torch_private import cpu_by_default, dtensor_around, flatten_state_dict, local_of
 from qtensor.recipes import Recipe
 
 
@@ -118,14 +117,14 @@ class LiveSource(Source):
     def scalar(self, name: str, part: str) -> float:
         """This rank's value; shards that do not agree have different ones."""
         tensor = self._parts[name][part]
-        return float(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        return float(local_of(tensor))
 
     def replicas(self, name: str) -> list[Tensor]:
         """Whatever is not sharded."""
         if self.is_collective(name):
             return []
         parts = self._parts[name].values()
-        return [(part.to_local() if isinstance(part, DTensor) else part).detach().contiguous() for part in parts]
+        return [local_of(part).detach().contiguous() for part in parts]
 
 
 class CheckpointSource(Source):
@@ -267,7 +266,7 @@ def _record(value: Tensor) -> Record:
 def _whole(tensor: Tensor) -> Tensor:
     """All of a part, where it lives; a collective for shards. Float8 travels as bytes, which every backend knows."""
     if isinstance(tensor, DTensor):
-        local = tensor.to_local()
+        local = local_of(tensor)
         dtype = local.dtype
         if dtype.itemsize == 1:
             tensor = dtensor_around(local.view(torch.uint8), tensor.device_mesh, tensor.placements, tensor.shape)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
-from qtensor.formats import PartSpec, block_multiple
+from qtensor.formats import PartSpec, block_multiple, specs_of
 from qtensor.tensor import QuantizedTensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) in the global tensor
@@ -76,7 +76,7 @@ def _layouts(name: str, value: Tensor, q: QuantizedTensor) -> list[PartLayout]:
             several=(spec.per_row and not spec.block and columns) or spec.length is not None,
             withheld=withheld and not spec.shape(value.shape),
         )
-        for spec in q.specs()
+        for spec in specs_of(q.recipe)
     ]
 
 

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.staging.host_memory import SnapshotMemory
-from fsdp_hooks.all_gather import Arrangement
-from fsdp_hooks.torch_private import dtensor_like, without_torch_function
+from fsdp_hooks.all_gather import Sharding, sharding_of
+from fsdp_hooks.torch_private import dtensor_like, local_of, without_torch_function
+from qtensor.contents import lens_of, like
 from qtensor.formats import describe
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
@@ -192,16 +193,17 @@ class Survey:
         return Made(local, {inner: self._leaf(f"{name}.{inner}", getattr(local, inner)) for inner in names}, context)
 
     def _leaf(self, name: str, value: Tensor) -> Leaf:
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = local_of(value)
         if isinstance(local, HighPrecisionWeight):
             local = local.dense
         if not isinstance(local, QuantizedTensor):
             made = self._made(name, local)
             return Leaf(value, local, [self._add(name, "", local)] if made is None else [], made)
-        if local.arrangement.flat is not None:
+        lens = lens_of(local)
+        if lens.described is not None:
             raise ValueError(
-                f"{name}: a {'transposed' if local.arrangement.transposed else 'reshaped'} view, "
-                f"{tuple(local.shape)}, of {describe(local.arrangement.flat, local.recipe)}, which would be saved as "
+                f"{name}: a {'transposed' if lens.transposed else 'reshaped'} view, "
+                f"{tuple(local.shape)}, of {describe(lens.described, local.recipe)}, which would be saved as "
                 "the weight itself; put the weight into the state dict"
             )
         return Leaf(value, local, [self._add(name, part, tensor) for part, tensor in local.parts().items()])
@@ -267,7 +269,7 @@ def _staged(leaf: Leaf, copies: list[Tensor]) -> Tensor:
     if isinstance(local, QuantizedTensor):
         parts = {name: copies[index] for name, index in zip(local.parts(), leaf.parts, strict=True)}
         # a snapshot has no padding rows and is no part of a larger tensor
-        staged: Tensor = local.with_parts(parts, arrangement=Arrangement(shards=local.arrangement.shards))
+        staged: Tensor = like(local, parts, sharding=Sharding(shards=sharding_of(local).shards))
     elif leaf.made is not None:
         staged = leaf.made.staged(copies)
     else:

@@ -19,7 +19,7 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.formats import format_of
+from qtensor.formats import format_of, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
@@ -941,7 +941,7 @@ def test_cat_joins_pieces_that_share_their_scales(recipe: Any) -> None:
         assert same_parts(torch.cat(q.split(32, dim), dim), q)
     other = quantize(weight(seed=1) * 3, recipe)
     mixed = [q, quantize(weight(), MXFP8BlockScaling(element="e5m2", scale_rounding="floor"))]
-    for pieces in (mixed, [q, weight()], *([[q, other]] if q.tensor_wide() else [])):
+    for pieces in (mixed, [q, weight()], *([[q, other]] if tensor_wide(q.recipe) else [])):
         with pytest.raises(NotImplementedError, match=r"^cat of \[.*\]: only quantized tensors of one recipe whose"):
             torch.cat(pieces)
 
