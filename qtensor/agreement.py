@@ -8,6 +8,9 @@ A scale is claimed as 0 where every value under it is 0: the scale of zeros says
 scale as they are tell whether all shards agree already; then no byte changes.
 """
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,15 +28,19 @@ def flat_amax(dense: Tensor, recipe: Recipe) -> Tensor | None:
     return None if amax is None else amax.reshape(-1)
 
 
-class QuantizedScales:
-    """The scales of a quantized shard."""
+@dataclasses.dataclass(frozen=True)
+class RecipeScales:
+    """The scales of a shard that has a recipe."""
 
-    def __init__(self, shard: QuantizedTensor) -> None:
-        self.shard = shard
+    shard: Any
 
     def shared_along(self, dim: int) -> bool:
         """Whether pieces cut along `dim` share a scale: tensor-wide scales along every dim, scales a row along K."""
         return shares_scale_along(self.shard.recipe, dim, self.shard.ndim)
+
+
+class QuantizedScales(RecipeScales):
+    """The scales of a quantized shard."""
 
     def kind(self) -> str:
         """The recipe, as it is stored."""

@@ -30,8 +30,8 @@ from fsdp_hooks.scale_sync import scales_of
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor import kernels
-from qtensor.agreement import flat_amax
-from qtensor.formats import check_shape, describe, registered, shares_scale_along
+from qtensor.agreement import RecipeScales, flat_amax
+from qtensor.formats import check_shape, describe, registered
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
@@ -201,31 +201,24 @@ class HighPrecisionWeight(Tensor):
         return super().untyped_storage() if is_tracing() or is_described() else self.dense.untyped_storage()
 
 
-class DenseScales:
+class DenseScales(RecipeScales):
     """The scales that a dense shard is gathered with."""
-
-    def __init__(self, weight: HighPrecisionWeight) -> None:
-        self.weight = weight
-
-    def shared_along(self, dim: int) -> bool:
-        """Whether pieces cut along `dim` share a scale."""
-        return shares_scale_along(self.weight.recipe, dim, self.weight.ndim)
 
     def kind(self) -> str:
         """The recipe of its gathers."""
-        return f"dense, gathered as {self.weight.recipe.stored!r}"
+        return f"dense, gathered as {self.shard.recipe.stored!r}"
 
     @torch.no_grad()
     def claim(self) -> Tensor:
         """fp32 [shared scales]: the amaxes of this shard."""
-        amax = flat_amax(self.weight.dense, self.weight.recipe)
+        amax = flat_amax(self.shard.dense, self.shard.recipe)
         assert amax is not None
         return amax
 
     @torch.no_grad()
     def adopt(self, agreed: Tensor) -> None:
         """Keep the agreed amaxes; no byte of the shard changes."""
-        self.weight.agreement.amaxes = torch.stack([agreed, self.claim()])
+        self.shard.agreement.amaxes = torch.stack([agreed, self.claim()])
 
 
 scales_of.register(HighPrecisionWeight, DenseScales)

@@ -139,3 +139,14 @@ def test_what_is_preserved_is_forgotten_through_every_alias(alias) -> None:
     preserve(q, weight(64, 64))
     preserve(alias(q), None)
     assert initial_value(q) is None
+
+
+def test_a_piece_cut_along_k_has_a_preserved_value_of_its_own() -> None:
+    q = quantize(weight(64, 64), MXFP8BlockScaling())
+    preserve(q, weight(64, 64))
+    before = initial_value(q).clone()
+    left, right = q.split(32, dim=1)
+    left.fill_(3.0)
+    assert (initial_value(left) == 3.0).all()
+    assert torch.equal(initial_value(right), before[:, 32:])
+    assert torch.equal(initial_value(q), before)

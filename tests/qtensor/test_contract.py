@@ -66,6 +66,14 @@ def test_round_trip_is_within_half_a_step(recipe: Any, dtype: torch.dtype) -> No
 
 
 @every_recipe
+def test_public_attributes_are_parts_what_users_call_and_what_fsdp_asks_for(recipe: Any) -> None:
+    q = quantize(weight(), recipe)
+    own = {name for name in {*dir(q)} - {*dir(torch.Tensor)} if not name.startswith("_")}
+    fsdp = {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
+    assert own == {"recipe", "parts", "from_parts", "safe_globals", *q.parts()} | fsdp
+
+
+@every_recipe
 def test_scales_saturate_nothing_they_should_not(recipe: Any) -> None:
     """|x| / unit <= largest, exactly for Float8 and MXFP8.
 
