@@ -89,7 +89,7 @@ def like(  # noqa: PLR0913 - all that an instance consists of
     return type(q)(parts, q.recipe, dtype or q.dtype, lens=lens, sharding=sharding, shape=shape)
 
 
-def alias(q: "QuantizedTensor", lens: Lens, shape: torch.Size) -> "QuantizedTensor":
+def aliased(q: "QuantizedTensor", lens: Lens, shape: torch.Size) -> "QuantizedTensor":
     """Another look at the same parts, and at what is preserved beside them."""
     sharding, preserved = sharding_of(q), _preserved(q)
     return type(q)(q.parts(), q.recipe, q.dtype, lens=lens, sharding=sharding, shape=shape, preserved=preserved)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.contents import alias, lens_of
+from qtensor.contents import aliased, lens_of
 from qtensor.formats import describe
 from qtensor.ops import implements
 from qtensor.products import product
@@ -48,7 +48,7 @@ def _transposed(q: QuantizedTensor) -> QuantizedTensor:
     if q.ndim < 2 or (lens.described is not None and not lens.transposed):
         raise NotImplementedError(f"transposing {describe(q.shape, q.recipe)}: only a weight [.., N, K] is defined")
     other = lens.seen_as(None) if lens.transposed else lens.seen_as(tuple(q.shape), transposed=True)
-    return alias(q, other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
+    return aliased(q, other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
 
 
 @implements(aten.mm.default)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows, sharding_of
-from qtensor.contents import alias, held, held_specs, lens_of, like
+from qtensor.contents import aliased, held, held_specs, lens_of, like
 from qtensor.formats import PartSpec, block_multiple, describe, row_multiple, specs_of, tensor_wide
 from qtensor.lens import OWN, Lens, Reach
 from qtensor.ops import implements, refuse_resharding_to_a_smaller_mesh
@@ -31,10 +31,10 @@ def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
 
 
 @implements(aten.detach.default, aten.alias.default)
-def detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same bytes in a new wrapper."""
     q = args[0]
-    return alias(q, lens_of(q), q.shape)
+    return aliased(q, lens_of(q), q.shape)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
@@ -43,19 +43,19 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     q, own = args[0], args[0].shape
     lens = lens_of(q)
     if tuple(args[1]) == own or (shape := _resolve(args[1], q.numel())) == own:
-        return alias(q, lens, own)
+        return aliased(q, lens, own)
     described = lens.described or tuple(own)
     if lens.transposed:
         raise NotImplementedError(
             f"a view of shape {shape} of a transposed {describe(described, q.recipe)}; transpose it back first"
         )
     if shape == described:
-        return alias(q, lens.seen_as(None), torch.Size(shape))
+        return aliased(q, lens.seen_as(None), torch.Size(shape))
     regroups = len(shape) > 1 and shape[-1] == described[-1] and lens == OWN and sharding_of(q) == AT_REST
     if getattr(q.recipe, "blocks", "row") == "square":
         regroups = regroups and shape[-2] % block_multiple(q.recipe) == 0  # else blocks would span two matrices
     if not regroups:
-        return alias(q, lens.seen_as(described), torch.Size(shape))
+        return aliased(q, lens.seen_as(described), torch.Size(shape))
     own_parts = held(q)
     return like(q, {spec.name: own_parts[spec.name].view(spec.shape(shape)) for spec in held_specs(q)})
 
@@ -78,7 +78,7 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if step != 1:
         raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
     if (start, end) == (0, q.shape[dim]) and lens_of(q).described is not None:
-        return alias(q, lens_of(q), q.shape)  # all of it, which can be viewed back
+        return aliased(q, lens_of(q), q.shape)  # all of it, which can be viewed back
     return cut(q, dim, start, max(end, start), severed=dim == q.ndim - 1)
 
 
