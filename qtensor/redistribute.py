@@ -90,8 +90,10 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parts = {}
     for spec in specs_of(q.recipe):
         part = q.parts()[spec.name]
-        sent = part if spec.extends_along(0, q.ndim) else part.reshape(1)
-        parts[spec.name] = _gathered(sent, ranks, group) if spec.gathered else part.clone()
+        if not spec.gathered:
+            parts[spec.name] = part.clone()
+        else:
+            parts[spec.name] = _gathered(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
     wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), sharding_of(q).padded_rows
     if wide and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
