@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.report import at_most, with_spread
 from benchmarks.timing import Contender, interleaved, ratio
 from dcp_adapters import QuantizedStager, expand
-from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import local_of
 from qtensor import MXFP8BlockScaling, quantize
 
 BIG = (8, 8192, 16384)  # weights, rows, columns: 1.1 GB of payload and scales

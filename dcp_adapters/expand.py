@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.part_places import part_placement
-from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around
-from qtensor.formats import PartSpec, block_multiple
+from fsdp_hooks.all_gather import sharding_of
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, local_of
+from qtensor.contents import lens_of
+from qtensor.formats import PartSpec, block_multiple, specs_of, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
@@ -69,14 +70,14 @@ def expand_leaf(name: str, value: Any) -> dict[str, Tensor]:
     parts = settled_parts(name, local)
     if not isinstance(value, DTensor):
         return parts
-    return {spec.name: _part_dtensor(name, spec, parts[spec.name], value) for spec in local.specs()}
+    return {spec.name: _part_dtensor(name, spec, parts[spec.name], value) for spec in specs_of(local.recipe)}
 
 
 def plain_leaf(value: Any) -> Any:
     """A weight with storage="high_precision" as the dense tensor it is, aliased; any other leaf as it is."""
     if not isinstance(value, Tensor):
         return value
-    local = local_of(value) if isinstance(value, DTensor) else value
+    local = local_of(value)
     if not isinstance(local, HighPrecisionWeight):
         return value
     if not isinstance(value, DTensor):
@@ -88,7 +89,7 @@ def quantized_local(value: Any) -> QuantizedTensor | None:
     """The quantized tensor behind a leaf (itself, or the local tensor of a DTensor); None for any other value."""
     if not isinstance(value, Tensor):
         return None
-    local = local_of(value) if isinstance(value, DTensor) else value
+    local = local_of(value)
     return local if isinstance(local, QuantizedTensor) else None
 
 
@@ -134,13 +135,13 @@ def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> D
 
 def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     """The parts; of a gathered weight, whose tensor-wide part is a vector, the one value all shards share."""
-    if q.arrangement.flat is not None or q.arrangement.transposed:
+    if lens_of(q).described is not None:
         raise ValueError(
             f"{name}: a transposed or reshaped view of a quantized weight, whose parts are those of shape "
-            f"{q.arrangement.flat}; put the weight itself into the state dict"
+            f"{lens_of(q).described}; put the weight itself into the state dict"
         )
-    parts, wide = q.parts(), q.tensor_wide()
-    if wide is None or q.arrangement.shards is None:
+    parts, wide = q.parts(), tensor_wide(q.recipe)
+    if wide is None or sharding_of(q).shards is None:
         return parts
     values = parts[wide]
     if not torch.equal(values, values[:1].expand_as(values)):

@@ -22,11 +22,12 @@ Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from fsdp_hooks.torch_private import local_of
 
 
 @dataclass(frozen=True)
@@ -38,69 +39,45 @@ class ShardRows:
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """How the parts of a tensor relate to its rows; the default is a tensor of its own.
+class Sharding:
+    """What FSDP2 made of a tensor; the default is one that it has not touched.
 
     shards: set on a gathered weight, whose tensor-wide parts are vectors with one value a shard.
-    padded_rows: set on an FSDP shard, whose storage was allocated with this many rows.
+    padded_rows: set on a shard, whose storage was allocated with this many rows.
     allocated: set on the padded tensor itself, as FSDP allocates it: its first rows are to become the shard.
-    severed: set on a slice of some columns, which is a copy: what is written into it would not reach the tensor.
-    partial: set on a view of some of the rows of a larger tensor, with which it shares its tensor-wide parts.
-    splits_blocks: set on such a view, if it begins or ends within a block of rows that share scales.
-    flat: the shape the parts describe, set on a view of another shape.
-    transposed: set on a view whose last two dims are exchanged, beside `flat`.
     """
 
     shards: ShardRows | None = None
     padded_rows: int | None = None
     allocated: bool = False
-    severed: bool = False
-    partial: bool = False
-    splits_blocks: bool = False
-    flat: tuple[int, ...] | None = None
-    transposed: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
 
-    def but(self, **changes: Any) -> "Arrangement":
-        """The arrangement with some fields changed: this very one where they have those values already."""
-        fields = vars(self)
-        if changes.items() <= fields.items():
-            return self
-        if not changes.keys() <= fields.keys():
-            raise TypeError(f"an Arrangement has no {', '.join(sorted(changes.keys() - fields.keys()))}")
-        other = object.__new__(Arrangement)  # __init__ of a frozen class sets field by field, slowly
-        vars(other).update(fields, **changes)
-        return other
+AT_REST = Sharding()
 
 
 class AllGatherHooks:
     """Mixin: `fsdp_pre_all_gather` / `fsdp_post_all_gather` for a tensor subclass with parts.
 
-    The class it is mixed into provides `parts()` (name -> plain tensor), `row_parts()` (the names of those that
-    extend along dim 0), `with_parts(parts, dtype, arrangement)` (a tensor of the same kind) and `arrangement`.
+    The class it is mixed into provides the methods that raise here.
     """
 
-    arrangement: Arrangement
+    _sharding: Sharding
     shape: torch.Size
 
     def parts(self) -> dict[str, Tensor]:
         """The inner tensors by name, aliases."""
         raise NotImplementedError
 
-    def row_parts(self) -> frozenset[str]:
+    def _row_parts(self) -> frozenset[str]:
         """Names of the parts that extend along dim 0."""
         raise NotImplementedError
 
-    def gathered_parts(self) -> list[str]:
+    def _sent_parts(self) -> list[str]:
         """Names of the parts that the all-gather sends, in their order; the others are copied from the shard."""
-        return list(self.parts())
+        raise NotImplementedError
 
-    def with_parts(
-        self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, arrangement: Arrangement
-    ) -> Self:
-        """A tensor of the same kind around other parts."""
+    def _gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
+        """A tensor of the same kind around gathered parts."""
         raise NotImplementedError
 
     def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], int]:
@@ -109,11 +86,11 @@ class AllGatherHooks:
         Returns the inputs (row parts [padded rows, bytes]; tensor-wide parts [1, 4]) and the padded row count as
         metadata. The inputs alias the shard wherever its storage holds the padding rows.
         """
-        rows = self.arrangement.padded_rows or self.shape[0]
-        along, parts = self.row_parts(), self.parts()
+        rows = self._sharding.padded_rows or self.shape[0]
+        along, parts = self._row_parts(), self.parts()
         inputs = [
             _as_bytes(_padded(parts[name], rows) if name in along else parts[name].reshape(1))
-            for name in self.gathered_parts()
+            for name in self._sent_parts()
         ]
         return tuple(inputs), rows
 
@@ -132,17 +109,17 @@ class AllGatherHooks:
         already, only our own need a refill; the return value is not used.
         """
         rows, shard = metadata, self.parts()
-        received = dict(zip(self.gathered_parts(), all_gather_outputs, strict=False))
+        received = dict(zip(self._sent_parts(), all_gather_outputs, strict=False))
         # world size 1, where this shard is the whole tensor: all but one; else what is not sent
         missing = [name for name in shard if name not in received]
         if out is not None:
-            gathered: Any = out.to_local() if isinstance(out, DTensor) else out
+            gathered: Any = local_of(out)
             with torch.no_grad():
                 for name in missing:
                     target = gathered.parts()[name].data  # a refill is no write that version counters should see
                     target.copy_(shard[name].reshape(target.shape))
             return None
-        along, device = self.row_parts(), all_gather_outputs[0].device
+        along, device = self._row_parts(), all_gather_outputs[0].device
         own = {
             name: _as_bytes(shard[name] if name in along else shard[name].reshape(-1)).to(device, copy=True)
             for name in missing
@@ -150,7 +127,7 @@ class AllGatherHooks:
         buffers = {**received, **own}
         parts = {name: _from_bytes(buffers[name], part.dtype) for name, part in shard.items()}
         parts |= {name: part.reshape(-1) for name, part in parts.items() if name not in along}
-        whole: Any = self.with_parts(parts, dtype=param_dtype, arrangement=Arrangement(shards=ShardRows(rows)))
+        whole = self._gathered(parts, param_dtype, Sharding(shards=ShardRows(rows)))
         return whole, tuple(own.values())
 
 
@@ -158,6 +135,11 @@ class AllGatherHooks:
 AllGatherHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined] # see inspect
     AllGatherHooks.fsdp_pre_all_gather
 )
+
+
+def sharding_of(tensor: AllGatherHooks) -> Sharding:
+    """What FSDP2 made of a tensor."""
+    return tensor._sharding  # noqa: SLF001 - the mixin's own, which other modules read through this function
 
 
 def _as_bytes(part: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ exchange.py.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,29 +19,32 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.all_gather import AllGatherHooks
+from fsdp_hooks.all_gather import AllGatherHooks, sharding_of
 from fsdp_hooks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
+from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 
 
-class SharesScales:
-    """What `sync_scales` asks of a shard, in this order: whether pieces share a scale, its claim, and to adopt."""
+class SharedScales(Protocol):
+    """The scales of one shard, which it may share with others; asked in this order."""
 
-    def shares_scale_along(self, dim: int) -> bool:
+    def shared_along(self, dim: int) -> bool:
         """Whether pieces cut along tensor dim `dim` have a scale in common."""
-        raise NotImplementedError
 
-    def scale_kind(self) -> str:
+    def kind(self) -> str:
         """How it is quantized, for the proof that all ranks mean the same weight."""
-        raise NotImplementedError
 
-    def scale_claim(self) -> Tensor:
+    def claim(self) -> Tensor:
         """fp32 [n]: what this shard brings; the maximum over all shards decides. n is the same on all of them."""
-        raise NotImplementedError
 
-    def adopt_scale(self, agreed: Tensor) -> None:
+    def adopt(self, agreed: Tensor) -> None:
         """Re-encode under what was agreed on (fp32 [n]); leaves the bytes alone where they fit already."""
-        raise NotImplementedError
+
+
+@functools.singledispatch
+def scales_of(shard: object) -> SharedScales | None:
+    """The scales of a local tensor, by its class (`scales_of.register`); None for one that is not quantized."""
+    return None
 
 
 def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> int:
@@ -89,15 +92,16 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
         )
     labels, groups = [(label_of(name, param),) for name, param, _ in shared], [own for _, _, own in shared]
     with torch.no_grad():
-        shards: list[Any] = [local_of(param) for _, param, _ in shared]
+        shards = [local_of(param) for _, param, _ in shared]
+        held: list[Any] = [scales_of(shard) for shard in shards]
         try:
-            claims = [shard.scale_claim() for shard in shards]
+            claims = [scales.claim() for scales in held]
         except Exception:
             tell_groups(labels, groups, shards[0].device)
             raise
         agreed, collectives = max_over_groups(what, labels, claims, groups)
-        for shard, claim in zip(shards, agreed, strict=True):
-            shard.adopt_scale(claim)
+        for scales, claim in zip(held, agreed, strict=True):
+            scales.adopt(claim)
         # dense shards (storage="high_precision") keep their values
         encoded = [isinstance(shard, AllGatherHooks) for shard in shards]
         count_writes(param for (_, param, _), yes in zip(shared, encoded, strict=True) if yes)
@@ -120,9 +124,10 @@ def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 def label_of(name: str, param: Tensor) -> str:
     """What all ranks must have alike for a parameter that shares scales, in words."""
-    local: Any = local_of(param)
+    scales = scales_of(local_of(param))
+    assert scales is not None
     placements = param.placements if isinstance(param, DTensor) else None
-    text = _described(param.shape, param.dtype, placements, local.scale_kind())
+    text = _described(param.shape, param.dtype, placements, scales.kind())
     return f"{name}: {text}" if name else text
 
 
@@ -133,18 +138,12 @@ def _described(shape: torch.Size, dtype: torch.dtype, placements: tuple[Any, ...
 
 def _is_gathered(param: Tensor) -> bool:
     local = local_of(param)
-    return isinstance(local, AllGatherHooks) and local.arrangement.shards is not None
+    return isinstance(local, AllGatherHooks) and sharding_of(local).shards is not None
 
 
 def _can_share(param: Tensor) -> bool:
-    local = local_of(param)
-    return isinstance(local, SharesScales) and any(local.shares_scale_along(dim) for dim in range(param.ndim))
-
-
-def local_of(param: Tensor) -> Tensor:
-    """The local tensor of a DTensor, or the tensor itself, without autograd history."""
-    with torch.no_grad():
-        return param.to_local() if isinstance(param, DTensor) else param.detach()
+    scales = scales_of(local_of(param))
+    return scales is not None and any(scales.shared_along(dim) for dim in range(param.ndim))
 
 
 def max_over_groups(
@@ -198,10 +197,10 @@ def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessG
 
 def groups_sharing(param: Tensor) -> list[dist.ProcessGroup]:
     """The groups over which the shards of a parameter share a scale; empty for one that has no such scale."""
-    local = local_of(param)
-    if not isinstance(local, SharesScales):
+    scales = scales_of(local_of(param))
+    if scales is None:
         return []
-    return [group for dim, group in cuts_of([param])[0] if local.shares_scale_along(dim)]
+    return [group for dim, group in cuts_of([param])[0] if scales.shared_along(dim)]
 
 
 def cuts_of(params: Sequence[Tensor]) -> list[list[tuple[int, dist.ProcessGroup]]]:

@@ -31,7 +31,7 @@ __all__ = [
     "is_described",
     "is_tracing",
     "is_watched",
-    "local_itself",
+    "local_of",
     "make_wrapper",
     "note_shard_rows",
     "one_dispatch_state",
@@ -139,13 +139,14 @@ def make_wrapper(
     return Tensor._make_wrapper_subclass(cls, torch.Size(shape), strides=strides, dtype=dtype, device=device)
 
 
-def local_itself(tensor: DTensor) -> Tensor:
-    """The local tensor of a DTensor.
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, or the tensor itself: no alias of it, and without a place in autograd's graph.
 
     `to_local()` of a parameter is another view of it each time, marked as a parameter. To make one of a tensor of parts
-    takes longer than anything else that an optimizer step does to a small weight.
+    takes longer than anything else that an optimizer step does to a small weight. A plain parameter is returned as the
+    leaf it is: compute with it, and write it, in no_grad.
     """
-    return tensor._local_tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

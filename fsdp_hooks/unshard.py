@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.digest import digest
+from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 
 # FSDP modules inside some unsharded() at this moment; an inner one leaves them to the outer.
@@ -171,7 +172,7 @@ def _insist_on_reshard(group: FSDPModule) -> None:
 
 
 def _plain_parts(param: Tensor) -> list[Tensor]:
-    local: Any = param.to_local() if isinstance(param, DTensor) else param
+    local: Any = local_of(param)
     return [*local.parts().values()] if isinstance(local, AllGatherHooks) else [local]
 
 
@@ -218,12 +219,12 @@ def _differs(slot: _Slot) -> bool:
 @torch.no_grad()
 def _write_back(slot: _Slot) -> None:
     """Copy this rank's rows of the changed parameter into its shard."""
-    now: Any = _local(slot.now())
-    own: Any = _local(slot.full)
+    now: Any = local_of(slot.now())
+    own: Any = local_of(slot.full)
     if isinstance(own, AllGatherHooks) and now is not own:
         # quantized as a whole, so that all shards agree on a tensor-wide scale
         now = own.copy_(now)  # type: ignore[attr-defined]
-    _local(slot.sharded).copy_(_own_rows(slot, now))
+    local_of(slot.sharded).copy_(_own_rows(slot, now))
     count_writes([slot.sharded])
 
 
@@ -243,10 +244,6 @@ def _chunk(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     size = -(-rows // ranks)
     start = min(rank * size, rows)
     return start, min(size, rows - start)
-
-
-def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _names(slots: Iterable[_Slot]) -> str:

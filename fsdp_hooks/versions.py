@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import is_tracing, local_itself
+from fsdp_hooks.torch_private import is_tracing, local_of
 
 
 def count_writes(tensors: Iterable[Tensor]) -> None:
     """Count one in-place write into each of them, and for a DTensor into its local tensor, too."""
     if is_tracing():  # a graph has its own way to know what it writes
         return
-    found = [own for one in tensors for own in ((one, local_itself(one)) if isinstance(one, DTensor) else (one,))]
+    found = [own for one in tensors for own in ((one, local_of(one)) if isinstance(one, DTensor) else (one,))]
     torch.autograd.graph.increment_version([one for one in found if not one.is_inference()])

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_hooks.digest import digest
-from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import local_of
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.weights.hold import params_of
 from qtensor.tensor import QuantizedTensor

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import local_of
 from layerwise.folding.places import Pair
 from layerwise.report.measure import Measured
 from layerwise.report.report import LinearReport

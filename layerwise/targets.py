@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dcp_adapters.hf.names import fused_key
-from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import local_of
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight

@@ -8,70 +8,86 @@ A scale is claimed as 0 where every value under it is 0: the scale of zeros says
 scale as they are tell whether all shards agree already; then no byte changes.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import SharesScales
+from fsdp_hooks.scale_sync import scales_of
 from qtensor import kernels
-from qtensor.formats import adopt, shares_scale_along
+from qtensor.contents import decoded, initial_value, shared_scale
+from qtensor.formats import adopt, keeps_history, shares_scale_along
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
 
 
-class AgreedScales(SharesScales):
-    """Mixin of QuantizedTensor: `fsdp_hooks.sync_scales` from the side of one shard."""
+def flat_amax(dense: Tensor, recipe: Recipe) -> Tensor | None:
+    """fp32, flat: the amaxes of dense values that decide the scales shards may share; None where they share none."""
+    amax = kernels.shared_amax(dense, recipe)
+    return None if amax is None else amax.reshape(-1)
 
-    def shares_scale_along(self: Any, dim: int) -> bool:
+
+@dataclasses.dataclass(frozen=True)
+class RecipeScales:
+    """The scales of a shard that has a recipe."""
+
+    shard: Any
+
+    def shared_along(self, dim: int) -> bool:
         """Whether pieces cut along `dim` share a scale: tensor-wide scales along every dim, scales a row along K."""
-        return shares_scale_along(self.recipe, dim, self.ndim)
+        return shares_scale_along(self.shard.recipe, dim, self.shard.ndim)
 
-    def scale_kind(self: Any) -> str:
+
+class QuantizedScales(RecipeScales):
+    """The scales of a quantized shard."""
+
+    def kind(self) -> str:
         """The recipe, as it is stored."""
-        return repr(self.recipe.stored)
+        return repr(self.shard.recipe.stored)
 
     @torch.no_grad()
-    def scale_claim(self: Any) -> Tensor:
+    def claim(self) -> Tensor:
         """fp32 [4 n + history]: see the module's docstring; n scales are shared."""
-        scale = self.shared_scale().reshape(-1)
-        amax = self.shared_amax(self.decoded(torch.float32))
-        init = torch.zeros_like(scale) if self.init_value is None else self.shared_amax(self.init_value)
-        claims = [torch.where(amax > 0, scale, torch.zeros_like(scale)), init, scale, -scale, *self.history()]
-        return torch.cat(claims)
+        q, scale = self.shard, shared_scale(self.shard).reshape(-1)
+        amax, value = flat_amax(decoded(q, torch.float32), q.recipe), initial_value(q)
+        init = torch.zeros_like(scale) if value is None else flat_amax(value, q.recipe)
+        assert amax is not None
+        assert init is not None
+        return torch.cat([torch.where(amax > 0, scale, torch.zeros_like(scale)), init, scale, -scale, *self._history()])
 
     @torch.no_grad()
-    def adopt_scale(self: Any, agreed: Tensor) -> None:
+    def adopt(self, agreed: Tensor) -> None:
         """Re-encode under the agreed scale; shards that agree already keep their bytes.
 
         With a preserved initial value this is the quantization of the full tensor's value, bit for bit.
         """
-        scale = self.shared_scale()
+        q, scale, value = self.shard, shared_scale(self.shard), initial_value(self.shard)
         claimed, amax, largest, smallest = (
             piece.view_as(scale) for piece in agreed[: 4 * scale.numel()].split(scale.numel())
         )
         same = largest == -smallest
-        if self.init_value is not None:
-            new = kernels.encode(self.init_value, self.recipe, amax)
+        if value is not None:
+            new = kernels.encode(value, q.recipe, amax)
         else:
             claimed = torch.where(claimed > 0, claimed, torch.ones_like(claimed))
-            new = adopt(self.decoded(torch.float32), self.recipe, claimed)
+            new = adopt(decoded(q, torch.float32), q.recipe, claimed)
             same = same | (scale == claimed)
-        parts = self.parts()
-        for name, value in new.items():
+        parts = q.parts()
+        for name, part in new.items():
             if name == "amax_history":
                 continue
-            if value.dtype == torch.float32:
-                parts[name].copy_(torch.where(same, parts[name], value))
+            if part.dtype == torch.float32:
+                parts[name].copy_(torch.where(same, parts[name], part))
             else:  # as bytes, since torch.where knows no float8
-                own, theirs = parts[name].view(torch.uint8), value.view(torch.uint8)
+                own, theirs = parts[name].view(torch.uint8), part.view(torch.uint8)
                 own.copy_(torch.where(same, own, theirs))
-        for history in self.history():
+        for history in self._history():
             history.copy_(agreed[4 * scale.numel() :])
 
-    def shared_scale(self: Any) -> Tensor:
-        """The scale that cuts can share, fp32: [] where it is tensor-wide, else [.., N, 1]."""
-        part: Tensor = getattr(self, self.tensor_wide() or "scale")
-        return part
-
-    def history(self: Any) -> list[Tensor]:
+    def _history(self) -> list[Tensor]:
         """The amax history, for recipes that keep one."""
-        return [self.amax_history] if hasattr(self, "amax_history") else []
+        return [self.shard.parts()["amax_history"]] if keeps_history(self.shard.recipe) else []
+
+
+scales_of.register(QuantizedTensor, QuantizedScales)

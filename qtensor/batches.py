@@ -3,7 +3,7 @@
 Quantizing one small weight is two dozen tiny operations. Weights of one recipe and shape are stacked, [n, N, K], and
 quantized as one tensor; a scale that is tensor-wide in each of them is handed over, and comes out, once a row:
 
-    bytes of write_each(shards, values, amaxes) == bytes of shard.write(value, amax, step=True) for each
+    bytes of write_each(shards, values, amaxes) == bytes of write(shard, value, amax, step=True) for each
 
 What is large, or more than a plain weight (a view, one with an amax history or a preserved initial value), is written
 by itself.
@@ -14,9 +14,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fsdp_hooks.all_gather import sharding_of
 from fsdp_hooks.torch_private import foreach_copy
 from qtensor import kernels
-from qtensor.formats import tensor_wide
+from qtensor.agreement import flat_amax
+from qtensor.contents import initial_value, lens_of, write
+from qtensor.formats import keeps_history, tensor_wide
+from qtensor.lens import OWN
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -26,11 +30,11 @@ STACK = 2**22  # elements that are stacked at a time
 
 @torch.no_grad()
 def write_each(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], amaxes: Sequence[Tensor | None]) -> None:
-    """shard.write(value, amax, step=True) for each; `amaxes` as `write` takes them."""
+    """write(shard, value, amax, step=True) for each; `amaxes` as `write` takes them."""
     for numbers in _batches(shards, values, [amax is None for amax in amaxes]):
         if len(numbers) == 1:
             (number,) = numbers
-            shards[number].write(values[number], amaxes[number], step=True)
+            write(shards[number], values[number], amaxes[number], step=True)
             continue
         recipe, stacked = shards[numbers[0]].recipe, torch.stack([values[number] for number in numbers])
         agreed = [amaxes[number] for number in numbers]
@@ -46,12 +50,12 @@ def write_each(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], amax
 
 @torch.no_grad()
 def shared_amaxes(shards: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """shard.shared_amax(value) for each; all of them share scales."""
+    """flat_amax(value, shard.recipe) for each; all of them share scales."""
     found: dict[int, Tensor] = {}
     for numbers in _batches(shards, values, [False] * len(shards)):
         if len(numbers) == 1:
             (number,) = numbers
-            amax = shards[number].shared_amax(values[number])
+            amax = flat_amax(values[number], shards[number].recipe)
             assert amax is not None
             found[number] = amax
             continue
@@ -94,14 +98,11 @@ def _batches(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], alone:
 
 def _is_plain(shard: QuantizedTensor) -> bool:
     """Whether it is a weight [N, K] of its own, whose bytes a write replaces without further ado."""
-    arrangement = shard.arrangement
-    alone = not (arrangement.partial or arrangement.severed or arrangement.transposed or arrangement.splits_blocks)
     return (
-        alone
-        and shard.ndim == 2
-        and arrangement.flat is None
-        and arrangement.shards is None
-        and shard.init_value is None
-        and type(shard).encoded is QuantizedTensor.encoded
+        shard.ndim == 2
+        and lens_of(shard) == OWN
+        and sharding_of(shard).shards is None
+        and initial_value(shard) is None
+        and not keeps_history(shard.recipe)
         and not shard.is_meta
     )

@@ -20,10 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor import kernels
 from qtensor.blocks import FLT_MAX, quotient
 from qtensor.codecs.fp8 import ELEMENTS
-from qtensor.float8 import ROUTE, Float8, Float8CurrentScaling, Float8Tensor
+from qtensor.float8 import (
+    ROUTE,
+    Float8,
+    Float8CurrentScaling,
+    Float8Tensor,
+)
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 
@@ -111,14 +115,6 @@ class DelayedFloat8Tensor(Float8Tensor):
     """A Float8Tensor with a history: `payload` float8 [.., K]; `scale` fp32 []; `amax_history` fp32 [len]."""
 
     amax_history: Tensor
-
-    def encoded(self, x: Tensor, amax: Tensor | None, *, step: bool) -> dict[str, Tensor]:
-        """A step continues the history; any other write begins it anew."""
-        assert isinstance(self.recipe, Float8DelayedScaling)
-        assert amax is not None
-        if not step:
-            return kernels.encode(x, self.recipe, amax)
-        return kernels.encode_step(x, self.recipe, amax, self.scale, self.amax_history)
 
 
 FORMAT = _Float8Delayed()

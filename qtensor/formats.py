@@ -235,6 +235,12 @@ def tensor_wide(recipe: Recipe) -> str | None:
     return next((spec.name for spec in specs_of(recipe) if not spec.per_row), None)
 
 
+@functools.cache
+def keeps_history(recipe: Recipe) -> bool:
+    """Whether the scale is made from the amaxes of earlier steps, which an `amax_history` among the parts holds."""
+    return any(spec.length is not None for spec in specs_of(recipe))
+
+
 def shares_scale_along(recipe: Recipe, dim: int, ndim: int) -> bool:
     """Whether the pieces of a tensor cut along `dim` share a scale, which then has to be agreed between them.
 

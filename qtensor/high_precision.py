@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Arrangement
-from fsdp_hooks.scale_sync import SharesScales
+from fsdp_hooks.all_gather import Sharding
+from fsdp_hooks.scale_sync import scales_of
 from fsdp_hooks.torch_private import (
     is_described,
     is_tracing,
@@ -37,7 +37,8 @@ from fsdp_hooks.torch_private import (
 )
 from fsdp_hooks.versions import count_writes
 from qtensor import kernels
-from qtensor.formats import check_shape, describe, registered, shares_scale_along, tensor_wide
+from qtensor.agreement import RecipeScales, flat_amax
+from qtensor.formats import check_shape, describe, registered
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
@@ -56,7 +57,7 @@ class Agreement:
     amaxes: Tensor | None = None
 
 
-class HighPrecisionWeight(SharesScales, Tensor):
+class HighPrecisionWeight(Tensor):
     """A dense tensor [.., K] that FSDP2 gathers quantized.
 
     F.linear, t() and transpose() quantize it, since they begin products; any other operation sees the dense tensor.
@@ -94,8 +95,8 @@ class HighPrecisionWeight(SharesScales, Tensor):
             ours, own = (row.view_as(amax).to(amax.device) for row in agreed)
             amax = torch.where(amax == own, ours, amax)
         parts, kind = kernels.encode(x, self.recipe, amax), registered(self.recipe).tensor_class
-        arrangement = Arrangement(padded_rows=self.padded_rows)
-        return kind(parts, self.recipe, self.dtype, arrangement=arrangement)  # type: ignore[no-any-return]
+        sharding = Sharding(padded_rows=self.padded_rows)
+        return kind(parts, self.recipe, self.dtype, sharding=sharding)  # type: ignore[no-any-return]
 
     # -- FSDP2 ---------------------------------------------------------------------------------------------------------
 
@@ -116,32 +117,6 @@ class HighPrecisionWeight(SharesScales, Tensor):
         """Called by FSDP2 with the gathered buffers; see AllGatherHooks."""
         rows = self.padded_rows or self.shape[0]
         return metadata.fsdp_post_all_gather(all_gather_outputs, rows, param_dtype, out=out)
-
-    # -- agreement -----------------------------------------------------------------------------------------------------
-
-    def shares_scale_along(self, dim: int) -> bool:
-        """Whether pieces cut along `dim` share a scale."""
-        return shares_scale_along(self.recipe, dim, self.ndim)
-
-    def tensor_wide(self) -> str | None:
-        """The name of the tensor-wide scale of a gathered weight, None without one."""
-        return tensor_wide(self.recipe)
-
-    def scale_kind(self) -> str:
-        """The recipe of its gathers."""
-        return f"dense, gathered as {self.recipe.stored!r}"
-
-    @torch.no_grad()
-    def scale_claim(self) -> Tensor:
-        """fp32 [shared scales]: the amaxes of this shard."""
-        amax = kernels.shared_amax(self.dense, self.recipe)
-        assert amax is not None
-        return amax.reshape(-1)
-
-    @torch.no_grad()
-    def adopt_scale(self, agreed: Tensor) -> None:
-        """Keep the agreed amaxes; no byte of the shard changes."""
-        self.agreement.amaxes = torch.stack([agreed, self.scale_claim()])
 
     # -- torch protocols -----------------------------------------------------------------------------------------------
 
@@ -231,6 +206,29 @@ class HighPrecisionWeight(SharesScales, Tensor):
         `data_ptr()` is 0 all the same: stagers then copy the attributes, and do not set the wrapper onto a storage.
         """
         return super().untyped_storage() if is_tracing() or is_described() else self.dense.untyped_storage()
+
+
+class DenseScales(RecipeScales):
+    """The scales that a dense shard is gathered with."""
+
+    def kind(self) -> str:
+        """The recipe of its gathers."""
+        return f"dense, gathered as {self.shard.recipe.stored!r}"
+
+    @torch.no_grad()
+    def claim(self) -> Tensor:
+        """fp32 [shared scales]: the amaxes of this shard."""
+        amax = flat_amax(self.shard.dense, self.shard.recipe)
+        assert amax is not None
+        return amax
+
+    @torch.no_grad()
+    def adopt(self, agreed: Tensor) -> None:
+        """Keep the agreed amaxes; no byte of the shard changes."""
+        self.shard.agreement.amaxes = torch.stack([agreed, self.claim()])
+
+
+scales_of.register(HighPrecisionWeight, DenseScales)
 
 
 # Results that FSDP2, DTensor and nn.Module take for the weight itself, or a part of it. Everything else gives the plain

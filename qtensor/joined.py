@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fsdp_hooks.alike import device_of
 from fsdp_hooks.torch_private import make_wrapper
+from qtensor.contents import bytes_of, initial_value, lens_of
 from qtensor.formats import describe
 from qtensor.tensor import QuantizedTensor
 
@@ -80,19 +81,13 @@ def broadcast_flat(func: Any, pieces: Sequence[Tensor], rest: tuple[Any, ...], k
     _check_same_formats(dist.ProcessGroup.unbox(rest[0]), pieces)
     work = None
     for piece in pieces:
-        for part in _bytes_of(piece) if isinstance(piece, QuantizedTensor) else [piece]:
+        for part in bytes_of(piece) if isinstance(piece, QuantizedTensor) else [piece]:
             sent = part.contiguous()
             _, work = func([sent], *rest, **kwargs)
             work.wait()
             if sent is not part:
                 part.copy_(sent)
     return work
-
-
-def _bytes_of(q: QuantizedTensor) -> list[Tensor]:
-    """What q consists of, as bytes that alias it."""
-    tensors = [*q.parts().values(), *([] if q.init_value is None else [q.init_value])]
-    return [(tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8) for tensor in tensors]
 
 
 def _check_same_formats(group: dist.ProcessGroup, pieces: Sequence[Tensor]) -> None:
@@ -111,5 +106,5 @@ def _check_same_formats(group: dist.ProcessGroup, pieces: Sequence[Tensor]) -> N
 def _format(piece: Tensor) -> str:
     if not isinstance(piece, QuantizedTensor):
         return f"{piece.numel()} dense values"
-    kept = "" if piece.init_value is None else " with its initial value"
-    return describe(torch.Size(piece.arrangement.flat or piece.shape), piece.recipe) + kept
+    kept = "" if initial_value(piece) is None else " with its initial value"
+    return describe(lens_of(piece).described or piece.shape, piece.recipe) + kept

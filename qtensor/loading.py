@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.all_gather import Arrangement
-from fsdp_hooks.scale_sync import groups_sharing, label_of, local_of, max_over_groups, tell_groups
-from fsdp_hooks.torch_private import dtensor_around
+from fsdp_hooks.scale_sync import groups_sharing, label_of, max_over_groups, tell_groups
+from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor import kernels
-from qtensor.formats import check_values
+from qtensor.agreement import flat_amax
+from qtensor.contents import INITIAL_VALUE, initial_value, like
+from qtensor.formats import check_values, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
@@ -46,11 +47,11 @@ class _Entry:
     def claim(self, device: torch.device) -> Tensor:
         """fp32, flat: the amaxes of this rank's part, 0 where it has none."""
         if self.dense is None:
-            shape = self.local.shape[:-1] if self.local.tensor_wide() is None else ()
+            shape = self.local.shape[:-1] if tensor_wide(self.local.recipe) is None else ()
             return torch.zeros(shape, dtype=torch.float32, device=device).reshape(-1)
-        amax = kernels.shared_amax(self.dense, self.local.recipe)
+        amax = flat_amax(self.dense, self.local.recipe)
         assert amax is not None
-        return amax.reshape(-1)
+        return amax
 
 
 def watch_loads(modules: Iterable[nn.Module]) -> None:
@@ -182,9 +183,9 @@ def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
     if agreed is not None and amax is not None:
         amax = agreed.view_as(amax)
     parts = kernels.encode(dense, local.recipe, amax)
-    init = dense.to(local.dtype, copy=True) if local.init_value is not None else None
-    q: Tensor = local.with_parts(parts, arrangement=Arrangement(), init_value=init)
-    return q
+    if initial_value(local) is not None:
+        parts[INITIAL_VALUE] = dense.to(local.dtype, copy=True)
+    return like(local, parts)
 
 
 def _like(param: Tensor, local: Tensor) -> Tensor:

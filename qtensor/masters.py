@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.digest import digests
-from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import dtensor_like, local_itself
+from fsdp_hooks.torch_private import dtensor_like, local_of
+from qtensor.contents import initial_value, preserve, values_of
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
@@ -74,9 +74,9 @@ def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
     for param, (bytes_kept, init_kept) in zip(records, same, strict=True):
         if bytes_kept:
             continue
-        shard = shard_of(param)
+        shard = local_of(param)
         if init_kept and isinstance(shard, QuantizedTensor):
-            shard.init_value = None
+            preserve(shard, None)
         changed.append(param)
     return changed
 
@@ -89,11 +89,11 @@ def digests_of(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 @torch.no_grad()
 def _table(params: Iterable[Tensor]) -> Tensor:
     """int64 [params, 2]."""
-    shards = [shard_of(param) for param in params]
+    shards = [local_of(param) for param in params]
     inits = {
-        number: shard.init_value
+        number: value
         for number, shard in enumerate(shards)
-        if isinstance(shard, QuantizedTensor) and shard.init_value is not None
+        if isinstance(shard, QuantizedTensor) and (value := initial_value(shard)) is not None
     }
     found = digests([*map(_bytes_of, shards), *([value] for value in inits.values())])
     table = found.new_zeros(len(shards), 2)
@@ -109,11 +109,6 @@ def _bytes_of(shard: Tensor) -> list[Tensor]:
     return [shard.dense if isinstance(shard, HighPrecisionWeight) else shard]
 
 
-def shard_of(param: Tensor) -> Tensor:
-    """The local tensor of a DTensor, or the tensor itself; unlike `local_of` without an alias. For use in no_grad."""
-    return local_itself(param) if isinstance(param, DTensor) else param
-
-
 def master_of(param: Tensor) -> Tensor:
     """fp32 master of a parameter: itself in fp32, else a new tensor filled by `refill`."""
     if not isinstance(local_of(param), QuantizedTensor) and param.dtype == torch.float32:
@@ -127,10 +122,9 @@ def master_of(param: Tensor) -> Tensor:
 @torch.no_grad()
 def refill(master: Tensor, param: Tensor) -> None:
     """Set a master to its parameter's preserved initial value, or else to its (dequantized) value."""
-    local = local_of(param)
-    target = master.to_local() if isinstance(master, DTensor) else master
+    local, target = local_of(param), local_of(master)
     if isinstance(local, QuantizedTensor):
-        target.copy_(local.init_value if local.init_value is not None else local.dequantize(torch.float32))
+        target.copy_(values_of(local, torch.float32))
         target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
     else:
         target.copy_(local)  # bit for bit: a step that adds nothing writes it back
@@ -173,6 +167,6 @@ def in_fp32(grad: Tensor, master: Tensor, room: Room | None) -> Tensor:
         return room.take(grad).copy_(grad) if room and grad.layout is torch.strided else grad.to(master.dtype)
     if isinstance(master, DTensor) and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements):
         # without DTensor's dispatch, which takes longer than the copy of a small one
-        local = grad.to_local()
+        local = local_of(grad)
         return dtensor_like(room.take(local).copy_(local) if room else local.to(master.dtype), master)
     return grad.to(master.dtype)

@@ -2,7 +2,7 @@
 
     DTensor takes F.linear apart before its local tensors see it:   t(w), then mm(x, t(w)) or addmm(bias, x, t(w))
 
-A transposed weight is a view of the same parts (`transposed` in its arrangement), and an operand of a product is
+A transposed weight is a view of the same parts (`transposed` in its lens), and an operand of a product is
 dequantized inside that product, so that autograd saves the quantized bytes and no dense weight outlives the product.
 Exact: the dequantized values of a transposed view are the transposed dequantized values.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.contents import aliased, lens_of
 from qtensor.formats import describe
 from qtensor.ops import implements
 from qtensor.products import product
@@ -43,22 +44,18 @@ def transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _transposed(q: QuantizedTensor) -> QuantizedTensor:
-    arrangement = q.arrangement
-    if q.ndim < 2 or (arrangement.flat is not None and not arrangement.transposed):
+    lens = lens_of(q)
+    if q.ndim < 2 or (lens.described is not None and not lens.transposed):
         raise NotImplementedError(f"transposing {describe(q.shape, q.recipe)}: only a weight [.., N, K] is defined")
-    shape = torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2]))
-    if arrangement.transposed:
-        arrangement = arrangement.but(transposed=False, flat=None)
-    else:
-        arrangement = arrangement.but(transposed=True, flat=tuple(q.shape))
-    return q.alias(arrangement, shape)
+    other = lens.seen_as(None) if lens.transposed else lens.seen_as(tuple(q.shape), transposed=True)
+    return aliased(q, other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
 
 
 @implements(aten.mm.default)
 def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """[T, K] @ t(w), as the linear layer computes it; or any product with the dequantized values."""
     x, weight = args
-    if isinstance(weight, QuantizedTensor) and weight.arrangement.transposed and weight.recipe.activations is not None:
+    if isinstance(weight, QuantizedTensor) and lens_of(weight).transposed and weight.recipe.activations is not None:
         return product(x, _transposed(weight))
     return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
 
@@ -67,7 +64,7 @@ def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Bias + x @ t(w)."""
     bias, x, weight = args
-    if isinstance(weight, QuantizedTensor) and weight.arrangement.transposed and weight.recipe.activations is not None:
+    if isinstance(weight, QuantizedTensor) and lens_of(weight).transposed and weight.recipe.activations is not None:
         if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
             raise NotImplementedError(f"addmm with beta or alpha of {describe(weight.shape, weight.recipe)}")
         y: Tensor = product(x, _transposed(weight)) + bias

@@ -25,8 +25,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fsdp_hooks.scale_sync import local_of
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, registered, specs_of
+from fsdp_hooks.torch_private import local_of
+from qtensor.contents import initial_value, preserve, values_of
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, keeps_history, registered, specs_of
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.loading import watch_loads
 from qtensor.recipes import Recipe
@@ -66,7 +67,7 @@ def quantized_model_init(
     registered(recipe)
     if storage not in STORAGES:
         raise ValueError(f"quantized_model_init: storage={storage!r} is not one of {', '.join(map(repr, STORAGES))}")
-    if storage == "high_precision" and any(spec.name == "amax_history" for spec in specs_of(recipe)):
+    if storage == "high_precision" and keeps_history(recipe):
         raise ValueError(
             f'quantized_model_init: {recipe} keeps a history, which storage="high_precision" has no place for; use '
             'storage="quantized", or a recipe with current scaling'
@@ -173,14 +174,11 @@ class _Registrations:
             return nn.Parameter(HighPrecisionWeight(param.detach(), self.recipe), requires_grad=param.requires_grad)
         q = _meta(param, self.recipe) if param.is_meta else quantize(param, self.recipe)
         if self.preserve:
-            q.init_value = param.detach().clone()
+            preserve(q, param.detach().clone())
         return nn.Parameter(q, requires_grad=param.requires_grad)
 
     def _untie(self, param: QuantizedTensor | HighPrecisionWeight) -> nn.Parameter:
-        if isinstance(param, HighPrecisionWeight):
-            value = param.dense
-        else:
-            value = param.init_value if param.init_value is not None else param.decoded()
+        value = param.dense if isinstance(param, HighPrecisionWeight) else values_of(param)
         dense = nn.Parameter(value.detach().clone(), requires_grad=param.requires_grad)
         if not self._replace(param, dense):
             raise RuntimeError(
@@ -263,15 +261,15 @@ def high_precision_init_val(param: Tensor) -> Tensor | None:
     It has the parameter's dtype and shape; that of a DTensor has the rows of the local shard.
     Only parameters built under `quantized_model_init(preserve_high_precision_init_val=True)` have one.
     """
-    local = _holder(param)
-    return local.init_value if isinstance(local, QuantizedTensor) else None
+    local = local_of(param)
+    return initial_value(local) if isinstance(local, QuantizedTensor) else None
 
 
 def clear_high_precision_init_val(param: Tensor) -> None:
     """Free the preserved value. Call it once the optimizer is built."""
-    local = _holder(param)
+    local = local_of(param)
     if isinstance(local, QuantizedTensor):
-        local.init_value = None
+        preserve(local, None)
 
 
 def _uses_linear(module: nn.Module) -> bool:
@@ -283,12 +281,6 @@ def _check_weight(weight: Tensor, recipe: Recipe, what: str) -> None:
     check_shape(weight.shape, recipe, what)
     if weight.dtype not in APPEARANCE_DTYPES:
         raise TypeError(f"{what} is {weight.dtype}; expected bfloat16, float16 or float32")
-
-
-def _holder(param: Tensor) -> Tensor:
-    """The very tensor that carries the value: a DTensor's local tensor."""
-    with torch.no_grad():  # while grad is enabled, to_local() returns a new view of it
-        return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _meta(param: Tensor, recipe: Recipe) -> QuantizedTensor:

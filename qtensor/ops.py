@@ -13,16 +13,18 @@ of `full_tensor()`, which gather part by part, in redistribute.py; what optimize
 optimizer_ops.py. All enter the table by `implements`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Arrangement
+from fsdp_hooks.all_gather import AT_REST, Sharding, sharding_of
 from fsdp_hooks.torch_private import note_shard_rows, shard_rows
 from fsdp_hooks.versions import count_writes
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, registered
+from qtensor.contents import decoded, held, held_specs, initial_value, lens_of, like, preserve, store, write
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, specs_of, tensor_wide
+from qtensor.lens import Lens
 from qtensor.rounding import armed
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
@@ -44,32 +46,21 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     return enter
 
 
-def map_parts(
-    q: QuantizedTensor, fn: Callable[[Tensor], Tensor], arrangement: Arrangement, dtype: torch.dtype | None = None
-) -> Any:
-    """A tensor like q around fn of each part (and of the preserved initial value); `dtype` is its appearance."""
-    init = None if q.init_value is None else fn(q.init_value)
-    parts = {name: fn(part) for name, part in q.parts().items()}
-    return type(q)(parts, q.recipe, dtype or q.dtype, arrangement=arrangement, shape=q.shape, init_value=init)
-
-
 # -- copy --------------------------------------------------------------------------------------------------------------
 
 
 @implements(aten.clone.default)
 def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A deep copy: every part gets storage of its own."""
+    """A deep copy: all it consists of gets storage of its own, and so loses FSDP's padding."""
     q = args[0]
-    return map_parts(
-        q,
-        lambda part: part.clone(memory_format=torch.contiguous_format),
-        q.arrangement.but(padded_rows=None, allocated=False, partial=False, splits_blocks=False, severed=False),
-    )
+    parts = {name: part.clone(memory_format=torch.contiguous_format) for name, part in held(q).items()}
+    sharding = Sharding(shards=sharding_of(q).shards)
+    return like(q, parts, lens=lens_of(q).owned(), sharding=sharding, shape=q.shape)
 
 
 @implements(aten._to_copy.default)
 def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Moves the parts to a device; a dtype changes the appearance only."""
+    """Moves the parts to a device; a dtype changes the appearance, and a preserved initial value, only."""
     q, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in APPEARANCE_DTYPES:
         raise TypeError(
@@ -77,21 +68,17 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"call .dequantize({dtype})"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
-    out = map_parts(
-        q,
-        lambda part: part.to(**moved, copy=True),
-        q.arrangement.but(partial=False, splits_blocks=False, severed=False),
-        dtype,
-    )
-    if out.init_value is not None:
-        out.init_value = out.init_value.to(dtype)
-    return out
+    own = held(q)
+    parts = {spec.name: own[spec.name].to(**moved, dtype=spec.dtype, copy=True) for spec in held_specs(q, dtype)}
+    return like(q, parts, dtype=dtype, lens=lens_of(q).owned(), sharding=sharding_of(q), shape=q.shape)
 
 
 @implements(aten._pin_memory.default)
 def pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Page-locked copies of the parts."""
-    return map_parts(args[0], torch.Tensor.pin_memory, args[0].arrangement)
+    q = args[0]
+    parts = {name: part.pin_memory() for name, part in held(q).items()}
+    return like(q, parts, lens=lens_of(q), sharding=sharding_of(q), shape=q.shape)
 
 
 @implements(aten.is_pinned.default)
@@ -105,32 +92,30 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """dst.copy_(src): bytes where both have the same recipe, else requantized, or dequantized into a dense dst."""
     dst, src = args[0], args[1]
     if not isinstance(dst, QuantizedTensor):
-        return dst.copy_(src.decoded(), *args[2:])
+        return dst.copy_(decoded(src), *args[2:])
     same = isinstance(src, QuantizedTensor) and src.recipe.stored == dst.recipe.stored and src.shape == dst.shape
-    if same and _alike(src.arrangement, dst.arrangement) and _scales_fit(dst, src):
-        dst.store({name: _fit(part, getattr(dst, name)) for name, part in src.parts().items()})
-        if dst.init_value is not None and src.init_value is not None:
-            dst.init_value.copy_(src.init_value)
-        else:  # bytes without a history: what was preserved is not what they came from
-            dst.init_value = None
+    if same and _alike(lens_of(src), lens_of(dst)) and _scales_fit(dst, src):
+        own = held(dst)
+        # with bytes that have no initial value dst forgets its own, from which they do not come
+        store(dst, {name: _fit(part, own[name]) for name, part in held(src).items() if name in own})
         return dst
     generator = generator_for([dst])
-    values = src.decoded(torch.float32) if isinstance(src, QuantizedTensor) else src
+    values = decoded(src, torch.float32) if isinstance(src, QuantizedTensor) else src
     check_values(values, f"copy_ into {describe(dst.shape, dst.recipe)}")
     with armed(generator):
-        dst.write(values.to(dst.device).expand(dst.shape))
+        write(dst, values.to(dst.device).expand(dst.shape))
     return dst
 
 
-def _alike(src: Arrangement, dst: Arrangement) -> bool:
+def _alike(src: Lens, dst: Lens) -> bool:
     """Whether the parts of both describe their elements in the same order."""
-    return src.flat == dst.flat and not src.transposed and not dst.transposed
+    return src.described == dst.described and not src.transposed and not dst.transposed
 
 
 def _scales_fit(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
     """Whether dst can store the tensor-wide values of src: those of several shards do not fit where there is one."""
-    wide = dst.tensor_wide()
-    return wide is None or src.arrangement.shards == dst.arrangement.shards or getattr(src, wide).numel() == 1
+    wide = tensor_wide(dst.recipe)
+    return wide is None or sharding_of(src).shards == sharding_of(dst).shards or getattr(src, wide).numel() == 1
 
 
 def _fit(part: Tensor, like: Tensor) -> Tensor:
@@ -140,12 +125,19 @@ def _fit(part: Tensor, like: Tensor) -> Tensor:
 # -- allocate ----------------------------------------------------------------------------------------------------------
 
 
-def _allocate(q: QuantizedTensor, shape: Sequence[int], kwargs: dict[str, Any], *, zero: bool) -> QuantizedTensor:
-    """A new tensor of the class of q, its parts in the right shapes and dtypes. Consumes no random numbers."""
+def _allocate(
+    q: QuantizedTensor,
+    shape: Sequence[int],
+    kwargs: dict[str, Any],
+    *,
+    zero: bool,
+    sharding: Sharding = AT_REST,
+) -> QuantizedTensor:
+    """A new tensor of the class of q, all in the right shapes and dtypes. Consumes no random numbers."""
     dtype = kwargs.get("dtype") or q.dtype
     if dtype not in APPEARANCE_DTYPES:
         raise TypeError(f"a {type(q).__name__} can appear as bfloat16, float16 or float32, not {dtype}")
-    if q.arrangement.transposed:
+    if lens_of(q).transposed:
         raise NotImplementedError(f"a new tensor like a transposed view ({describe(q.shape, q.recipe)}); clone() it")
     check_shape(shape, q.recipe, "new tensor", full=False)
     device = kwargs.get("device") or q.device
@@ -155,16 +147,15 @@ def _allocate(q: QuantizedTensor, shape: Sequence[int], kwargs: dict[str, Any], 
         spec.name: make(spec.shape(shape), dtype=torch.uint8, device=device, pin_memory=pin).view(spec.dtype)
         if spec.dtype.itemsize == 1
         else torch.zeros(spec.shape(shape), dtype=spec.dtype, device=device, pin_memory=pin)
-        for spec in q.specs()
+        for spec in held_specs(q, dtype)
     }
-    init = None if q.init_value is None else make(tuple(shape), dtype=dtype, device=device)
-    return registered(q.recipe).tensor_class(parts, q.recipe, dtype, init_value=init)  # type: ignore[no-any-return]
+    return like(q, parts, dtype=dtype, sharding=sharding)
 
 
 @implements(aten.empty_like.default)
 def empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Same class, uninitialised bytes (to_empty, staging)."""
-    return _allocate(args[0], args[0].arrangement.flat or args[0].shape, kwargs, zero=False)
+    return _allocate(args[0], lens_of(args[0]).described or args[0].shape, kwargs, zero=False)
 
 
 @implements(aten.new_empty.default)
@@ -192,10 +183,9 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"sharding {describe(q.shape, q.recipe)}: FSDP2 would cut its one row along K; keep it out by "
             "fully_shard(ignored_params=...), or leave it dense"
         )
-    out = _allocate(q, shape, kwargs, zero=True)
-    out.arrangement = Arrangement(padded_rows=shape[0], allocated=True)
-    if q.arrangement.shards is None and not q.is_meta:
-        for spec in q.specs():
+    out = _allocate(q, shape, kwargs, zero=True, sharding=Sharding(padded_rows=shape[0], allocated=True))
+    if sharding_of(q).shards is None and not q.is_meta:
+        for spec in specs_of(q.recipe):
             if not spec.per_row:
                 getattr(out, spec.name).copy_(getattr(q, spec.name))
     note_shard_rows(q, shape[0])
@@ -220,8 +210,8 @@ def zeros_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """PLAIN zeros, as optimizers allocate for their state; with `device=` the same class, as blocking stagers do."""
     q = args[0]
     if kwargs.get("device") is not None:
-        out = _allocate(q, q.arrangement.flat or q.shape, kwargs, zero=True)
-        out.init_value = None
+        out = _allocate(q, lens_of(q).described or q.shape, kwargs, zero=True)
+        preserve(out, None)
         return out
     return torch.zeros(q.shape, dtype=kwargs.get("dtype") or q.dtype, device=q.device)
 
@@ -240,61 +230,34 @@ def plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def zero_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every value becomes exactly 0."""
     q = args[0]
-    q.write(torch.zeros(q.shape, dtype=q.dtype, device=q.device))
+    write(q, torch.zeros(q.shape, dtype=q.dtype, device=q.device))
     return q
 
 
-_IN_PLACE = [
-    "fill_.Scalar",
-    "fill_.Tensor",
-    "uniform_",
-    "normal_",
-    "add_.Tensor",
-    "add_.Scalar",
-    "sub_.Tensor",
-    "sub_.Scalar",
-    "mul_.Tensor",
-    "mul_.Scalar",
-    "div_.Tensor",
-    "div_.Scalar",
-    "addcmul_",
-    "addcdiv_",
-    "lerp_.Scalar",
-    "lerp_.Tensor",
-    "clamp_",
-    "erfinv_",
-    "neg_",
-]
-_FOREACH = [
-    "add_.Scalar",
-    "add_.List",
-    "add_.Tensor",
-    "sub_.Scalar",
-    "sub_.List",
-    "mul_.Scalar",
-    "mul_.List",
-    "mul_.Tensor",
-    "mul_.ScalarList",
-    "div_.Scalar",
-    "div_.List",
-    "div_.ScalarList",
-    "addcmul_.Scalar",
-    "addcmul_.ScalarList",
-    "addcmul_.Tensor",
-    "addcdiv_.Scalar",
-    "addcdiv_.ScalarList",
-    "addcdiv_.Tensor",
-    "lerp_.Scalar",
-    "lerp_.List",
-    "zero_",
-    "copy_",
-]
+_IN_PLACE = {
+    "fill_": ("Scalar", "Tensor"),
+    "add_": ("Tensor", "Scalar"),
+    "sub_": ("Tensor", "Scalar"),
+    "mul_": ("Tensor", "Scalar"),
+    "div_": ("Tensor", "Scalar"),
+    "lerp_": ("Scalar", "Tensor"),
+} | dict.fromkeys(("uniform_", "normal_", "addcmul_", "addcdiv_", "clamp_", "erfinv_", "neg_"), ("default",))
+_FOREACH = {
+    "_foreach_add_": ("Scalar", "List", "Tensor"),
+    "_foreach_sub_": ("Scalar", "List"),
+    "_foreach_mul_": ("Scalar", "List", "Tensor", "ScalarList"),
+    "_foreach_div_": ("Scalar", "List", "ScalarList"),
+    "_foreach_addcmul_": ("Scalar", "ScalarList", "Tensor"),
+    "_foreach_addcdiv_": ("Scalar", "ScalarList", "Tensor"),
+    "_foreach_lerp_": ("Scalar", "List"),
+    "_foreach_zero_": ("default",),
+    "_foreach_copy_": ("default",),
+}
 
 
-def overload(namespace: str, name: str) -> Any:
-    """The aten overload of a prefix and a name: ("_foreach_", "add_.List")."""
-    base, _, overload = name.partition(".")
-    return getattr(getattr(aten, namespace + base), overload or "default")
+def overloads(table: Mapping[str, tuple[str, ...]]) -> list[Any]:
+    """The aten overloads of a table: name of the op -> names of overloads."""
+    return [getattr(getattr(aten, base), name) for base, names in table.items() for name in names]
 
 
 _RANDOM_FILLS = {aten.uniform_.default, aten.normal_.default}
@@ -303,10 +266,11 @@ _LERP = {aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar}
 
 def _start(q: QuantizedTensor) -> Tensor:
     """What an update computes on: a preserved initial value, or else the dequantized one."""
-    return q.decoded() if q.init_value is None else q.init_value.reshape(q.shape).clone()
+    value = initial_value(q)
+    return decoded(q) if value is None else value.reshape(q.shape).clone()
 
 
-@implements(*(overload("", name) for name in _IN_PLACE))
+@implements(*overloads(_IN_PLACE))
 def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """q.op_(...) on the dequantized values, then quantize.
 
@@ -319,7 +283,7 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(q, *dense(args[1:]), **dense(kwargs))
     generator = None if func in _RANDOM_FILLS else generator_for([q])
     if generator is not None:
-        values = q.decoded(torch.float32)
+        values = decoded(q, torch.float32)
         func(values, *widened(args[1:]), **widened(kwargs))
     else:
         if func in _LERP:
@@ -327,11 +291,11 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = _start(q)
         func(values, *dense(args[1:]), **dense(kwargs))
     with armed(generator):
-        q.write(values)
+        write(q, values)
     return q
 
 
-@implements(*(overload("_foreach_", name) for name in _FOREACH))
+@implements(*overloads(_FOREACH))
 def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The _foreach_ twins: quantized members requantize, plain ones are updated as usual.
 
@@ -349,7 +313,7 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for q, value in zip(args[0], values, strict=True):
         if isinstance(q, QuantizedTensor):
             with armed(generator):
-                q.write(value)
+                write(q, value)
     count_writes(q for q in args[0] if isinstance(q, QuantizedTensor))
 
 

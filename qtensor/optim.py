@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import SharesScales, agree_on_scales, label_of, local_of
-from fsdp_hooks.torch_private import without_torch_function
+from fsdp_hooks.scale_sync import SharedScales, agree_on_scales, label_of, scales_of
+from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor import master_states
 from qtensor.batches import write_each
@@ -47,7 +47,6 @@ from qtensor.masters import (
     master_of,
     outside_writes,
     refill,
-    shard_of,
 )
 from qtensor.step_agreement import Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
@@ -203,7 +202,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             self._masters[param] = master_of(param)
             self._group[param] = number
         for name, param in master_states.names_of(group, number):
-            if isinstance(local_of(param), SharesScales):
+            if scales_of(local_of(param)) is not None:
                 self._labels[param] = label_of(name, param)
         self._start_anew(group["params"])
         options = master_states.options_of(group)
@@ -238,7 +237,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         chunk: list[Tensor] = []
         held = 0
         for param in params:
-            count = shard_of(self._masters[param]).numel()
+            count = local_of(self._masters[param]).numel()
             if chunk and held + count > CHUNK.get(param.device.type, CHUNK_ELSEWHERE):
                 yield chunk
                 chunk, held = [], 0
@@ -247,7 +246,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         yield chunk  # without parameters a step is one, too
 
     def _elements(self, params: list[Tensor]) -> int:
-        return sum(Room.of(shard_of(self._masters[param]).numel()) for param in params)
+        return sum(Room.of(local_of(self._masters[param]).numel()) for param in params)
 
     def _show(self, params: list[Tensor]) -> None:
         """Leave the inner optimizer only the masters of these parameters."""
@@ -295,27 +294,27 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _agreeing(
         self, with_grad: set[Tensor]
-    ) -> tuple[list[Trained], list[tuple[str, Tensor, SharesScales]], list[tuple[Tensor, Tensor, Tensor]]]:
+    ) -> tuple[list[Trained], list[tuple[str, Tensor, SharedScales]], list[tuple[Tensor, Tensor, Tensor]]]:
         """What a step writes: quantized; storage="high_precision"; plain (parameter, shard, local master)."""
         trained: list[Trained] = []
-        dense: list[tuple[str, Tensor, SharesScales]] = []
+        dense: list[tuple[str, Tensor, SharedScales]] = []
         plain: list[tuple[Tensor, Tensor, Tensor]] = []
         with without_torch_function():
             for param, master in self._masters.items():
-                shard = shard_of(param)
+                shard = local_of(param)
                 if isinstance(shard, QuantizedTensor):
                     if param.requires_grad:
                         facts = param in with_grad, param in self._fresh
-                        trained.append(Trained(self._labels[param], param, shard, shard_of(master), *facts))
+                        trained.append(Trained(self._labels[param], param, shard, local_of(master), *facts))
                     continue
                 if master is not param and param in with_grad:
-                    plain.append((param, shard, shard_of(master)))
-                if isinstance(shard, SharesScales) and param.requires_grad:
-                    dense.append((self._labels[param], param, shard))
+                    plain.append((param, shard, local_of(master)))
+                if param.requires_grad and (scales := scales_of(shard)) is not None:
+                    dense.append((self._labels[param], param, scales))
         return trained, dense, plain
 
     def _write_back(
-        self, trained: list[Trained], dense: list[tuple[str, Tensor, SharesScales]], written: set[Tensor]
+        self, trained: list[Trained], dense: list[tuple[str, Tensor, SharedScales]], written: set[Tensor]
     ) -> None:
         """Masters -> quantized parameters; take note of what low-precision ones hold now, `written` ones among them."""
         if trained or dense:

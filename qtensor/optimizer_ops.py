@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtensor.formats import describe
-from qtensor.ops import implements, overload
+from qtensor.ops import implements, overloads
 from qtensor.tensor import QuantizedTensor, dense
 
 __all__: list[str] = []
@@ -20,7 +20,7 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
-@implements(aten.add.Tensor, overload("_foreach_", "add.List"))
+@implements(aten.add.Tensor, *overloads({"_foreach_add": ("List",)}))
 def decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """plain.add(q, alpha=weight_decay), as SGD and Adam ask for. With a quantized tensor in front it raises.
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Arrangement, ShardRows
+from fsdp_hooks.all_gather import Sharding, ShardRows, sharding_of
+from qtensor.contents import lens_of
 from qtensor.formats import registered
+from qtensor.lens import Lens
 from qtensor.recipes import Recipe
 
 PackedPart = tuple[Tensor, str, tuple[int, ...]]
@@ -27,11 +29,11 @@ def reduced(q: Any) -> tuple[Any, ...]:
         )
         for name, part in q.detach().parts().items()
     }
-    shards = q.arrangement.shards
+    shards, lens = sharding_of(q).shards, lens_of(q)
     state = {
         "shape": tuple(q.shape),
-        "flat": q.arrangement.flat,
-        "transposed": q.arrangement.transposed,
+        "flat": lens.described,
+        "transposed": lens.transposed,
         "shards": None if shards is None else (shards.rows, shards.offset),
         "requires_grad": q.requires_grad,
         "parameter": isinstance(q, torch.nn.Parameter),
@@ -42,12 +44,10 @@ def reduced(q: Any) -> tuple[Any, ...]:
 def rebuild(packed: dict[str, PackedPart], recipe: Recipe, dtype: torch.dtype, state: dict[str, Any]) -> Any:
     """The inverse of `reduced`; a function of a module because that is what torch's weights_only loader can allow."""
     parts = {name: data.view(getattr(torch, kind)).reshape(shape) for name, (data, kind, shape) in packed.items()}
-    arrangement = Arrangement(
-        flat=state["flat"],
-        shards=ShardRows(*state["shards"]) if state["shards"] else None,
-        transposed=state["transposed"],
-    )
-    q = registered(recipe).tensor_class(parts, recipe, dtype, arrangement=arrangement, shape=torch.Size(state["shape"]))
+    lens = Lens(described=state["flat"], transposed=state["transposed"])
+    sharding = Sharding(shards=ShardRows(*state["shards"]) if state["shards"] else None)
+    shape = torch.Size(state["shape"])
+    q = registered(recipe).tensor_class(parts, recipe, dtype, lens=lens, sharding=sharding, shape=shape)
     if state["parameter"]:
         return torch.nn.Parameter(q, requires_grad=state["requires_grad"])
     return q.requires_grad_(state["requires_grad"])

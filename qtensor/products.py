@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtensor import kernels
+from qtensor.contents import decoded, lens_of, parts_per_row
 from qtensor.formats import Route, describe, registered
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -55,9 +56,8 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
         parts = quantized_rows(flat, weight.recipe)
         supported, _ = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
         route = registered(weight.recipe).route
-        if supported and route is not None and weight.arrangement.flat is None:
-            own = weight._parts_per_row()  # noqa: SLF001 - spreads the scales of a gathered weight, as decoding does
-            y = route.multiply(parts, own, x.dtype)
+        if supported and route is not None and lens_of(weight).described is None:
+            y = route.multiply(parts, parts_per_row(weight), x.dtype)
         else:
             y = emulated(parts, weight, x.dtype)
         return y.reshape(*x.shape[:-1], rows)
@@ -73,7 +73,7 @@ def emulated(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     rows = weight.recipe.of_rows
     values = kernels.decode(x, rows, torch.float32)
     with _without_autocast(values.device):
-        return F.linear(values, weight.decoded(torch.float32)).to(dtype)
+        return F.linear(values, decoded(weight, torch.float32)).to(dtype)
 
 
 def scaled_mm_support(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Arrangement, ShardRows
-from qtensor.formats import describe
+from fsdp_hooks.all_gather import Sharding, ShardRows, sharding_of
+from qtensor.contents import bytes_of, lens_of, like
+from qtensor.formats import describe, specs_of, tensor_wide
 from qtensor.joined import Joined, broadcast_flat
 from qtensor.ops import implements
 from qtensor.tensor import QuantizedTensor
@@ -29,13 +30,16 @@ c10d = torch.ops._c10d_functional  # noqa: SLF001 - the namespace of the ops tha
 def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of zero bytes behind the last one, which a slice drops again."""
     q, pad = args[0], args[1]
-    if any(pad[:-1]) or len(pad) != 2 * q.ndim or pad[-1] < 0 or q.arrangement.flat is not None:
+    if any(pad[:-1]) or len(pad) != 2 * q.ndim or pad[-1] < 0 or lens_of(q).described is not None:
         raise NotImplementedError(
             f"padding {describe(q.shape, q.recipe)} by {list(pad)}: only rows behind the last one are defined"
         )
-    along = q.row_parts()
-    parts = {name: _padded(part, pad[-1]) if name in along else part.clone() for name, part in q.parts().items()}
-    return q.with_parts(parts, arrangement=Arrangement(padded_rows=q.shape[0] + pad[-1]))
+    own = q.parts()
+    parts = {
+        spec.name: _padded(own[spec.name], pad[-1]) if spec.extends_along(0, q.ndim) else own[spec.name].clone()
+        for spec in specs_of(q.recipe)
+    }
+    return like(q, parts, sharding=Sharding(padded_rows=q.shape[0] + pad[-1]))
 
 
 @implements(aten.cat.default)
@@ -51,11 +55,11 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     alike = all(
         isinstance(q, QuantizedTensor)
         and q.recipe.stored == first.recipe.stored
-        and q.arrangement.flat is None
-        and q.arrangement.shards is None
+        and lens_of(q).described is None
+        and sharding_of(q).shards is None
         for q in pieces
     )
-    shared = [spec.name for spec in first.specs() if not spec.extends_along(dim, first.ndim)] if alike else []
+    shared = [spec.name for spec in specs_of(first.recipe) if not spec.extends_along(dim, first.ndim)] if alike else []
     if not alike or any(not torch.equal(getattr(q, name), getattr(first, name)) for q in pieces for name in shared):
         raise NotImplementedError(
             f"cat of {[tuple(q.shape) for q in pieces]}: only quantized tensors of one recipe whose shared scales are "
@@ -65,7 +69,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name: part.clone() if name in shared else _joined([getattr(q, name) for q in pieces], dim)
         for name, part in first.parts().items()
     }
-    return first.with_parts(parts, arrangement=Arrangement())
+    return like(first, parts)
 
 
 def _joined(pieces: list[Tensor], dim: int) -> Tensor:
@@ -77,35 +81,38 @@ def _joined(pieces: list[Tensor], dim: int) -> Tensor:
 def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every part gathered as bytes, rank after rank, and waited for."""
     q, ranks, group = args
-    if q.arrangement.shards is not None or q.arrangement.flat is not None:
+    if sharding_of(q).shards is not None or lens_of(q).described is not None:
         raise NotImplementedError(
             f"gathering {describe(q.shape, q.recipe)} over a second mesh dim is not defined; use "
             "fsdp_hooks.unsharded(module) for the weights of a module, or dcp_adapters.expand(state_dict) for its "
             "parts as plain DTensors"
         )
-    along, sent = q.row_parts(), q.gathered_parts()
-    parts = {
-        name: _gathered(part if name in along else part.reshape(1), ranks, group) if name in sent else part.clone()
-        for name, part in q.parts().items()
-    }
-    wide, shards, padded = q.tensor_wide(), ShardRows(q.shape[0]), q.arrangement.padded_rows
+    parts = {}
+    for spec in specs_of(q.recipe):
+        part = q.parts()[spec.name]
+        if not spec.gathered:
+            parts[spec.name] = part.clone()
+        else:
+            parts[spec.name] = _gathered(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
+    wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), sharding_of(q).padded_rows
     if wide and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
-    arrangement = Arrangement(
+    sharding = Sharding(
         shards=shards if wide and parts[wide].ndim else None,
         padded_rows=None if padded is None else ranks * q.shape[0],
         allocated=padded is not None,  # its first rows are the whole tensor
     )
-    return q.with_parts(parts, arrangement=arrangement)
+    return like(q, parts, sharding=sharding)
 
 
 @implements(torch.ops.c10d.scatter_.default)
 def scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every part scattered as bytes, and waited for, with what is preserved of an initial value."""
     (out,), pieces, *rest = args
-    columns = zip(_plain(out), *(_plain(piece) for piece in (pieces[0] if pieces else [])), strict=True)
+    columns = zip(*(bytes_of(q) for q in (out, *(pieces[0] if pieces else ()))), strict=True)
     for own, *given in columns:
-        _, work = func([own], [given] if pieces else [], *rest, **kwargs)
+        sent = [[piece.contiguous() for piece in given]] if pieces else []
+        _, work = func([own], sent, *rest, **kwargs)
         work.wait()
     return args[0], work
 
@@ -127,13 +134,7 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    return isinstance(tensor, QuantizedTensor) and tensor.ndim == 1 and tensor.arrangement.flat is not None
-
-
-def _plain(q: QuantizedTensor) -> list[Tensor]:
-    """What q consists of, as contiguous bytes that alias it."""
-    tensors = [*q.parts().values(), *([] if q.init_value is None else [q.init_value])]
-    return [(tensor if tensor.ndim else tensor.reshape(1)).contiguous().view(torch.uint8) for tensor in tensors]
+    return isinstance(tensor, QuantizedTensor) and tensor.ndim == 1 and lens_of(tensor).described is not None
 
 
 # newer torch hands results through a second op on the way to autograd

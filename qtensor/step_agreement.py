@@ -9,15 +9,17 @@ those are compared where they are, without a host sync.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.exchange import Label
-from fsdp_hooks.scale_sync import SharesScales, cuts_of, max_over_groups, tell_groups
+from fsdp_hooks.scale_sync import SharedScales, cuts_of, max_over_groups, tell_groups
 from qtensor.batches import shared_amaxes
+from qtensor.contents import decoded
+from qtensor.formats import shares_scale_along
 from qtensor.tensor import QuantizedTensor
 
 WHAT = "MasterWeightOptimizer.step"
@@ -59,13 +61,13 @@ class _Terms(NamedTuple):
     Attributes:
         sharing: numbers of the parameters that share scales, and `groups` over which.
         members: the groups that cut a parameter -> numbers of those that they cut, in the order of their labels.
-        claiming: dense shards that share scales: label, shard, groups.
+        claiming: dense shards that share scales: label, scales, groups.
     """
 
     sharing: list[int]
     groups: list[list[dist.ProcessGroup]]
     members: dict[tuple[dist.ProcessGroup, ...], list[int]]
-    claiming: list[tuple[str, Any, list[dist.ProcessGroup]]]
+    claiming: list[tuple[str, SharedScales, list[dist.ProcessGroup]]]
 
     def labelled(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
         """Labels and groups of what is exchanged, in this order."""
@@ -75,23 +77,23 @@ class _Terms(NamedTuple):
         return labels, [*self.groups, *map(list, self.members), *(own for _, _, own in self.claiming)]
 
 
-def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesScales]]) -> _Terms:
+def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> _Terms:
     terms = _Terms([], [], {}, [])
     for number, (one, cuts) in enumerate(zip(trained, cuts_of([one.param for one in trained]), strict=True)):
         terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
-        if own := [group for dim, group in cuts if one.shard.shares_scale_along(dim)]:
+        if own := [group for dim, group in cuts if shares_scale_along(one.shard.recipe, dim, one.shard.ndim)]:
             terms.sharing.append(number)
             terms.groups.append(own)
     for numbers in terms.members.values():
         numbers.sort(key=lambda number: trained[number].label)
-    for (label, _, shard), cuts in zip(dense, cuts_of([param for _, param, _ in dense]), strict=True):
-        if own := [group for dim, group in cuts if shard.shares_scale_along(dim)]:
-            terms.claiming.append((label, shard, own))
+    for (label, _, scales), cuts in zip(dense, cuts_of([param for _, param, _ in dense]), strict=True):
+        if own := [group for dim, group in cuts if scales.shared_along(dim)]:
+            terms.claiming.append((label, scales, own))
     return terms
 
 
-def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesScales]]) -> Outcome:
-    """Over all shards; a collective. Dense shards (storage="high_precision": label, parameter, shard) adopt theirs.
+def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> Outcome:
+    """Over all shards; a collective. Dense shards (storage="high_precision": label, parameter, scales) adopt theirs.
 
     Raises:
         RuntimeError: on all ranks of a group: they do not list the same parameters, or one of them called `tell`.
@@ -102,7 +104,7 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesS
     try:
         values = shared_amaxes(shards, masters)
         values += [_moved([trained[number] for number in numbers]) for numbers in members.values()]
-        values += [shard.scale_claim() for _, shard, _ in claiming]
+        values += [scales.claim() for _, scales, _ in claiming]
     except Exception:
         tell(trained, dense)
         raise
@@ -112,13 +114,13 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesS
     for number, amax in zip(sharing, agreed, strict=False):
         amaxes[number] = amax
     flags = agreed[len(sharing) : len(sharing) + len(members)]
-    for (_, shard, _), claim in zip(claiming, agreed[len(sharing) + len(members) :], strict=True):
-        shard.adopt_scale(claim)
+    for (_, scales, _), claim in zip(claiming, agreed[len(sharing) + len(members) :], strict=True):
+        scales.adopt(claim)
     order = [number for numbers in members.values() for number in numbers]
     return Outcome(amaxes, order, torch.cat(flags) if flags else torch.zeros(0, dtype=torch.float32, device="cpu"))
 
 
-def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharesScales]]) -> None:
+def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> None:
     """In the place of `agree`, on a rank that failed: the others raise instead of waiting for it."""
     devices = [one.master.device for one in trained] + [param.device for _, param, _ in dense]
     if devices:
@@ -135,5 +137,5 @@ def _moved(trained: Sequence[Trained]) -> Tensor:
         flags = torch.tensor(stepped, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
     for number, one in enumerate(trained):
         if one.stepped and one.fresh:
-            flags[number] = (one.shard.decoded(torch.float32) != one.master).any()
+            flags[number] = (decoded(one.shard, torch.float32) != one.master).any()
     return flags

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import is_tracing, tree_map
+from qtensor.contents import decoded, initial_value
 from qtensor.formats import describe
 from qtensor.tensor import QuantizedTensor, dense
 
@@ -104,7 +105,7 @@ def refuse_to_stand_still(averages: Iterable[Any], given: float | Tensor) -> Non
     """
     weight = float(given.max()) if isinstance(given, Tensor) else given
     for q in averages if 0 < weight < 1 / 8 else ():
-        if isinstance(q, QuantizedTensor) and q.init_value is None:
+        if isinstance(q, QuantizedTensor) and initial_value(q) is None:
             raise RuntimeError(
                 f"lerp_ with weight {weight:g} on {describe(q.shape, q.recipe)}: rounding to nearest takes back what "
                 "is less than half a step, so an average with such small weights stands still; update it inside "
@@ -117,7 +118,7 @@ def widened(value: Any) -> Any:
 
     def widen(leaf: Any) -> Any:
         if isinstance(leaf, QuantizedTensor):
-            return leaf.decoded(torch.float32)
+            return decoded(leaf, torch.float32)
         return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return tree_map(widen, value)

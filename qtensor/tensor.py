@@ -12,33 +12,33 @@ the specs of the format:
 A gathered weight differs in one point: its tensor-wide parts are vectors with one value a shard (see
 fsdp_hooks.all_gather).
 
+What is public here is what users need; for the library's own use there are the functions of contents.py.
+
 Which torch operations keep the quantized representation, which requantize and which raise is decided by one table; see
 ops.py.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.all_gather import AllGatherHooks, Arrangement
+from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, Sharding
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from qtensor import kernels
-from qtensor.agreement import AgreedScales
+from qtensor.contents import Preserved, decoded, held, initial_value, like, preserve
 from qtensor.formats import (
     APPEARANCE_DTYPES,
-    PartSpec,
     check_shape,
     describe,
     logical_shape,
     part_problems,
     registered,
     specs_of,
-    tensor_wide,
 )
+from qtensor.lens import OWN, Lens
 from qtensor.pickling import rebuild, reduced
 from qtensor.recipes import Recipe
 
@@ -48,17 +48,7 @@ OPS: dict[Any, Callable[..., Any]] = {}
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
-@dataclass
-class Preserved:
-    """Holds a preserved initial value. Aliases share it: what is forgotten through one of them is forgotten by all."""
-
-    value: Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Preserved":
-        return Preserved()  # DCP stages attributes by deepcopy, and a checkpoint has no use for it
-
-
-class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
+class QuantizedTensor(AllGatherHooks, Tensor):
     """Base of Float8Tensor, MXFP8Tensor and NVFP4Tensor; built by `quantize` or `QuantizedTensor.from_parts`.
 
     Attributes:
@@ -72,7 +62,9 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
     recipe: Recipe
     payload: Tensor
     scale: Tensor
-    preserved: Preserved
+    _lens: Lens
+    _preserved: Preserved
+    _init_value = property(initial_value, preserve)  # where torch looks for what `__tensor_flatten__` names
 
     def __new__(  # noqa: PLR0913 - everything an instance consists of; internal
         cls,
@@ -80,16 +72,16 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         recipe: Recipe,
         dtype: torch.dtype,
         *,
-        arrangement: Arrangement = Arrangement(),
+        lens: Lens = OWN,
+        sharding: Sharding = AT_REST,
         shape: torch.Size | None = None,
-        init_value: Tensor | None = None,
         preserved: Preserved | None = None,
     ) -> Self:
-        """Internal: wraps parts without any check; `from_parts` is the checked way in."""
+        """Internal: wraps parts, an initial value among them, without any check; `from_parts` is the checked way in."""
         payload = parts["payload"]
-        outer = arrangement.flat or logical_shape(payload, recipe) if shape is None else shape
+        outer = logical_shape(payload, recipe) if shape is None else shape
         self: Any = make_wrapper(cls, outer, dtype, payload.device)
-        self.recipe, self.arrangement, self.preserved = recipe, arrangement, preserved or Preserved(init_value)
+        self.recipe, self._lens, self._sharding, self._preserved = recipe, lens, sharding, preserved or Preserved()
         for name, part in parts.items():
             setattr(self, name, part)
         return self  # type: ignore[no-any-return]
@@ -121,7 +113,7 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
 
     def parts(self) -> dict[str, Tensor]:
         """The inner tensors by name, payload first; they alias this tensor's bytes."""
-        return {spec.name: getattr(self, spec.name) for spec in self.specs()}
+        return {spec.name: getattr(self, spec.name) for spec in specs_of(self.recipe)}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense values, shape self.shape, computed in fp32 and rounded once to `dtype` (None: self.dtype).
@@ -130,126 +122,24 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         """
         if torch.is_grad_enabled() and self.requires_grad:
             return _StraightThrough.apply(self, dtype)  # type: ignore[no-any-return, no-untyped-call]
-        return self.decoded(dtype)
-
-    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
-        """`dequantize` outside of autograd."""
-        with torch.no_grad():
-            values = kernels.decode(self._parts_per_row(), self.recipe, dtype or self.dtype)
-            if self.arrangement.transposed:
-                return values.transpose(-2, -1)
-            return values if values.shape == self.shape else values.view(self.shape)
+        return decoded(self, dtype)
 
     @staticmethod
     def safe_globals() -> list[Any]:
         """What `torch.serialization.safe_globals` must allow for `torch.load(weights_only=True)` of them."""
         return [rebuild, *Recipe.registry.values()]
 
-    @property
-    def init_value(self) -> Tensor | None:
-        """The high-precision value it was initialised with, where that is preserved."""
-        return self.preserved.value
+    # -- what FSDP2's hooks ask for ------------------------------------------------------------------------------------
 
-    @init_value.setter
-    def init_value(self, value: Tensor | None) -> None:
-        self.preserved.value = value
-
-    # -- what ops, hooks and adapters build on -------------------------------------------------------------------------
-
-    def specs(self) -> tuple[PartSpec, ...]:
-        """The specs of the parts."""
-        return specs_of(self.recipe)
-
-    def tensor_wide(self) -> str | None:
-        """The name of the tensor-wide scale, None for formats without one."""
-        return tensor_wide(self.recipe)
-
-    def row_parts(self) -> frozenset[str]:
-        """Names of the parts that extend along dim 0."""
+    def _row_parts(self) -> frozenset[str]:
         ndim = self.payload.ndim  # a read of our own attributes would go through __torch_function__
-        return frozenset(spec.name for spec in self.specs() if spec.extends_along(0, ndim))
+        return frozenset(spec.name for spec in specs_of(self.recipe) if spec.extends_along(0, ndim))
 
-    def gathered_parts(self) -> list[str]:
-        """Names of the parts that an all-gather sends."""
-        return [spec.name for spec in self.specs() if spec.gathered]
+    def _sent_parts(self) -> list[str]:
+        return [spec.name for spec in specs_of(self.recipe) if spec.gathered]
 
-    def with_parts(
-        self,
-        parts: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype | None = None,
-        arrangement: Arrangement,
-        shape: torch.Size | None = None,
-        init_value: Tensor | None = None,
-    ) -> Self:
-        """A tensor of the same class and recipe around other parts; `shape`, where it is known, saves deriving it."""
-        return type(self)(
-            parts, self.recipe, dtype or self.dtype, arrangement=arrangement, shape=shape, init_value=init_value
-        )
-
-    def alias(self, arrangement: Arrangement, shape: torch.Size) -> Self:
-        """Another look at the same parts, and at what is preserved beside them."""
-        return type(self)(
-            self.parts(), self.recipe, self.dtype, arrangement=arrangement, shape=shape, preserved=self.preserved
-        )
-
-    def write(self, dense: Tensor, amax: Tensor | None = None, *, step: bool = False) -> None:
-        """Requantize in place from dense values of the same shape.
-
-        `amax` is what the shards agreed on, of as many values as there are shared scales; without it that of the
-        values is taken. `step` says that the values develop from those before, as an optimizer's do: recipes with a
-        history continue it; otherwise it begins anew.
-        """
-        if self.arrangement.transposed:
-            raise NotImplementedError(
-                f"writing into a transposed view of {describe(self.arrangement.flat or (), self.recipe)}; write the "
-                "weight itself"
-            )
-        if self.arrangement.splits_blocks:
-            raise RuntimeError(
-                f"writing values into rows that split square blocks of {describe(self.shape, self.recipe)}: "
-                "the other rows of those blocks share their scales; write whole blocks, or the whole tensor"
-            )
-        with torch.no_grad():
-            x = dense.detach().reshape(self.arrangement.flat or self.shape)
-            amax = kernels.shared_amax(x, self.recipe) if amax is None else amax.view_as(self.shared_scale())
-            self.store(self.encoded(x, amax, step=step))
-            if self.init_value is not None:
-                self.init_value.copy_(dense.reshape(self.init_value.shape))
-
-    def encoded(self, x: Tensor, amax: Tensor | None, *, step: bool) -> dict[str, Tensor]:
-        """The parts that `write` stores; classes whose recipe has a history continue it in a step."""
-        return kernels.encode(x, self.recipe, amax)
-
-    def shared_amax(self, dense: Tensor) -> Tensor | None:
-        """fp32, flat: the amaxes of dense values of this shape that decide the scales shards may share."""
-        amax = kernels.shared_amax(dense, self.recipe)
-        return None if amax is None else amax.reshape(-1)
-
-    def store(self, parts: Mapping[str, Tensor]) -> None:
-        """Copy new bytes into the parts. A view of some rows refuses to change the tensor-wide scale of all rows."""
-        if self.arrangement.severed:
-            raise RuntimeError(
-                f"writing into some columns of {describe(self.shape, self.recipe)}: a slice of columns is a copy, so "
-                "the write would be lost; write the whole tensor, or clone() the slice to own it"
-            )
-        wide = self.tensor_wide()
-        if wide and self.arrangement.partial and not bool((getattr(self, wide) == parts[wide]).all()):
-            raise RuntimeError(
-                f"writing into some rows of {describe(self.shape, self.recipe)} would change its {wide}, which the "
-                "other rows share; write the whole tensor, or use a recipe whose scales belong to rows"
-            )
-        for name, part in self.parts().items():
-            part.copy_(parts[name])
-
-    def _parts_per_row(self) -> dict[str, Tensor]:
-        """The parts, with the vector of a gathered weight's tensor-wide part spread over the rows ([N, 1, ..])."""
-        parts, shards, wide = self.parts(), self.arrangement.shards, self.tensor_wide()
-        if shards is not None and wide is not None:
-            rows, ndim = parts["payload"].shape[0], parts["payload"].ndim
-            entry = (torch.arange(rows, dtype=torch.int64, device=self.device) + shards.offset) // shards.rows
-            parts[wide] = parts[wide][entry].reshape(rows, *[1] * (ndim - 1))
-        return parts
+    def _gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
+        return like(self, parts, dtype=dtype, sharding=sharding)
 
     # -- torch protocols -----------------------------------------------------------------------------------------------
 
@@ -288,24 +178,18 @@ class QuantizedTensor(AllGatherHooks, AgreedScales, Tensor):
         return handler(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [spec.name for spec in self.specs()]
-        return names + (["init_value"] if self.init_value is not None else []), (
-            self.recipe,
-            self.dtype,
-            self.arrangement,
-        )
+        return list(held(self)), (self.recipe, self.dtype, self._lens, self._sharding)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "QuantizedTensor":
-        recipe, dtype, arrangement = context
-        parts = {name: part for name, part in inner.items() if name != "init_value"}
+        recipe, dtype, lens, sharding = context
         kind = registered(recipe).tensor_class
-        return kind(parts, recipe, dtype, arrangement=arrangement, shape=outer_size, init_value=inner.get("init_value"))  # type: ignore[no-any-return]
+        return kind(inner, recipe, dtype, lens=lens, sharding=sharding, shape=outer_size)  # type: ignore[no-any-return]
 
     def _stable_hash_for_caching(self) -> str:
-        return repr((type(self).__name__, self.recipe, self.dtype, self.arrangement))
+        return repr((type(self).__name__, self.recipe, self.dtype, self._lens, self._sharding))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
@@ -365,7 +249,7 @@ class _StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
         """The dense values."""
         ctx.dtype = q.dtype
-        return q.decoded(dtype)
+        return decoded(q, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
@@ -408,4 +292,4 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
 
 def dense(value: Any) -> Any:
     """`value` with every quantized tensor in it dequantized."""
-    return tree_map(lambda leaf: leaf.decoded() if isinstance(leaf, QuantizedTensor) else leaf, value)
+    return tree_map(lambda leaf: decoded(leaf) if isinstance(leaf, QuantizedTensor) else leaf, value)

@@ -7,6 +7,7 @@ Cuts along rows alias the parts. Cuts along K copy them, so that a shard does no
 they must fall on block boundaries.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Arrangement, ShardRows
-from qtensor.formats import PartSpec, block_multiple, describe, row_multiple
+from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows, sharding_of
+from qtensor.contents import aliased, held, held_specs, lens_of, like
+from qtensor.formats import PartSpec, block_multiple, describe, row_multiple, specs_of, tensor_wide
+from qtensor.lens import OWN, Lens, Reach
 from qtensor.ops import implements, refuse_resharding_to_a_smaller_mesh
 from qtensor.tensor import QuantizedTensor
 
 aten = torch.ops.aten
-OWN = Arrangement()  # that of a tensor of its own
 
 
 def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
@@ -32,30 +34,30 @@ def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same bytes in a new wrapper."""
     q = args[0]
-    return q.alias(q.arrangement, q.shape)
+    return aliased(q, lens_of(q), q.shape)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same elements in the same order: regrouped where rows stay rows, else `flat`, as FSDP asks for."""
+    """The same elements in the same order: regrouped where rows stay rows, else seen in another shape, as FSDP asks."""
     q, own = args[0], args[0].shape
+    lens = lens_of(q)
     if tuple(args[1]) == own or (shape := _resolve(args[1], q.numel())) == own:
-        return q.alias(q.arrangement, own)
-    described = q.arrangement.flat or tuple(own)
-    if q.arrangement.transposed:
+        return aliased(q, lens, own)
+    described = lens.described or tuple(own)
+    if lens.transposed:
         raise NotImplementedError(
             f"a view of shape {shape} of a transposed {describe(described, q.recipe)}; transpose it back first"
         )
     if shape == described:
-        return q.alias(q.arrangement.but(flat=None), torch.Size(shape))
-    regroups = len(shape) > 1 and shape[-1] == described[-1] and q.arrangement == OWN
+        return aliased(q, lens.seen_as(None), torch.Size(shape))
+    regroups = len(shape) > 1 and shape[-1] == described[-1] and lens == OWN and sharding_of(q) == AT_REST
     if getattr(q.recipe, "blocks", "row") == "square":
         regroups = regroups and shape[-2] % block_multiple(q.recipe) == 0  # else blocks would span two matrices
     if not regroups:
-        return q.alias(q.arrangement.but(flat=described), torch.Size(shape))
-    parts = {spec.name: part.view(spec.shape(shape)) for spec, part in zip(q.specs(), q.parts().values(), strict=True)}
-    init = None if q.init_value is None else q.init_value.view(shape)
-    return q.with_parts(parts, arrangement=OWN, init_value=init)
+        return aliased(q, lens.seen_as(described), torch.Size(shape))
+    own_parts = held(q)
+    return like(q, {spec.name: own_parts[spec.name].view(spec.shape(shape)) for spec in held_specs(q)})
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -75,12 +77,9 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, end, _ = slice(start, end).indices(q.shape[dim])
     if step != 1:
         raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
-    if (start, end) == (0, q.shape[dim]) and q.arrangement.flat is not None:
-        return q.alias(q.arrangement, q.shape)  # all of it, which can be viewed back
-    piece = cut(q, dim, start, max(end, start))
-    if dim == q.ndim - 1 and piece.shape != q.shape:
-        piece.arrangement = piece.arrangement.but(severed=True)
-    return piece
+    if (start, end) == (0, q.shape[dim]) and lens_of(q).described is not None:
+        return aliased(q, lens_of(q), q.shape)  # all of it, which can be viewed back
+    return cut(q, dim, start, max(end, start), severed=dim == q.ndim - 1)
 
 
 @implements(aten.split.Tensor)
@@ -111,12 +110,9 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not -q.shape[0] <= index < q.shape[0]:
         raise IndexError(f"index {index} is out of range for {describe(q.shape, q.recipe)}")
     index %= q.shape[0]
-    piece = cut(q, 0, index, index + 1)
-    parts = {
-        spec.name: getattr(piece, spec.name)[0] if spec.per_row else getattr(piece, spec.name) for spec in q.specs()
-    }
-    init = None if piece.init_value is None else piece.init_value[0]
-    return q.with_parts(parts, arrangement=Arrangement(partial=q.shape[0] > 1), init_value=init)
+    piece = held(cut(q, 0, index, index + 1))
+    parts = {spec.name: piece[spec.name][0] if spec.per_row else piece[spec.name] for spec in held_specs(q)}
+    return like(q, parts, lens=Lens(Reach.ROWS) if q.shape[0] > 1 else OWN)
 
 
 @implements(aten.unbind.int)
@@ -138,67 +134,105 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "are defined. FSDP2 asks for this with Shard(dim > 0) placements, which quantized weights do not support; "
             "shard on dim 0"
         )
-    cropped, wide = cut(q, 0, 0, size[0]), q.tensor_wide()
-    if q.arrangement.shards is None:
+    cropped, wide = cut(q, 0, 0, size[0]), tensor_wide(q.recipe)
+    if sharding_of(q).shards is None:
         return cropped
     # only padding goes: every shard keeps its tensor-wide value, and this is still the whole weight
-    return q.with_parts(cropped.parts() | ({wide: getattr(q, wide)} if wide else {}), arrangement=q.arrangement)
+    parts = cropped.parts() | ({wide: getattr(q, wide)} if wide else {})
+    return like(q, parts, lens=lens_of(q), sharding=sharding_of(q))
 
 
-def cut(q: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
-    """q[start:end] along `dim`, as a tensor of the same class.
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """What is cut out: `start:end` of the elements along `dim` of a tensor [.., N, K] of this shape."""
+
+    shape: torch.Size
+    dim: int
+    start: int
+    end: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is everything."""
+        return (self.start, self.end) == (0, self.shape[self.dim])
+
+    @property
+    def along_k(self) -> bool:
+        """Whether it cuts columns."""
+        return self.dim == len(self.shape) - 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether it begins with the first row, so that padding stays behind it."""
+        return self.dim == 0 and self.start == 0
+
+    def splits(self, multiple: int) -> bool:
+        """Whether an end of it falls into the middle of `multiple` elements."""
+        return bool(self.start % multiple or (self.end % multiple and self.end != self.shape[self.dim]))
+
+
+def cut(q: QuantizedTensor, dim: int, start: int, end: int, *, severed: bool = False) -> QuantizedTensor:
+    """q[start:end] along `dim`, as a tensor of the same class; `severed`: some columns of it refuse writes.
 
     Raises:
         NotImplementedError: q is a reshaped view, or a single row with a single scale.
         ValueError: the cut is along K and not on block boundaries.
     """
-    if q.arrangement.flat is not None:
-        raise NotImplementedError(
-            f"cutting a {'transposed' if q.arrangement.transposed else 'reshaped'} view of "
-            f"{describe(q.arrangement.flat, q.recipe)}; view it back first"
-        )
-    specs, shape, arrangement = q.specs(), q.shape, q.arrangement
-    size, last = shape[dim], len(shape) - 1
-    whole, along_k = start == 0 and end == size, dim == last
-    if last == 0 and not whole and q.tensor_wide() is None and specs[1].block == 0:
-        raise NotImplementedError(f"cutting {describe(shape, q.recipe)}: its one row has one scale")
-    if along_k and (start % (multiple := block_multiple(q.recipe)) or (end % multiple and end != size)):
-        raise ValueError(
-            f"cutting {describe(shape, q.recipe)} at columns {start}:{end}: cuts along K must be multiples of "
-            f"{multiple}. If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) placements; "
-            "shard on dim 0"
-        )
-    parts = {spec.name: _cut_part(q, spec, dim, start, end) for spec in specs}
-    shards = arrangement.shards
-    if shards is not None and dim == 0 and not whole and (wide := q.tensor_wide()):
+    shape = q.shape
+    piece = _Range(shape, dim, start, end)
+    _check_cut(q, piece)
+    own, lens, sharding = held(q), lens_of(q), sharding_of(q)
+    parts = {spec.name: _cut_part(own[spec.name], spec, piece) for spec in held_specs(q)}
+    shards, wide = sharding.shards, tensor_wide(q.recipe)
+    if shards is not None and wide is not None and dim == 0 and not piece.whole:
         parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
-    keeps_padding = dim == 0 and start == 0
-    becomes_shard = keeps_padding and arrangement.allocated
-    partial = not (whole or along_k or becomes_shard)
-    rows = row_multiple(q.recipe) if dim == last - 1 else 1
-    kept = arrangement.but(
-        shards=shards,
-        padded_rows=arrangement.padded_rows if keeps_padding else None,
-        allocated=False,
-        partial=arrangement.partial or partial,
-        splits_blocks=arrangement.splits_blocks or (partial and bool(start % rows or (end % rows and end != size))),
+    reach = _reach(piece, row_multiple(q.recipe), allocated=sharding.allocated, severed=severed)
+    return like(
+        q,
+        parts,
+        lens=Lens(max(lens.reach, reach)),
+        sharding=Sharding(shards=shards, padded_rows=sharding.padded_rows if piece.leads else None),
+        shape=torch.Size((*shape[:dim], end - start, *shape[dim + 1 :])),
     )
-    init = None if q.init_value is None else q.init_value.narrow(dim, start, end - start)
-    cut_shape = torch.Size((*shape[:dim], end - start, *shape[dim + 1 :]))
-    return q.with_parts(parts, arrangement=kept, shape=cut_shape, init_value=init)
 
 
-def _cut_part(q: QuantizedTensor, spec: PartSpec, dim: int, start: int, end: int) -> Tensor:
-    part: Tensor = getattr(q, spec.name)
-    ndim = q.ndim
-    if dim != ndim - 1:
-        return part.narrow(dim, start, end - start) if spec.per_row else part
-    if not spec.extends_along(dim, ndim):
+def _check_cut(q: QuantizedTensor, piece: _Range) -> None:
+    lens = lens_of(q)
+    if lens.described is not None:
+        raise NotImplementedError(
+            f"cutting a {'transposed' if lens.transposed else 'reshaped'} view of "
+            f"{describe(lens.described, q.recipe)}; view it back first"
+        )
+    one_row = len(piece.shape) == 1 and not piece.whole
+    if one_row and tensor_wide(q.recipe) is None and specs_of(q.recipe)[1].block == 0:
+        raise NotImplementedError(f"cutting {describe(piece.shape, q.recipe)}: its one row has one scale")
+    if piece.along_k and piece.splits(multiple := block_multiple(q.recipe)):
+        raise ValueError(
+            f"cutting {describe(piece.shape, q.recipe)} at columns {piece.start}:{piece.end}: cuts along K must be "
+            f"multiples of {multiple}. If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) "
+            "placements; shard on dim 0"
+        )
+
+
+def _reach(piece: _Range, row_multiple: int, *, allocated: bool, severed: bool) -> Reach:
+    """What a write into a piece of a tensor of its own may change; `allocated`: the first rows are to be the shard."""
+    if piece.along_k:
+        return Reach.NOTHING if severed and not piece.whole else Reach.ALL
+    if piece.whole or (allocated and piece.leads):
+        return Reach.ALL
+    between_blocks = piece.dim != len(piece.shape) - 2 or not piece.splits(row_multiple)
+    return Reach.ROWS if between_blocks else Reach.BROKEN_BLOCKS
+
+
+def _cut_part(part: Tensor, spec: PartSpec, piece: _Range) -> Tensor:
+    if not piece.along_k:
+        return part.narrow(piece.dim, piece.start, piece.end - piece.start) if spec.per_row else part
+    if not spec.extends_along(piece.dim, len(piece.shape)):
         # a cut along K stands on its own: sharing the scale of its rows would let a write to it reach its siblings
-        return part if (start, end) == (0, q.shape[dim]) else part.clone()
-    first, last = spec.columns(start, end)
-    piece = part.narrow(dim, first, last - first)
-    return piece if piece.is_contiguous() and piece.shape == part.shape else piece.contiguous()
+        return part if piece.whole else part.clone()
+    first, last = spec.columns(piece.start, piece.end)
+    found = part.narrow(piece.dim, first, last - first)
+    return found if found.is_contiguous() and found.shape == part.shape else found.contiguous()
 
 
 def _cut_vector(vector: Tensor, shards: ShardRows, start: int, end: int) -> tuple[Tensor, ShardRows | None]:

@@ -264,9 +264,9 @@ def build_dtensors() -> list[Any]:
     assert same == (made.device_mesh, made.placements, made.shape, made.stride(), made.dtype, False)
     assert like.to_local().device.type == "meta"
     parameter = torch.nn.Parameter(made)
-    assert torch_private.local_itself(made) is local
-    assert torch_private.local_itself(parameter) is torch_private.local_itself(parameter)
-    assert torch_private.local_itself(parameter).data_ptr() == local.data_ptr()
+    assert torch_private.local_of(made) is local
+    assert torch_private.local_of(parameter) is torch_private.local_of(parameter)
+    assert torch_private.local_of(parameter).data_ptr() == local.data_ptr()
     return [
         made.to_local().data_ptr() == local.data_ptr(),
         made.full_tensor().tolist(),

@@ -24,8 +24,7 @@ from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Source, Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.torch_private import flatten_state_dict
-from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import dtensor_around
+from fsdp_hooks.torch_private import dtensor_around, local_of
 
 
 class LiveSource(Source):
@@ -81,14 +80,14 @@ class LiveSource(Source):
     def scalar(self, name: str, part: str) -> float:
         """This rank's value; shards that do not agree have different ones."""
         tensor = self._parts[name][part]
-        return float(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        return float(local_of(tensor))
 
     def replicas(self, name: str) -> list[Tensor]:
         """Whatever is not sharded."""
         if self.is_collective(name):
             return []
         parts = self._parts[name].values()
-        return [(part.to_local() if isinstance(part, DTensor) else part).detach().contiguous() for part in parts]
+        return [local_of(part).detach().contiguous() for part in parts]
 
 
 class StoredSource(Source):
@@ -202,7 +201,7 @@ def source_of(value: Any, prefix: str | None, like: Collection[str] | None = Non
 def _whole(tensor: Tensor) -> Tensor:
     """All of a part, where it lives; a collective for shards. Float8 travels as bytes, which every backend knows."""
     if isinstance(tensor, DTensor):
-        local = tensor.to_local()
+        local = local_of(tensor)
         dtype = local.dtype
         if dtype.itemsize == 1:
             tensor = dtensor_around(local.view(torch.uint8), tensor.device_mesh, tensor.placements, tensor.shape)

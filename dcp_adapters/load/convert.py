@@ -26,12 +26,15 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import plain_leaf, quantized_local
 from dcp_adapters.part_places import Box, box_of, part_box
-from fsdp_hooks.scale_sync import groups_sharing, label_of, local_of
-from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
+from fsdp_hooks.scale_sync import groups_sharing, label_of
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
 from qtensor import kernels
+from qtensor.agreement import flat_amax
 from qtensor.blocks import canonical_nan
+from qtensor.contents import INITIAL_VALUE, lens_of, shared_scale, store
 from qtensor.formats import block_multiple, row_multiple, specs_of
+from qtensor.lens import OWN
 from qtensor.tensor import QuantizedTensor
 
 
@@ -69,8 +72,7 @@ class Conversion:
         """
         name, q = source.name, quantized_local(value)
         if q is not None:
-            arrangement = q.arrangement
-            if arrangement.flat is not None or arrangement.transposed or arrangement.severed or arrangement.partial:
+            if lens_of(q) != OWN:
                 raise ValueError(
                     f"{name}: the target is a view of some of a larger tensor, which a conversion can not write; load "
                     "all of it at once"
@@ -101,7 +103,7 @@ class Conversion:
     def shared_scales(self) -> int:
         """How many values the target's shared scale has."""
         assert isinstance(self.target, QuantizedTensor)
-        count: int = self.target.shared_scale().numel()
+        count: int = shared_scale(self.target).numel()
         return count
 
     def read_items(self, metadata: Metadata) -> list[ReadItem]:
@@ -127,7 +129,7 @@ class Conversion:
         """fp32, flat: the amaxes of the target's shared scales, of this rank's values."""
         assert isinstance(self.target, QuantizedTensor)
         x = narrowed(self._decoded(), self.region, self.box)
-        amax = self.target.shared_amax(x)
+        amax = flat_amax(x, self.target.recipe)
         assert amax is not None
         return amax
 
@@ -143,18 +145,16 @@ class Conversion:
         self.inputs.clear()
 
     def _write_quantized(self, q: QuantizedTensor, values: Tensor, amax: Tensor | None) -> None:
-        parts = kernels.encode(values, q.recipe, None if amax is None else amax.view_as(q.shared_scale()))
+        parts = kernels.encode(values, q.recipe, None if amax is None else amax.view_as(shared_scale(q)))
         specs = {spec.name: spec for spec in specs_of(q.recipe)}
         own = {
             name: narrowed(part, part_box(specs[name], *self.values), part_box(specs[name], *self.box))
             for name, part in parts.items()
         }
-        q.store(own)
+        if self.source.recipe is None:
+            own[INITIAL_VALUE] = narrowed(values, self.values, self.box)  # the value it was quantized from
+        store(q, own)
         count_writes([q])
-        if self.source.recipe is None and q.init_value is not None:
-            q.init_value.copy_(narrowed(values, self.values, self.box))  # the value it was quantized from
-        else:
-            q.init_value = None
 
     def _decoded(self) -> Tensor:
         """fp32 values of the region."""

@@ -29,7 +29,7 @@ from dcp_adapters.reading.metadata_checks import named, stored_chunk
 from dcp_adapters.reading.order import has_files, is_own_index
 from dcp_adapters.reading.places import shared_places, shares_bytes
 from dcp_adapters.tiling import inside, tiling_fault
-from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import local_of
 
 Parts = dict[MetadataIndex | str, tuple[int, ...]]
 

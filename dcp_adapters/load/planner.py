@@ -45,8 +45,11 @@ from dcp_adapters.reading.order import has_files, in_order, is_probe, original_i
 from dcp_adapters.reading.places import check_archives, check_ordinary
 from dcp_adapters.torch_private import flatten_state_dict, set_element
 from dcp_adapters.words import in_lines
+from fsdp_hooks.all_gather import sharding_of
 from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.versions import count_writes
+from qtensor.contents import lens_of, preserve
+from qtensor.formats import tensor_wide
 from qtensor.tensor import QuantizedTensor
 
 OWN = frozenset({MANIFEST, CHECKSUMS})
@@ -270,7 +273,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.checks -= checks
         if not self.checks:
             for q in self.quantized.values():
-                q.init_value = None
+                preserve(q, None)
             count_writes(self.wrapped)  # the readers write into their parts
 
 
@@ -324,12 +327,12 @@ def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
     """Part name -> the vector of a gathered weight's tensor-wide values, which the checkpoint's one value replaces."""
     vectors = {}
     for name, q in quantized.items():
-        wide = q.tensor_wide()
-        if wide and q.arrangement.partial:
+        wide = tensor_wide(q.recipe)
+        if wide and lens_of(q).some_rows:
             raise ValueError(
                 f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all "
                 "of it at once"
             )
-        if wide and q.arrangement.shards is not None:
+        if wide and sharding_of(q).shards is not None:
             vectors[f"{name}.{wide}"] = q.parts()[wide]
     return vectors

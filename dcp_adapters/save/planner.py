@@ -35,8 +35,8 @@ from dcp_adapters.save.overwrite import clear, commit, make_room, own_names
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item
 from dcp_adapters.torch_private import Committed, prefix_of, writes_safetensors
 from fsdp_hooks.digest import digest
-from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import cpu_by_default, without_torch_function
+from fsdp_hooks.torch_private import cpu_by_default, local_of, without_torch_function
+from qtensor.formats import specs_of, tensor_wide
 from qtensor.tensor import QuantizedTensor
 
 
@@ -94,7 +94,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 if q is None:
                     self._keep_plain(name, value)
                     continue
-                entries[name] = {spec.name: f"{name}.{spec.name}" for spec in q.specs()}
+                entries[name] = {spec.name: f"{name}.{spec.name}" for spec in specs_of(q.recipe)}
                 self._keep_parts(entries[name], q, layouts.of(name, value, q), name)
         self._refuse_taken_names(entries)
         if self.flatten_state_dict:
@@ -234,7 +234,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         """The parts of a quantized leaf and their items; nothing where this rank is outside of its mesh."""
         if not layouts:
             return
-        parts, wide = settled_parts(name, q), q.tensor_wide()
+        parts, wide = settled_parts(name, q), tensor_wide(q.recipe)
         for part in parts.values():
             _refuse_without_bytes(name, part)
         for layout in layouts:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.part_places import box_of, part_box
+from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
 
 
@@ -73,7 +74,7 @@ def _layouts(name: str, value: Tensor, q: QuantizedTensor) -> list[PartLayout]:
             several=(spec.per_row and not spec.block and columns) or spec.length is not None,
             withheld=withheld and not spec.shape(value.shape),
         )
-        for spec in q.specs()
+        for spec in specs_of(q.recipe)
     ]
 
 

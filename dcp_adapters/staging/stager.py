@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.staging.host_memory import SnapshotMemory
-from fsdp_hooks.all_gather import Arrangement
+from fsdp_hooks.all_gather import Sharding, sharding_of
 from fsdp_hooks.torch_private import dtensor_like, without_torch_function
+from qtensor.contents import lens_of, like
 from qtensor.formats import describe
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
@@ -181,17 +182,16 @@ class Survey:
         return lambda copies: unflatten({one: rebuild(copies) for one, rebuild in inner.items()}, context, size, stride)
 
     def _quantized(self, name: str, q: QuantizedTensor) -> Rebuild:
-        if q.arrangement.flat is not None:
+        lens = lens_of(q)
+        if lens.described is not None:
             raise ValueError(
-                f"{name}: a {'transposed' if q.arrangement.transposed else 'reshaped'} view, {tuple(q.shape)}, of "
-                f"{describe(q.arrangement.flat, q.recipe)}, which would be saved as the weight itself; put the weight "
+                f"{name}: a {'transposed' if lens.transposed else 'reshaped'} view, {tuple(q.shape)}, of "
+                f"{describe(lens.described, q.recipe)}, which would be saved as the weight itself; put the weight "
                 "into the state dict"
             )
         indices = {part: self._add(name, part, tensor) for part, tensor in q.parts().items()}
-        arrangement = Arrangement(shards=q.arrangement.shards)  # a snapshot has no padding, and is no part of another
-        return lambda copies: q.with_parts(
-            {part: copies[index] for part, index in indices.items()}, arrangement=arrangement
-        )
+        sharding = Sharding(shards=sharding_of(q).shards)  # a snapshot has no padding, and is no part of another
+        return lambda copies: like(q, {part: copies[index] for part, index in indices.items()}, sharding=sharding)
 
     def _add(self, name: str, suffix: str, part: Tensor) -> int:
         """The index of a part, which is that of an earlier one where the two are the same bytes seen alike."""

@@ -22,8 +22,7 @@ from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local
 from dcp_adapters.load.placements import placement_problem
 from fsdp_hooks.alike import device_of, is_first, ranks_of
 from fsdp_hooks.digest import GOLDEN, LOW, MIX
-from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
 _BITS = -4658895280553007687  # odd, and the other one of splitmix64's
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

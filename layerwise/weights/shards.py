@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_hooks.scale_sync import local_of
-from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like, local_of
 from fsdp_hooks.versions import count_writes
+from qtensor.contents import preserve
 from qtensor.formats import format_of, shared_amax, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -26,7 +26,7 @@ def kept(full: QuantizedTensor, param: Tensor) -> QuantizedTensor | DTensor:
     start, rows = _own_rows(param)
     parts = {
         spec.name: _cut(full.parts()[spec.name], start, rows, per_row=spec.per_row).to(_home(param))
-        for spec in full.specs()
+        for spec in specs_of(full.recipe)
     }
     own = QuantizedTensor.from_parts(parts, full.recipe, param.dtype)
     return dtensor_like(own, param) if isinstance(param, DTensor) else own
@@ -76,7 +76,7 @@ def rounded(dense: Tensor, quantizer: Mapping[str, Tensor], recipe: Recipe, para
 
 def dense_rows(param: Tensor) -> Tensor:
     """The values that this rank's shard holds, dense, in the parameter's dtype."""
-    local = local_of(param)
+    local = local_of(param).detach()
     return local.dequantize() if isinstance(local, QuantizedTensor) else local
 
 
@@ -87,7 +87,7 @@ def store(result: Tensor, param: Tensor) -> None:
     shard = local_of(param)
     if isinstance(shard, QuantizedTensor):
         shard.copy_(own)
-        shard.init_value = None  # that of the weight before
+        preserve(shard, None)  # that of the weight before
     else:
         shard.copy_(own.dequantize(shard.dtype))
     count_writes([param])

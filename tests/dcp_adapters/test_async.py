@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedSavePlanner, expand
 from dcp_adapters.expand import quantized_local
+from fsdp_hooks.all_gather import sharding_of
 from qtensor import MasterWeightOptimizer, QuantizedTensor, high_precision_init_val, quantized_model_init
+from qtensor.contents import initial_value
 from tests.dcp_adapters.cases import (
     RECIPES,
     assert_holds,
@@ -146,14 +148,14 @@ def staged_copies(base: Path) -> None:
                     tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in parts.values()
                 }.values()
             )
-            rows = source.arrangement.padded_rows or source.shape[0]
+            rows = sharding_of(source).padded_rows or source.shape[0]
             padding = (
                 sum(part[0].numel() * part.itemsize for part in parts.values() if part.ndim)
                 if rows > source.shape[0] > 0
                 else 0
             )
             assert stored <= payload_bytes(source) + padding, (way, name)
-            assert q.init_value is None
+            assert initial_value(q) is None
 
 
 def test_staged_copies_are_cpu_parts_of_the_payload_bytes(shared_tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def staged_without_initial_values(base: Path) -> None:
     for way, stager in stagers.items():
         staged = stager.stage(live)
         assert held(staged) == held(live), way
-        assert quantized_local(staged["w"]).init_value is None, way
+        assert initial_value(quantized_local(staged["w"])) is None, way
     assert high_precision_init_val(net.weight) is not None
 
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor import Shard
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, high_precision_init_val, quantize, quantized_model_init
+from qtensor.contents import initial_value, preserve
+from qtensor.formats import tensor_wide
 from tests import ranks
 from tests.dcp_adapters.cases import (
     RECIPES,
@@ -393,7 +395,7 @@ def load_partially(path: Path) -> None:
     extra = torch.full((3,), 7.0)
     target["models"]["mxfp8"]["extra"] = extra
     kept = quantize(values((4, 64), 9), RECIPES["nvfp4"])
-    kept.init_value = torch.ones(4, 64)
+    preserve(kept, torch.ones(4, 64))
     target["models"]["mxfp8"]["kept"] = kept
     before = held({"kept": kept})
     load(target, path, allow_partial_load=True)
@@ -403,7 +405,7 @@ def load_partially(path: Path) -> None:
     assert_holds(target["models"], expected)
     assert extra.tolist() == [7.0, 7.0, 7.0]
     assert held({"kept": kept}) == before
-    assert kept.init_value is not None
+    assert initial_value(kept) is not None
 
 
 def load_misshapen_partially(path: Path) -> None:
@@ -440,7 +442,7 @@ def save_disagreeing(name: str, path: Path) -> None:
     target = quantized_state(0)
     local = target[name]["w"].to_local()
     with torch.no_grad():
-        getattr(local, local.tensor_wide()).mul_(1 + dist.get_rank())
+        getattr(local, tensor_wide(local.recipe)).mul_(1 + dist.get_rank())
     save(target, path)
 
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_adapters import QuantizedSavePlanner, remove_replaced
 from dcp_adapters.save import overwrite as overwrite_module
 from dcp_adapters.save.overwrite import clear, make_room, own_names
-from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import local_of
 from tests.dcp_adapters.cases import assert_holds, load
 from tests.dcp_adapters.faulty import assert_loads, assert_refused, full, overwrite, save_state, state
 from tests.ranks import run_ranks

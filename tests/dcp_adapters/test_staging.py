@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, expand
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.staging import host_memory
-from fsdp_hooks.all_gather import Arrangement, ShardRows
+from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows, sharding_of
 from qtensor import QuantizedTensor, high_precision_init_val, quantize, quantized_model_init
+from qtensor.contents import initial_value, like
 from tests.dcp_adapters.cases import (
     RECIPES,
     alone,
@@ -79,7 +80,7 @@ def assert_a_snapshot(staged: Any, live: Any) -> None:
         if q is not None:
             assert type(quantized_local(copy)) is type(q), name
             assert (quantized_local(copy).recipe, quantized_local(copy).dtype) == (q.recipe, q.dtype), name
-            assert quantized_local(copy).arrangement == Arrangement(), name  # no padding rows behind it
+            assert sharding_of(quantized_local(copy)) == AT_REST, name  # no padding rows behind it
         if isinstance(source, DTensor):
             assert (copy.device_mesh, copy.placements) == (source.device_mesh, source.placements), name
             assert (copy.shape, copy.dtype) == (source.shape, source.dtype), name
@@ -154,7 +155,7 @@ def test_preserved_initial_values_stay_behind() -> None:
     with quantized_model_init(RECIPES["mxfp8"], preserve_high_precision_init_val=True):
         net = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     staged = stager().stage(net.state_dict())
-    assert quantized_local(staged["weight"]).init_value is None
+    assert initial_value(quantized_local(staged["weight"])) is None
     assert high_precision_init_val(net.weight) is not None
     assert held(staged) == held(net.state_dict())
 
@@ -169,9 +170,8 @@ def test_a_high_precision_weight_becomes_the_dense_tensor_it_is() -> None:
 
 def test_a_gathered_weight_is_saved_as_the_weight_it_is(tmp_path: Path) -> None:
     q = weight(0, "float8_tensor")
-    gathered = q.with_parts(
-        {"payload": q.payload, "scale": q.scale.repeat(2)}, arrangement=Arrangement(shards=ShardRows(16))
-    )
+    parts = {"payload": q.payload, "scale": q.scale.repeat(2)}
+    gathered = like(q, parts, sharding=Sharding(shards=ShardRows(16)))
     staged = stager().stage({"w": gathered})
     assert quantized_local(staged["w"]).scale.shape == (2,)
     with alone():

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from benchmarks.gather_copies import ALL_GATHER, COPY_IN, COPY_OUT, Written, gather_writes, pad_shards
 from fsdp_hooks import sync_scales
 from qtensor import Float8DelayedScaling
+from qtensor.formats import specs_of
 from tests.fsdp_hooks.cases import RECIPES, SQUARE, K, Net, batch, build, local, shard
 from tests.ranks import run_ranks, run_ranks_each
 
@@ -36,7 +37,7 @@ def _sizes(block: Any) -> tuple[int, int]:
     weight, bias = block.linear.weight, block.linear.bias
     rows = -(-weight.shape[0] // ranks)
     total, row = -(-bias.shape[0] // ranks) * bias.element_size(), 0
-    for spec in local(weight).specs():
+    for spec in specs_of(local(weight).recipe):
         shape = torch.Size(spec.shape((rows, K)))
         size = shape.numel() * spec.dtype.itemsize
         total += size if spec.gathered else 0

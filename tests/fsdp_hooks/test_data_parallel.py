@@ -18,6 +18,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
+from qtensor.contents import initial_value
 from tests.fsdp_hooks.cases import RECIPES, assert_same_bytes, assert_same_snapshot, exchanged, pack, snapshot, unpack
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
@@ -126,7 +127,7 @@ def is_sent(kind: str) -> None:
         return
     assert_as_on_rank_0(net, kind)
     if kind == "preserved":
-        kept = exchanged(net.base.weight.init_value.float())
+        kept = exchanged(initial_value(net.base.weight).float())
         assert torch.equal(kept[0], kept[rank])
 
 

@@ -27,6 +27,7 @@ from qtensor import (
     quantized_model_init,
     stochastic_rounding,
 )
+from qtensor.formats import tensor_wide
 from qtensor.loading import quantize_dense_entries
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_catching
@@ -77,7 +78,7 @@ def assert_whole(net: Parts, values: dict[str, Tensor], recipe: Any, what: str) 
         full = quantize(values[name[0]], recipe).parts()
         for part, own in local(param).parts().items():
             whole = full[part]
-            if part in local(param).row_parts():
+            if part in local(param)._row_parts():
                 size = -(-whole.shape[0] // dist.get_world_size())
                 whole = whole[dist.get_rank() * size :][:size]
             assert_same_bytes(own, whole, f"{what}: {name}.{part}")
@@ -337,7 +338,7 @@ def _empty_shards(name: str) -> None:
         if name != "delayed":  # its scale is that of the step before
             assert_whole(net, {one: start[one] - 0.5 * step for one in NAMES}, recipe, f"step {step}")
     for param in net.parameters():
-        wide = local(param).tensor_wide()
+        wide = tensor_wide(local(param).recipe)
         if wide:
             assert len({one.item() for one in exchanged(local(param).parts()[wide].clone())}) == 1
     mesh = net.a.weight.device_mesh

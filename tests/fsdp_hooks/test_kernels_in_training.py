@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_hooks.scale_sync import local_of
+from fsdp_hooks.torch_private import local_of
 from qtensor import MasterWeightOptimizer, NVFP4BlockScaling, quantized_model_init, use_kernels
 from tests.ranks import run_ranks
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantize_, quantized_model_init
+from qtensor.formats import tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import (
     RECIPES,
@@ -132,7 +133,7 @@ def _draws_what_a_plain_model_draws(name: str, storage: str) -> None:
         agree(net)
         for fqn, _, q in quantized(net):
             if name in TENSOR_WIDE:
-                assert len(set(exchanged(getattr(q, q.tensor_wide()).item()))) == 1, fqn
+                assert len(set(exchanged(getattr(q, tensor_wide(q.recipe)).item()))) == 1, fqn
         if storage == "quantized":
             assert_gathers_exactly(net, "initialised on its shards")
 

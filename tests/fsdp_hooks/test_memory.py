@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_hooks import unsharded
 from qtensor import QuantizedTensor
+from qtensor.formats import specs_of
 from tests.fsdp_hooks.cases import (
     RECIPES,
     Collectives,
@@ -35,7 +36,7 @@ def _payload_bytes(q: QuantizedTensor, rows: int) -> int:
     """Bytes of the parts of `rows` rows."""
     shape = (rows, *q.shape[1:])
     total = 0
-    for spec in q.specs():
+    for spec in specs_of(q.recipe):
         total += torch.Size(spec.shape(shape)).numel() * spec.dtype.itemsize
     return total
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks import sync_scales
 from qtensor import QuantizedTensor, stochastic_rounding
+from qtensor.formats import tensor_wide
 from tests.fsdp_hooks.cases import (
     RECIPES,
     TENSOR_WIDE,
@@ -128,7 +129,7 @@ def _scales(net: nn.Module, part: str) -> list[int]:
 def _scales_part_and_are_agreed_again(name: str, kind: str) -> None:
     net = shard(build(RECIPES[name], rows_for(name)))
     _train(net, kind, foreach=True, reference=None)
-    part = {q.tensor_wide() for _, _, q in quantized(net)}.pop()
+    part = {tensor_wide(q.recipe) for _, _, q in quantized(net)}.pop()
     if name != "nvfp4-square" or kind != "adamw":  # whose first steps are all alike, and so is the amax of every shard
         assert max(_scales(net, part)) > 1
     assert sync_scales(net) == 1

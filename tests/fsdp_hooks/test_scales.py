@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, high_precision_init_val, quantize, quantized_model_init
+from qtensor.formats import tensor_wide
 from tests.fsdp_hooks.cases import (
     RECIPES,
     ROW_RECIPES,
@@ -55,12 +56,12 @@ def _write_shards(net: nn.Module, factor: float) -> None:
 
 
 def _wide(q: Any) -> Tensor:
-    return q.parts()[q.tensor_wide()]
+    return q.parts()[tensor_wide(q.recipe)]
 
 
 def _assert_agreed(net: nn.Module, what: str) -> None:
     for fqn, _, q in quantized(net):
-        if q.tensor_wide():
+        if tensor_wide(q.recipe):
             values = {_wide(q).item()} | set(exchanged(_wide(q).item()))
             assert len(values) == 1, f"{what}: {fqn}: {values}"
 
@@ -77,7 +78,7 @@ def _gathers_disagreeing_shards(name: str) -> None:
     for _ in range(2):  # a first gather, and a refill
         pieces = shards_of(net)
         for fqn, _, q in quantized(net):
-            scales = {piece[q.tensor_wide()].item() for piece in pieces[fqn]}
+            scales = {piece[tensor_wide(q.recipe)].item() for piece in pieces[fqn]}
             assert len(scales) > 1 or ranks == 1, f"{fqn}: the test wants different scales"
         dense = {fqn: exchanged(q.dequantize(torch.float32)) for fqn, _, q in quantized(net)}
         assert_gathers_exactly(net, "different scales")
@@ -113,7 +114,7 @@ def _agrees(name: str, shape: tuple[int, ...]) -> None:
     for fqn, _, q in quantized(net):
         parts, values = before[fqn]
         assert _wide(q).item() == largest[fqn], f"{fqn}: not the largest scale"
-        if parts[q.tensor_wide()].item() == largest[fqn]:  # held it already: keeps its bytes
+        if parts[tensor_wide(q.recipe)].item() == largest[fqn]:  # held it already: keeps its bytes
             for part, bytes_ in parts.items():
                 assert_same_bytes(q.parts()[part], bytes_, f"{fqn}.{part}")
         elif name == "float8-tensor":  # the nearest code under the new scale

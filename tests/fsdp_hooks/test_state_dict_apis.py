@@ -30,6 +30,7 @@ from qtensor import (
     quantize_,
     quantized_model_init,
 )
+from qtensor.formats import tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import (
     RECIPES,
@@ -238,7 +239,7 @@ def broadcasts_dense(name: str, *, meta: bool) -> None:
         assert_equals_reference(gathered(net), reference, "broadcast")
     sync_scales(net)
     for fqn, _, q in quantized(net):
-        if (wide := q.tensor_wide()) is not None:
+        if (wide := tensor_wide(q.recipe)) is not None:
             full: Any = dict(reference.named_parameters())[fqn]
             assert torch.equal(getattr(q, wide), getattr(full, wide)), fqn
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 from dcp_adapters import expand
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
+from qtensor.formats import tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import RECIPES, TENSOR_WIDE, Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
@@ -391,14 +392,14 @@ def _disagreeing_pieces_agree(name: str, dp: int) -> None:
                 if isinstance(q, QuantizedTensor):
                     q.copy_(q.dequantize() * 3.0 ** dist.get_rank())
         weights = [local(param) for param in net.blocks.parameters() if isinstance(local(param), QuantizedTensor)]
-        before = [max(exchanged(getattr(q, q.tensor_wide()).item())) for q in weights]
+        before = [max(exchanged(getattr(q, tensor_wide(q.recipe)).item())) for q in weights]
         with Collectives() as comms:
             result = agree(net)
         expected = expected_collectives(name, dp, 2)
         assert comms.counts == {"allreduce_": expected}
         assert result == expected or agree is optimizer_of
         for q, largest in zip(weights, before, strict=True):
-            assert set(exchanged(getattr(q, q.tensor_wide()).item())) == {largest}
+            assert set(exchanged(getattr(q, tensor_wide(q.recipe)).item())) == {largest}
 
 
 @pytest.mark.parametrize("dp", [1, 2])

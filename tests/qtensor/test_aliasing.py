@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_hooks.all_gather import Arrangement
 from qtensor import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -16,6 +15,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
+from qtensor.contents import initial_value, preserve
 from tests.qtensor.recipes_under_test import every_recipe, same_parts, weight
 
 TENSOR_WIDE = Float8CurrentScaling(granularity="tensor")
@@ -136,11 +136,17 @@ def test_a_quantized_weight_of_a_copied_linear_can_not_be_given_to_an_embedding(
 def test_what_is_preserved_is_forgotten_through_every_alias(alias) -> None:
     """FSDP2's to_local() of a parameter is such a view: what an optimizer forgets through it is forgotten."""
     q = quantize(weight(64, 64), MXFP8BlockScaling())
-    q.init_value = weight(64, 64)
-    alias(q).init_value = None
-    assert q.init_value is None
+    preserve(q, weight(64, 64))
+    preserve(alias(q), None)
+    assert initial_value(q) is None
 
 
-def test_an_arrangement_has_no_other_fields() -> None:
-    with pytest.raises(TypeError, match="an Arrangement has no flatt"):
-        Arrangement().but(flatt=(3,))
+def test_a_piece_cut_along_k_has_a_preserved_value_of_its_own() -> None:
+    q = quantize(weight(64, 64), MXFP8BlockScaling())
+    preserve(q, weight(64, 64))
+    before = initial_value(q).clone()
+    left, right = q.split(32, dim=1)
+    left.fill_(3.0)
+    assert (initial_value(left) == 3.0).all()
+    assert torch.equal(initial_value(right), before[:, 32:])
+    assert torch.equal(initial_value(q), before)

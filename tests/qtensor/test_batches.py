@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, batches, quantize, use_kernels
+from qtensor.agreement import flat_amax
+from qtensor.contents import preserve, write
+from qtensor.formats import tensor_wide
 from tests.qtensor.recipes_under_test import RECIPES, every_recipe, same_parts, weight
 
 SHAPES = [(64, 96), (32, 64), (64, 96), (45, 96), (64, 96), (32, 64), (2, 32, 64), (0, 64)]
@@ -26,9 +29,9 @@ def weights(recipe: Any, seed: int) -> list[Tensor]:
 def shards_of(recipe: Any) -> list[QuantizedTensor]:
     """Shards of several shapes; among them a view of rows, where scales allow it, and one with a preserved value."""
     shards = [quantize(value, recipe) for value in weights(recipe, 0)]
-    if shards[0].tensor_wide() is None and getattr(recipe, "blocks", "row") == "row":
+    if tensor_wide(shards[0].recipe) is None and getattr(recipe, "blocks", "row") == "row":
         shards[2] = quantize(weight(96, 96), recipe)[:64]
-    shards[4].init_value = torch.zeros(shards[4].shape, dtype=shards[4].dtype)
+    preserve(shards[4], torch.zeros(shards[4].shape, dtype=shards[4].dtype))
     return shards
 
 
@@ -40,11 +43,11 @@ def test_written_at_once_or_one_by_one_the_bytes_are_the_same(
     values = weights(recipe, 100)
     one_by_one, at_once = shards_of(recipe), shards_of(recipe)
     amaxes: list[Tensor | None] = [None] * len(values)
-    if agreed and one_by_one[0].shared_amax(values[0]) is not None:
+    if agreed and flat_amax(values[0], one_by_one[0].recipe) is not None:
         amaxes = [amax * 1.5 for amax in batches.shared_amaxes(at_once, values)]
         amaxes[2] = None  # as of a weight that tensor parallelism has not cut
     for shard, value, amax in zip(one_by_one, values, amaxes, strict=True):
-        shard.write(value, amax, step=True)
+        write(shard, value, amax, step=True)
     for stack in (batches.STACK, 2 * 64 * 96):
         monkeypatch.setattr(batches, "STACK", stack)
         batches.write_each(at_once, values, amaxes)
@@ -60,7 +63,7 @@ def test_compiled_kernels_write_many_to_the_same_bytes(name: str) -> None:
     one_by_one, at_once = shards_of(recipe), shards_of(recipe)
     with use_kernels("eager"):
         for shard, value in zip(one_by_one, values, strict=True):
-            shard.write(value, step=True)
+            write(shard, value, step=True)
     with use_kernels("compiled"):
         batches.write_each(at_once, values, [None] * len(values))
     assert all(same_parts(mine, other) for mine, other in zip(at_once, one_by_one, strict=True))
@@ -70,10 +73,10 @@ def test_compiled_kernels_write_many_to_the_same_bytes(name: str) -> None:
 def test_amaxes_of_many_are_those_of_each(recipe: Any) -> None:
     values, shards = weights(recipe, 5), shards_of(recipe)
     values[0][3, 3] = float("inf")
-    if shards[0].shared_amax(values[0]) is None:
+    if flat_amax(values[0], shards[0].recipe) is None:
         return  # nobody asks for them
     for found, shard, value in zip(batches.shared_amaxes(shards, values), shards, values, strict=True):
-        expected = shard.shared_amax(value)
+        expected = flat_amax(value, shard.recipe)
         assert expected is not None
         assert torch.equal(found, expected)
 

@@ -19,7 +19,7 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.formats import encode, format_of, shared_amax
+from qtensor.formats import encode, format_of, shared_amax, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
@@ -63,6 +63,14 @@ def test_round_trip_is_within_half_a_step(recipe: Any, dtype: torch.dtype) -> No
     q = quantize(x, recipe)
     decoded = q.dequantize(torch.float32)
     assert ((decoded.double() - x.double()).abs() <= error_bound(x, q)).all()
+
+
+@every_recipe
+def test_public_attributes_are_parts_what_users_call_and_what_fsdp_asks_for(recipe: Any) -> None:
+    q = quantize(weight(), recipe)
+    own = {name for name in {*dir(q)} - {*dir(torch.Tensor)} if not name.startswith("_")}
+    fsdp = {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
+    assert own == {"recipe", "parts", "from_parts", "safe_globals", *q.parts()} | fsdp
 
 
 @every_recipe
@@ -941,7 +949,7 @@ def test_cat_joins_pieces_that_share_their_scales(recipe: Any) -> None:
         assert same_parts(torch.cat(q.split(32, dim), dim), q)
     other = quantize(weight(seed=1) * 3, recipe)
     mixed = [q, quantize(weight(), MXFP8BlockScaling(element="e5m2", scale_rounding="floor"))]
-    for pieces in (mixed, [q, weight()], *([[q, other]] if q.tensor_wide() else [])):
+    for pieces in (mixed, [q, weight()], *([[q, other]] if tensor_wide(q.recipe) else [])):
         with pytest.raises(NotImplementedError, match=r"^cat of \[.*\]: only quantized tensors of one recipe whose"):
             torch.cat(pieces)
 

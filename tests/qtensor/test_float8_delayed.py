@@ -26,6 +26,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
+from qtensor.contents import write
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, batch, build, local, shard
 from tests.qtensor.recipes_under_test import same_bytes, same_parts, weight
 from tests.ranks import run_ranks, run_ranks_catching
@@ -92,7 +93,7 @@ def test_steps_follow_the_formulas(name: str) -> None:
     assert_equals(q, reference.begin(x.numpy()), reference)
     for seed, scale in enumerate((2.0, 0.1, 0.1, 0.1, 1e-3, 1e-3, 1e4, 1.0), start=1):
         x = values(scale, seed)
-        q.write(x, step=True)
+        write(q, x, step=True)
         assert_equals(q, reference.step(x.numpy()), reference)
     q.copy_(x)  # no step: the history begins anew
     assert_equals(q, reference.begin(x.numpy()), reference)
@@ -110,9 +111,9 @@ def test_without_margin_the_first_value_is_scaled_as_by_current_scaling() -> Non
 
 def test_a_step_clamps_what_outgrows_the_history() -> None:
     q = quantize(torch.ones(4, 8), Float8DelayedScaling(amax_history_len=2))
-    q.write(torch.full((4, 8), 3.0), step=True)
+    write(q, torch.full((4, 8), 3.0), step=True)
     assert q.dequantize().unique().item() == 1.0
-    q.write(torch.full((4, 8), 3.0), step=True)
+    write(q, torch.full((4, 8), 3.0), step=True)
     assert q.dequantize().unique().item() == 3.0
 
 
@@ -120,7 +121,7 @@ def test_zeros_keep_the_previous_scale() -> None:
     q = quantize(torch.full((2, 4), 8.0), Float8DelayedScaling(amax_history_len=1))
     scale = q.scale.clone()
     for _ in range(3):
-        q.write(torch.zeros(2, 4), step=True)
+        write(q, torch.zeros(2, 4), step=True)
         assert same_bytes(q.scale, scale)
         assert not q.dequantize().any()
 
@@ -147,7 +148,7 @@ def test_bad_values_are_named() -> None:
 
 def test_the_history_travels_through_copies_and_pickle() -> None:
     q = quantize(values(1.0, 0), Float8DelayedScaling(amax_history_len=3))
-    q.write(values(2.0, 1), step=True)
+    write(q, values(2.0, 1), step=True)
     for other in (q.clone(), copy.deepcopy(q), pickle.loads(pickle.dumps(q)), q.to(torch.float16)):
         assert same_bytes(other.amax_history, q.amax_history)
         assert other.amax_history.data_ptr() != q.amax_history.data_ptr()
@@ -226,7 +227,7 @@ def agrees_after_writes_by_hand() -> None:
     net = build(RECIPE, (32,))
     shard(net)
     q = local(net.head.weight)
-    q.write(q.dequantize(torch.float32), step=True)
+    write(q, q.dequantize(torch.float32), step=True)
     if dist.get_rank() == 1:
         with torch.no_grad():
             q.copy_(q.dequantize() * 7)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_hooks import compiled
 from fsdp_hooks.compiled import Kernel
 from qtensor import QuantizedTensor, kernels, quantize, use_kernels
+from qtensor.contents import write
 from qtensor.formats import encode, shared_amax
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, block_of, every_recipe, same_bytes, weight
 
@@ -172,10 +173,10 @@ def test_a_step_with_a_history_is_chunked_alike(monkeypatch: pytest.MonkeyPatch)
     (recipe,) = DELAYED.values()
     whole, chunked = (quantize(weight(64, 96), recipe) for _ in range(2))
     for seed in range(3):
-        whole.write(weight(64, 96, seed=seed), step=True)
+        write(whole, weight(64, 96, seed=seed), step=True)
         with monkeypatch.context() as patch:
             patch.setitem(kernels.CHUNK, "cpu", 96)
-            chunked.write(weight(64, 96, seed=seed), step=True)
+            write(chunked, weight(64, 96, seed=seed), step=True)
         assert_same(chunked.parts(), whole.parts())
 
 
@@ -226,10 +227,10 @@ class Largest(TorchDispatchMode):
 def test_a_write_makes_no_dense_temporary_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
     q, master = quantize(weight(512, 96), recipe), weight(512, 96, torch.float32, seed=1)
     whole = q.clone()
-    whole.write(master, step=True)
+    write(whole, master, step=True)
     monkeypatch.setitem(kernels.CHUNK, "cpu", 64 * 96)
     with Largest() as largest:
-        q.write(master, step=True)
+        write(q, master, step=True)
     assert 0 < largest.bytes <= 64 * 96 * 4
     assert_same(q.parts(), whole.parts())
 

@@ -21,6 +21,7 @@ from qtensor import (
     quantize_,
     quantized_model_init,
 )
+from qtensor.formats import tensor_wide
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, same_parts, tensor_wide_recipes, weight
 
 MXFP8 = MXFP8BlockScaling()
@@ -422,7 +423,7 @@ def test_tensor_wide_scales_belong_to_each_weight(recipe: Any) -> None:
     with torch.no_grad():
         model.up.weight.mul_(100)
     quantize_(model, recipe)
-    scale = model.up.weight.tensor_wide()
+    scale = tensor_wide(model.up.weight.recipe)
     assert getattr(model.up.weight, scale) > 10 * getattr(model.down.weight, scale)
 
 

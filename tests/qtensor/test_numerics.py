@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
-from qtensor.formats import adopt
+from qtensor.formats import adopt, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
@@ -229,7 +229,7 @@ def test_the_largest_element_of_float8_uses_the_whole_range(x: np.ndarray) -> No
 def test_adopting_a_larger_scale_loses_half_a_step_of_that_scale(name: str, x: np.ndarray, factor: float) -> None:
     recipe, dense = RECIPES[name], torch.from_numpy(x)
     q = quantize(dense, recipe)
-    wide = q.tensor_wide()
+    wide = tensor_wide(q.recipe)
     scale = getattr(q, wide) * factor
     adopted = QuantizedTensor.from_parts(adopt(dense, recipe, scale), recipe, torch.float32)
     assert same_bytes(getattr(adopted, wide), scale)

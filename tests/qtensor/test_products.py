@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Arrangement, ShardRows
+from fsdp_hooks.all_gather import Sharding, ShardRows, sharding_of
 from qtensor import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -77,8 +77,8 @@ def gathered(recipe: Any, shards: int = 3, rows: int = 32, columns: int = 96) ->
         else how([piece.parts()[name] for piece in pieces])
         for name, how in join.items()
     }
-    arrangement = Arrangement(shards=ShardRows(rows))
-    whole = type(pieces[0])(parts, recipe, torch.bfloat16, arrangement=arrangement)
+    sharding = Sharding(shards=ShardRows(rows))
+    whole = type(pieces[0])(parts, recipe, torch.bfloat16, sharding=sharding)
     return whole, torch.cat([piece.dequantize(torch.float32) for piece in pieces])
 
 
@@ -464,8 +464,8 @@ def test_the_hardware_agrees_with_the_emulation(
 def test_the_hardware_applies_the_scale_of_every_shard(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = on_hardware(recipe, 96, 128)
     w, values = gathered(recipe, columns=128)
-    arrangement = w.arrangement
-    w = type(w)({k: p.to(device) for k, p in w.parts().items()}, recipe, w.dtype, arrangement=arrangement)
+    parts, sharding = {name: part.to(device) for name, part in w.parts().items()}, sharding_of(w)
+    w = type(w)(parts, recipe, w.dtype, sharding=sharding)
     x = tokens(7, 128).to(device)
     forbid_emulation(monkeypatch)
     y = product(x, w)

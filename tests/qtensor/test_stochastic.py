@@ -24,6 +24,7 @@ from qtensor import (
     quantized_model_init,
     stochastic_rounding,
 )
+from qtensor.contents import initial_value, preserve
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, element_of, same_bytes, same_parts, unit, weight
 
 FAILURE = 1e-9
@@ -318,7 +319,7 @@ def test_a_preserved_initial_value_is_overwritten_by_what_was_computed() -> None
     with stochastic_rounding(seeded()):
         q.add_(0.001)
     assert same_parts(q, expected)
-    assert torch.equal(q.init_value.view(64, 96), values)
+    assert torch.equal(initial_value(q).view(64, 96), values)
 
 
 @all_recipes
@@ -378,11 +379,11 @@ def test_averages_with_a_preserved_value_move_alike_in_all_forms() -> None:
         lambda q, end: torch._foreach_lerp_([q], [end], 0.01),
     ):
         q = quantize(torch.zeros(4, 64), MXFP8BlockScaling())
-        q.init_value = torch.zeros(4, 64)
+        preserve(q, torch.zeros(4, 64))
         for _ in range(50):
             update(q, torch.ones(4, 64))
         averages.append(q)
-    assert torch.equal(averages[0].init_value, averages[1].init_value)
+    assert torch.equal(initial_value(averages[0]), initial_value(averages[1]))
     assert averages[0].dequantize().min() > 0.3
 
 

@@ -20,7 +20,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.layout import KINDS, LAYOUTS, Scheme
 from dcp_adapters.hf.reader import HuggingFaceReader
-from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, contents, quantize
 from tests.dcp_adapters.cases import assert_holds, bits, values
 from tests.dcp_adapters.hf.directories import (
     dense_tensors,
@@ -194,7 +194,7 @@ def test_the_history_of_a_scale_gives_the_scale(margin: int, compute: str) -> No
         q: Any = quantize(values((4, 32), seed, torch.float32) * 2.0 ** (seed - 20), recipe)
         again = history_of(q.scale, recipe)
         stepped = type(q).from_parts({**q.parts(), "amax_history": again}, recipe, q.dtype)
-        stepped.write(q.dequantize(), torch.ones(()), step=True)
+        contents.write(stepped, q.dequantize(), torch.ones(()), step=True)
         assert torch.equal(stepped.scale, q.scale), seed
 
 
@@ -204,7 +204,7 @@ def test_the_history_of_a_foreign_scale_is_next_to_it() -> None:
     q: Any = quantize(torch.ones(1, 32), recipe)
     for one in scale:
         stepped = type(q).from_parts({**q.parts(), "amax_history": history_of(one, recipe)}, recipe, q.dtype)
-        stepped.write(q.dequantize(), torch.ones(()), step=True)
+        contents.write(stepped, q.dequantize(), torch.ones(()), step=True)
         assert abs(stepped.scale.view(torch.int32).item() - one.view(torch.int32).item()) <= 1
 
 

@@ -1,0 +1,178 @@
+"""What a quantized tensor consists of, and how it is read and written: for the op table, the hooks and the adapters.
+
+    parts            what its recipe says: gathered, stored, sent to other processes
+    initial value    in high precision, where it is preserved: a part of its own that is neither gathered nor stored
+    lens, sharding   how they are looked at, and what FSDP2 made of them
+
+Whatever is done to all that a tensor consists of (a copy, a cut, a move, a broadcast) goes over `held`, and so takes a
+preserved initial value along.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.all_gather import AT_REST, Sharding, sharding_of
+from qtensor import kernels
+from qtensor.formats import PartSpec, describe, keeps_history, specs_of, tensor_wide
+from qtensor.lens import OWN, Lens, Reach
+
+if TYPE_CHECKING:
+    from qtensor.tensor import QuantizedTensor
+
+INITIAL_VALUE = "_init_value"  # its name among the parts
+
+
+class Preserved:
+    """Holds a preserved initial value. Aliases share it: what is forgotten through one of them is forgotten by all."""
+
+    value: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Preserved":
+        return Preserved()  # DCP stages attributes by deepcopy, and a checkpoint has no use for it
+
+
+def lens_of(q: "QuantizedTensor") -> Lens:
+    """How q looks at its parts."""
+    return q._lens  # noqa: SLF001 - this module is the inside of that class
+
+
+def _preserved(q: "QuantizedTensor") -> Preserved:
+    return q._preserved  # noqa: SLF001 - this module is the inside of that class
+
+
+def initial_value(q: "QuantizedTensor") -> Tensor | None:
+    """The high-precision value that q was initialised with, where that is preserved."""
+    return _preserved(q).value
+
+
+def preserve(q: "QuantizedTensor", value: Tensor | None) -> None:
+    """Keep an initial value beside q, aliased; None: forget it."""
+    _preserved(q).value = value
+
+
+def held(q: "QuantizedTensor") -> dict[str, Tensor]:
+    """All that q consists of: its parts, and its initial value where that is preserved; aliases."""
+    parts, value = q.parts(), initial_value(q)
+    return parts if value is None else {**parts, INITIAL_VALUE: value}
+
+
+def held_specs(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> tuple[PartSpec, ...]:
+    """The specs of what q consists of, as of one that appears in `dtype` (None: in its own)."""
+    specs = specs_of(q.recipe)
+    return specs if initial_value(q) is None else (*specs, _initial_value_spec(dtype or q.dtype))
+
+
+@functools.cache
+def _initial_value_spec(dtype: torch.dtype) -> PartSpec:
+    return PartSpec(INITIAL_VALUE, dtype, gathered=False)
+
+
+def bytes_of(q: "QuantizedTensor") -> list[Tensor]:
+    """What q consists of, as bytes that alias it."""
+    return [(tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8) for tensor in held(q).values()]
+
+
+def like(  # noqa: PLR0913 - all that an instance consists of
+    q: "QuantizedTensor",
+    parts: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    lens: Lens = OWN,
+    sharding: Sharding = AT_REST,
+    shape: torch.Size | None = None,
+) -> "QuantizedTensor":
+    """A tensor of the class and recipe of q around other parts; `shape`, where it is known, saves deriving it."""
+    return type(q)(parts, q.recipe, dtype or q.dtype, lens=lens, sharding=sharding, shape=shape)
+
+
+def aliased(q: "QuantizedTensor", lens: Lens, shape: torch.Size) -> "QuantizedTensor":
+    """Another look at the same parts, and at what is preserved beside them."""
+    sharding, preserved = sharding_of(q), _preserved(q)
+    return type(q)(q.parts(), q.recipe, q.dtype, lens=lens, sharding=sharding, shape=shape, preserved=preserved)
+
+
+def shared_scale(q: "QuantizedTensor") -> Tensor:
+    """The scale that cuts can share, fp32: [] where it is tensor-wide, else [.., N, 1]."""
+    part: Tensor = getattr(q, tensor_wide(q.recipe) or "scale")
+    return part
+
+
+def parts_per_row(q: "QuantizedTensor") -> dict[str, Tensor]:
+    """The parts, with the vector of a gathered weight's tensor-wide part spread over the rows ([N, 1, ..])."""
+    parts, shards, wide = q.parts(), sharding_of(q).shards, tensor_wide(q.recipe)
+    if shards is not None and wide is not None:
+        rows, ndim = parts["payload"].shape[0], parts["payload"].ndim
+        entry = (torch.arange(rows, dtype=torch.int64, device=q.device) + shards.offset) // shards.rows
+        parts[wide] = parts[wide][entry].reshape(rows, *[1] * (ndim - 1))
+    return parts
+
+
+def decoded(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
+    """`q.dequantize(dtype)` outside of autograd."""
+    with torch.no_grad():
+        values = kernels.decode(parts_per_row(q), q.recipe, dtype or q.dtype)
+        if lens_of(q).transposed:
+            return values.transpose(-2, -1)
+        return values if values.shape == q.shape else values.view(q.shape)
+
+
+def values_of(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
+    """Its preserved initial value, aliased, or else its decoded values."""
+    value = initial_value(q)
+    return decoded(q, dtype) if value is None else value
+
+
+@torch.no_grad()
+def write(q: "QuantizedTensor", dense: Tensor, amax: Tensor | None = None, *, step: bool = False) -> None:
+    """Requantize in place from dense values of the same shape.
+
+    `amax` is what the shards agreed on, of as many values as there are shared scales; without it that of the values is
+    taken. `step` says that the values develop from those before, as an optimizer's do: recipes with a history continue
+    it; otherwise it begins anew.
+    """
+    lens = lens_of(q)
+    if lens.transposed:
+        raise NotImplementedError(
+            f"writing into a transposed view of {describe(lens.described or (), q.recipe)}; write the weight itself"
+        )
+    if lens.reach is Reach.BROKEN_BLOCKS:
+        raise RuntimeError(
+            f"writing values into rows that split square blocks of {describe(q.shape, q.recipe)}: "
+            "the other rows of those blocks share their scales; write whole blocks, or the whole tensor"
+        )
+    x = dense.detach().reshape(lens.described or q.shape)
+    amax = kernels.shared_amax(x, q.recipe) if amax is None else amax.view_as(shared_scale(q))
+    if step and keeps_history(q.recipe):
+        assert amax is not None
+        before = q.parts()
+        parts = kernels.encode_step(x, q.recipe, amax, before["scale"], before["amax_history"])
+    else:
+        parts = kernels.encode(x, q.recipe, amax)
+    store(q, {**parts, INITIAL_VALUE: x})
+
+
+def store(q: "QuantizedTensor", parts: Mapping[str, Tensor]) -> None:
+    """Copy new bytes into all that q consists of; an initial value that is not among them is forgotten.
+
+    A view of some rows refuses to change the tensor-wide scale of all rows.
+    """
+    lens, wide = lens_of(q), tensor_wide(q.recipe)
+    if lens.severed:
+        raise RuntimeError(
+            f"writing into some columns of {describe(q.shape, q.recipe)}: a slice of columns is a copy, so "
+            "the write would be lost; write the whole tensor, or clone() the slice to own it"
+        )
+    if wide and lens.some_rows and not bool((getattr(q, wide) == parts[wide]).all()):
+        raise RuntimeError(
+            f"writing into some rows of {describe(q.shape, q.recipe)} would change its {wide}, which the "
+            "other rows share; write the whole tensor, or use a recipe whose scales belong to rows"
+        )
+    for name, part in held(q).items():
+        if name in parts:
+            part.copy_(parts[name])
+        else:
+            preserve(q, None)
