@@ -15,12 +15,11 @@ from qtensor.formats import format_of
 from tests.qtensor.recipes_under_test import (
     RECIPES,
     all_recipes,
-    block_of,
-    element_of,
     every_recipe,
     same_bytes,
     weight,
 )
+from tests.recipes import E8M0, FP8, facts, recipes
 
 INF, NAN = float("inf"), float("nan")
 # magnitudes of weights, of the smallest and of the largest fp32 numbers, where scales saturate
@@ -79,11 +78,11 @@ def test_decoded_values_are_those_snapped_to_the_grid(recipe: Any, exponent: int
     assert same_bytes(decoded, fmt.snap(x * spread(enc, x), recipe) * spread(dec, x))
 
 
-@pytest.mark.parametrize("name", ["float8_row", "float8_row_e5m2", "nvfp4_row"])
+@pytest.mark.parametrize("name", ["float8_row", "float8_row_e5m2", "nvfp4"])
 def test_snapping_agrees_with_the_elements_around_every_tie(name: str) -> None:
     """A few ulps around all elements and midpoints, under the scale 1."""
     recipe = RECIPES[name]
-    fmt, largest = format_of(recipe), element_of(recipe).largest
+    fmt, largest = format_of(recipe), facts(recipe).element.largest
     every = torch.cat([torch.linspace(0, 8, 513), torch.logspace(-18, 17, 36 * 64 + 1, base=2.0)])
     elements = fmt.snap(every, recipe).unique()
     assert elements[0] == 0
@@ -102,7 +101,7 @@ def test_snapping_agrees_with_the_elements_around_every_tie(name: str) -> None:
     found = fmt.snap(x, recipe)
     assert torch.equal(found[~ties].abs(), nearest[~ties])
     assert torch.equal(torch.signbit(found), torch.signbit(x))
-    if name == "nvfp4_row":  # ties to the even code
+    if name == "nvfp4":  # ties to the even code
         tied = fmt.snap(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), recipe)
         assert tied.tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
@@ -136,7 +135,7 @@ def test_a_block_scale_of_zero_decodes_to_zeros() -> None:
 
 # -- candidates of a search ------------------------------------------------------------------------------------------
 
-BLOCK_RECIPES = [name for name in RECIPES if name.startswith(("mxfp8", "nvfp4"))]
+BLOCK_RECIPES = recipes(lambda each: each.block > 1)
 MULTIPLES = torch.linspace(0.25, 4, 39, dtype=torch.float64)
 
 
@@ -161,7 +160,7 @@ def test_candidates_fall_and_are_like_the_own_quantizer(recipe: Any, elementwise
     assert (dec.diff(dim=0) <= 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("float8")])
+@pytest.mark.parametrize("name", recipes(lambda each: each.block == 1 and not each.history))
 def test_float8_candidates_are_multiples_of_the_amax(name: str) -> None:
     recipe = RECIPES[name]
     fmt, x = format_of(recipe), values(125)
@@ -173,7 +172,7 @@ def test_float8_candidates_are_multiples_of_the_amax(name: str) -> None:
         assert torch.equal(found, expected.clamp(max=torch.finfo(torch.float32).max).float())
 
 
-@pytest.mark.parametrize("name", [name for name in BLOCK_RECIPES if name.startswith("mxfp8")])
+@pytest.mark.parametrize("name", recipes(lambda each: each.scale is E8M0))
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_mxfp8_candidates_are_the_codes_of_the_multiples(name: str, exponent: int) -> None:
     recipe = RECIPES[name]
@@ -189,7 +188,7 @@ def test_mxfp8_candidates_are_the_codes_of_the_multiples(name: str, exponent: in
             assert set(found[:, row, column].tolist()) == set(expected[:, row, column].tolist())
 
 
-@pytest.mark.parametrize("name", ["nvfp4_row", "nvfp4_square"])
+@pytest.mark.parametrize("name", recipes(lambda each: each.scale is FP8))
 def test_nvfp4_candidates_are_all_scales_up_to_one_that_leaves_zeros(name: str) -> None:
     recipe = RECIPES[name]
     fmt, x = format_of(recipe), values()
@@ -211,7 +210,7 @@ def test_nvfp4_candidates_are_all_scales_up_to_one_that_leaves_zeros(name: str) 
 def test_what_is_left_out_of_an_elementwise_search_is_nowhere_nearer(name: str) -> None:
     """Each such scale has another that is kept, mostly its half, under which no element has a larger error."""
     recipe = RECIPES[name]
-    fmt, x, block = format_of(recipe), values(), block_of(recipe)
+    fmt, x, block = format_of(recipe), values(), facts(recipe).block
     x[::2] = fmt.decode(fmt.encode(x, recipe, fmt.shared_amax(x, recipe)), recipe)[::2]  # many ties
     blocks = x.unflatten(-1, (-1, block))
 
@@ -220,7 +219,7 @@ def test_what_is_left_out_of_an_elementwise_search_is_nowhere_nearer(name: str) 
         return ((fmt.snap(scaled.float(), recipe).double() - scaled) * dec.double().unsqueeze(-1)).abs()
 
     every, kept = tried(x, recipe), tried(x, recipe, elementwise=True)
-    assert kept.shape[0] < every.shape[0] or name.startswith("nvfp4")
+    assert kept.shape[0] < every.shape[0] or facts(recipe).scale is FP8
     left_out = ~(every.unsqueeze(1) == kept).any(dim=1)
     assert left_out.any()
     largest = x.abs().max() * 2.0**-22
