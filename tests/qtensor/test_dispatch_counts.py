@@ -19,6 +19,7 @@ from qtensor.tensor import OPS
 from tests.ranks import run_ranks
 from tests.recipes import ROW
 
+pytestmark = pytest.mark.budget
 # calls a layer: at most, since fewer are welcome. Adam's own step multiplies (weight decay) and adds.
 LIMITS = {"forward and backward": 0, "MasterWeightOptimizer": 0, "AdamW": 2}
 

@@ -433,6 +433,7 @@ def test_unknown_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert use_kernels.mode == "auto"
 
 
+@pytest.mark.budget
 def test_nothing_is_compiled_again_for_another_place_to_call_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo guards on autograd, autocast, inference mode, views' bases and whether __torch_function__ is on."""
     graphs: list[str] = []
@@ -465,6 +466,8 @@ def test_nothing_is_compiled_again_for_another_place_to_call_from(monkeypatch: p
     assert len(graphs) == 2
 
 
+@pytest.mark.budget
+@pytest.mark.slow
 def test_shapes_are_dynamic_so_that_nothing_is_compiled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Special to torch are dims of size 1, and dims that are equal at first; it compiles once more for what is not."""
     graphs: list[Any] = []
