@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 from tests.recipes import WITH_HISTORY, facts
 
 EVERY = RECIPES | WITH_HISTORY
-# A compilation takes seconds: every recipe once, two with the one storage, two with the other.
+# A compilation takes seconds: every recipe once; after two recipes the storage changes.
 PAIRS = [
     (name, storages[number // 2 % len(storages)])
     for number, (name, recipe) in enumerate(EVERY.items())
