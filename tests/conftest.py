@@ -59,7 +59,12 @@ def pytest_unconfigure() -> None:
     ranks.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked_for = "budget" in config.option.markexpr or any("::" in argument for argument in config.args)
+    if not asked_for:
+        left_out = [item for item in items if item.get_closest_marker("budget") and item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     # Files with slow tests first: at the end they would keep one of pytest-xdist's workers while the others wait.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

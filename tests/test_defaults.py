@@ -124,7 +124,7 @@ def training(under: Under, path: Path) -> Found:
     values: Found = {}
     inputs, dense = weight(8, 96, seed=4), {f"{index}.weight": weight(96, 96, seed=index) for index in range(2)}
     for name, storage in (
-        ("mxfp8_row", "quantized"),
+        ("mxfp8", "quantized"),
         ("nvfp4_square", "quantized"),
         ("float8_delayed", "quantized"),
         ("float8_tensor", "high_precision"),

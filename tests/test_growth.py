@@ -30,6 +30,7 @@ from qtensor import Float8CurrentScaling, MasterWeightOptimizer, NVFP4BlockScali
 from tests.growth import assert_linear, bytecodes
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.budget
 SIZES = (2, 4, 8)
 NVFP4 = NVFP4BlockScaling()
 WIDE = Float8CurrentScaling(granularity="tensor")
@@ -96,6 +97,7 @@ def one_life(count: int, path: Path) -> dict[str, int]:
     return out
 
 
+@pytest.mark.slow
 def test_phases_of_a_model_are_linear_in_its_weights(shared_tmp_path: Path) -> None:
     (costs,) = run_ranks(1, lives, shared_tmp_path)
     for phase, cost in costs.items():
@@ -119,6 +121,7 @@ def hold(model: nn.Module) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_unsharded_is_linear_in_the_groups() -> None:
     (costs,) = run_ranks(1, holds)
     for found, cost in costs.items():
@@ -174,6 +177,7 @@ def conversions(path: Path) -> list[int]:
     return costs[1:]
 
 
+@pytest.mark.slow
 def test_conversions_that_wait_for_ranks_are_linear_in_the_weights(shared_tmp_path: Path) -> None:
     for cost in run_ranks(2, conversions, shared_tmp_path):
         assert_linear("conversion", cost)

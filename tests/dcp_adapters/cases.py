@@ -21,16 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from dcp_adapters.expand import expand_leaf, quantized_local
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor import quantize
+from tests import recipes
 
-ROW = {
-    "float8_row": Float8CurrentScaling(),
-    "float8_tensor": Float8CurrentScaling(granularity="tensor"),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-}
-SQUARE = {"nvfp4_square": NVFP4BlockScaling(blocks="square"), "mxfp8_square": MXFP8BlockScaling(blocks="square")}
-RECIPES = ROW | SQUARE
+ROW, SQUARE, RECIPES = recipes.ROW, recipes.SQUARE, recipes.MAIN
+EVERY = RECIPES | recipes.WITH_HISTORY
 K = 64
 # Rows of a weight: 112 even and uneven, 33 uneven, 3 empty shards from 4 ranks on. Square blocks want multiples of 32.
 ROWS = (112, 33, 3)
@@ -58,7 +53,7 @@ def arbitrary(shape: tuple[int, ...], recipe: Any, seed: int) -> Any:
     for part, tensor in q.parts().items():
         raw = tensor.view(-1).view(torch.uint8)
         noise = torch.randint(256, raw.shape, generator=generator, dtype=torch.uint8)
-        if part == "scale" and tensor.ndim and getattr(recipe, "blocks", "row") == "square":
+        if part == "scale" and tensor.ndim and recipes.facts(recipe).square:
             block = q.shape[-1] // tensor.shape[-1]
             noise = noise.view(shape[-2], -1)[::block].repeat_interleave(block, 0).view(-1)
         raw.copy_(noise)

@@ -26,13 +26,12 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_adapters import QuantizedLoadPlanner
 from dcp_adapters.load import conversions
 from dcp_adapters.load.convert import Conversion, narrowed, widened
-from qtensor import Float8DelayedScaling, high_precision_init_val, quantize, quantized_model_init
+from qtensor import high_precision_init_val, quantize, quantized_model_init
 from qtensor.tensor import QuantizedTensor
 from tests import ranks
-from tests.dcp_adapters.cases import RECIPES, alone, assert_holds, bits, held, load, placed, save, values
+from tests.dcp_adapters.cases import EVERY, alone, assert_holds, bits, held, load, placed, save, values
 from tests.ranks import run_ranks, run_ranks_catching
 
-ALL = RECIPES | {"float8_delayed": Float8DelayedScaling(amax_history_len=4)}
 DENSE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COLUMNS = 128  # four column cuts of one block of 32
 ROWS = {"even": 64, "uneven": 96, "few": 32}  # on 3 and 4 ranks cuts fall inside of square blocks
@@ -43,13 +42,13 @@ def source(kind: str, rows: int) -> Tensor:
     x = values((rows, COLUMNS), rows, torch.float32)
     x[3, 40] = float("nan")  # one block, and one row, that is not finite
     x[rows // 2] = 0
-    return x.to(DENSE[kind]) if kind in DENSE else quantize(x, ALL[kind])
+    return x.to(DENSE[kind]) if kind in DENSE else quantize(x, EVERY[kind])
 
 
 def converted(full: Tensor, kind: str, rows: int) -> Tensor:
     """A full target of a kind that got `full`: what conversion is defined by."""
     if kind not in DENSE:
-        target = quantize(torch.ones(rows, COLUMNS, dtype=torch.bfloat16), ALL[kind])
+        target = quantize(torch.ones(rows, COLUMNS, dtype=torch.bfloat16), EVERY[kind])
         target.copy_(full)
         return target
     return full.dequantize(DENSE[kind]) if isinstance(full, QuantizedTensor) else full.to(DENSE[kind])
@@ -57,10 +56,10 @@ def converted(full: Tensor, kind: str, rows: int) -> Tensor:
 
 def empty_target(kind: str, rows: int) -> Tensor:
     x = torch.full((rows, COLUMNS), 7.0, dtype=DENSE.get(kind, torch.bfloat16))
-    return x if kind in DENSE else quantize(x, ALL[kind])
+    return x if kind in DENSE else quantize(x, EVERY[kind])
 
 
-KINDS = [*DENSE, *ALL]
+KINDS = [*DENSE, *EVERY]
 PAIRS = [(a, b) for a in KINDS for b in KINDS if a != b]
 
 
@@ -141,7 +140,7 @@ def load_dense_model(path: Path, name: str) -> None:
     for storage in ("quantized", "high_precision"):
         if (name, storage) == ("float8_delayed", "high_precision"):
             continue
-        with quantized_model_init(ALL[name], storage=storage):
+        with quantized_model_init(EVERY[name], storage=storage):
             net = dense_net(9)
         for layer in net.layers:
             fully_shard(layer)
@@ -153,7 +152,7 @@ def load_dense_model(path: Path, name: str) -> None:
         assert all_reduce.call_count == shares, (name, storage)
         full = dense_net(0).state_dict()
         if storage == "quantized":
-            full = {key: quantize(value, ALL[name]) if key.endswith("weight") and "layers" in key else value
+            full = {key: quantize(value, EVERY[name]) if key.endswith("weight") and "layers" in key else value
                     for key, value in full.items()}  # fmt: skip
             assert_holds(state, {"model": full})
         else:
@@ -161,7 +160,7 @@ def load_dense_model(path: Path, name: str) -> None:
                 assert torch.equal(net.state_dict()[key].full_tensor(), value), key
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_dense_checkpoint_fills_a_quantized_model_by_one_all_reduce(name: str, shared_tmp_path: Path) -> None:
     run_ranks(1, save, {"model": dense_net(0).state_dict()}, shared_tmp_path)
     run_ranks(2, load_dense_model, shared_tmp_path, name)
@@ -169,11 +168,11 @@ def test_a_dense_checkpoint_fills_a_quantized_model_by_one_all_reduce(name: str,
 
 def from_safetensors(path: Path) -> None:
     for name in ("mxfp8_square", "nvfp4"):
-        with quantized_model_init(ALL[name]):
+        with quantized_model_init(EVERY[name]):
             net = fully_shard(dense_net(9))
         state = net.state_dict()
         load(state, None, reader=dcp.HuggingFaceStorageReader(str(path), thread_count=2), on_mismatch="convert")
-        full = {key: quantize(value, ALL[name]) if key.endswith("weight") and "layers" in key else value
+        full = {key: quantize(value, EVERY[name]) if key.endswith("weight") and "layers" in key else value
                 for key, value in dense_net(0).state_dict().items()}  # fmt: skip
         assert_holds(state, full)
 
@@ -194,13 +193,13 @@ def test_a_hugging_face_directory_fills_a_quantized_model(shared_tmp_path: Path)
 
 def partial_loads(path: Path) -> None:
     """As DCP users do them: a subset, other names through a renamed dict, layers that stay as they are."""
-    with quantized_model_init(ALL["nvfp4"]):
+    with quantized_model_init(EVERY["nvfp4"]):
         net = fully_shard(dense_net(9))
     state = net.state_dict()
     before = held(state)
     some = {f"model.{key}": value for key, value in state.items() if key.startswith("layers.1.")}
     load(some, path, on_mismatch="convert", allow_partial_load=True)
-    want = quantize(dense_net(0).layers[1].weight, ALL["nvfp4"])
+    want = quantize(dense_net(0).layers[1].weight, EVERY["nvfp4"])
     assert_holds({"w": some["model.layers.1.weight"]}, {"w": want})
     after = held(net.state_dict())
     changed = {name for name in after if after[name] != before[name]}
@@ -214,7 +213,7 @@ def test_partial_loads_convert_what_they_name(shared_tmp_path: Path) -> None:
 
 def test_a_preserved_initial_value_is_the_dense_value_it_was_quantized_from(tmp_path: Path) -> None:
     save({"weight": dense_net(0).layers[0].weight, "q": source("nvfp4", 64)}, tmp_path)
-    with quantized_model_init(ALL["mxfp8"], preserve_high_precision_init_val=True):
+    with quantized_model_init(EVERY["mxfp8"], preserve_high_precision_init_val=True):
         first, second = (nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), nn.Linear(128, 64, bias=False))
     load({"weight": first.weight, "q": second.weight}, tmp_path, on_mismatch="convert")
     assert torch.equal(high_precision_init_val(first.weight).bfloat16(), dense_net(0).layers[0].weight)
@@ -242,10 +241,10 @@ def buffers_alive(path: Path, name: str) -> int:
         most = max(most, len(alive))
         return tensor
 
-    target = {f"w{i}": quantize(torch.zeros(96, 64), ALL[name]) for i in range(12)}
+    target = {f"w{i}": quantize(torch.zeros(96, 64), EVERY[name]) for i in range(12)}
     with patch.object(Conversion, "buffer", counted):
         load(target, path, on_mismatch="convert")
-    assert_holds(target, {f"w{i}": quantize(values((96, 64), i), ALL[name]) for i in range(12)})
+    assert_holds(target, {f"w{i}": quantize(values((96, 64), i), EVERY[name]) for i in range(12)})
     return most
 
 
@@ -373,7 +372,7 @@ def test_the_next_load_agrees_as_if_nothing_had_happened(saved: Path) -> None:
 
 
 def test_a_view_of_a_larger_weight_is_no_target(saved: Path) -> None:
-    stack = quantize(torch.ones(2, 64, COLUMNS), ALL["nvfp4"])
+    stack = quantize(torch.ones(2, 64, COLUMNS), EVERY["nvfp4"])
     with (
         pytest.raises(BaseException, match="a view of some of a larger tensor, which a conversion can not write"),
         alone(),

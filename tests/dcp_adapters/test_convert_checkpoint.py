@@ -22,7 +22,7 @@ from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
 from dcp_adapters.cli.convert import ConversionRefused, EntryStream, convert_checkpoint, plan_conversion
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
-from tests.dcp_adapters.cases import RECIPES, alone, bits, held, load, models, placed, save, values
+from tests.dcp_adapters.cases import EVERY, RECIPES, alone, bits, held, load, models, placed, save, values
 from tests.dcp_adapters.live_storages import LiveStorages
 from tests.ranks import run_ranks
 
@@ -111,9 +111,9 @@ def state(change: Any = lambda value: value) -> dict[str, Any]:
 # -- the bytes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "delayed"])
+@pytest.mark.parametrize("name", EVERY)
 def test_every_recipe_becomes_another_as_copy_does(name: str, tmp_path: Path) -> None:
-    recipe = RECIPES.get(name, Float8DelayedScaling(amax_history_len=4))
+    recipe = EVERY[name]
     save(state(), tmp_path / "a")
     save(state(lambda q: recoded(q, recipe)), tmp_path / "expected")
     convert(tmp_path / "a", tmp_path / "b", recipe)

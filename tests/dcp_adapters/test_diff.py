@@ -13,10 +13,11 @@ from torch import Tensor
 
 from dcp_adapters.cli.diff import Diff, Difference, diff
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import models, reference, save, values
 from tests.dcp_adapters.live_storages import LiveStorages
 from tests.ranks import run_ranks
+from tests.recipes import ROW
 
 SHAPE = (48, 64)
 
@@ -91,10 +92,10 @@ def expected(a: Tensor, b: Tensor) -> tuple[float, float, float]:
     return float((b - a).abs().max()), relative, 10 * math.log10(float(a.square().sum() / (b - a).square().sum()))
 
 
-RECIPES = {"dense": None, "float8": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
+RECIPES = {"dense": None, **ROW}
 
 
-@pytest.mark.parametrize("b", ["float8", "nvfp4", "dense"])
+@pytest.mark.parametrize("b", ["float8_row", "nvfp4", "dense"])
 @pytest.mark.parametrize("a", ["dense", "mxfp8"])
 def test_the_error_is_that_of_the_dequantized_values(a: str, b: str, tmp_path: Path) -> None:
     sides = []

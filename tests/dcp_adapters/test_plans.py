@@ -26,10 +26,9 @@ from torch.distributed.tensor.placement_types import _StridedShard  # what FSDP2
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
 from fsdp_hooks.torch_private import dtensor_around
-from qtensor import Float8DelayedScaling, QuantizedTensor, quantize
-from tests.dcp_adapters.cases import RECIPES, ROW, SQUARE, arbitrary, bits
+from qtensor import QuantizedTensor, quantize
+from tests.dcp_adapters.cases import EVERY, ROW, SQUARE, arbitrary, bits
 
-EVERY = RECIPES | {"float8_delayed": Float8DelayedScaling(amax_history_len=4)}
 COLUMNS = 128  # four cuts of a block of 32
 Box = tuple[tuple[int, int], ...]  # for each dim: first, how many
 

@@ -22,7 +22,6 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from qtensor import (
     Float8CurrentScaling,
-    Float8DelayedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
@@ -31,21 +30,12 @@ from qtensor import (
 from tests.dcp_adapters.cases import arbitrary, models, reference, save, values
 from tests.dcp_adapters.live_storages import LiveStorages
 from tests.ranks import run_ranks
+from tests.recipes import FLOOR, POWER_OF_TWO, facts, recipes
 
 if TYPE_CHECKING:
     from dcp_adapters.cli.report.records import CheckpointReport, TensorReport
 
-RECIPES = {
-    "float8_row": Float8CurrentScaling(),
-    "float8_row_e5m2": Float8CurrentScaling(element="e5m2"),
-    "float8_tensor": Float8CurrentScaling(granularity="tensor"),
-    "float8_delayed": Float8DelayedScaling(amax_history_len=4),
-    "mxfp8": MXFP8BlockScaling(),
-    "mxfp8_floor": MXFP8BlockScaling(scale_rounding="floor"),
-    "mxfp8_square": MXFP8BlockScaling(blocks="square"),
-    "nvfp4": NVFP4BlockScaling(),
-    "nvfp4_square": NVFP4BlockScaling(blocks="square"),
-}
+RECIPES = recipes(lambda each: each.recipe != POWER_OF_TWO)  # whose one scale leaves room above: nothing is clipped
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 SHAPE = (64, 96)
 
@@ -62,38 +52,31 @@ def as_bytes(part: Tensor) -> np.ndarray:
 
 def taken_apart(q: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(elements, scale of each element, scales by group) as float64: the formats' definitions, in numpy alone."""
-    parts, name = q.parts(), type(q.recipe).__name__
-    if name == "NVFP4BlockScaling":
-        packed = as_bytes(parts["payload"])
-        codes = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(q.shape)
-        elements = codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-        stored = as_bytes(parts["scale"]).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        scale = stored * parts["global_scale"].numpy()
-        return elements, np.repeat(scale, 16, axis=-1).astype(np.float64), scale
-    element = ml_dtypes.float8_e4m3fn if q.recipe.element == "e4m3" else ml_dtypes.float8_e5m2
-    elements = as_bytes(parts["payload"]).view(element).astype(np.float64)
-    if name == "MXFP8BlockScaling":
-        scale = as_bytes(parts["scale"]).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        return elements, np.repeat(scale, 32, axis=-1), scale
-    scale = parts["scale"].numpy().astype(np.float64)
-    return elements, np.broadcast_to(scale, elements.shape), scale
+    parts, known = q.parts(), facts(q.recipe)
+    codes = as_bytes(parts["payload"])
+    if known.element.bits == 4:  # two a byte
+        codes = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(q.shape)
+    elements = codes.view(known.element.dtype).astype(np.float64)
+    scale = as_bytes(parts["scale"]).view(known.scale).astype(np.float32)
+    if "global_scale" in known.parts:
+        scale = scale * parts["global_scale"].numpy()
+    scale = scale.astype(np.float64)
+    return elements, np.broadcast_to(np.repeat(scale, known.block, axis=-1), elements.shape), scale
 
 
 def largest_of(q: QuantizedTensor) -> tuple[float, float]:
     """The largest element, and half the step before it."""
-    if isinstance(q.recipe, NVFP4BlockScaling):
-        return 6.0, 1.0
-    return (448.0, 16.0) if q.recipe.element == "e4m3" else (57344.0, 4096.0)
+    element = facts(q.recipe).element
+    return element.largest, element.relative * 2.0**element.exponent
 
 
 def groups_of(q: QuantizedTensor) -> np.ndarray:
     """[rows, K]: a number for each element, the same for elements under one scale."""
     rows, columns = np.indices(q.shape)
-    recipe = q.recipe
-    if hasattr(recipe, "blocks"):
-        block = 16 if isinstance(recipe, NVFP4BlockScaling) else 32
-        return rows // (block if recipe.blocks == "square" else 1) * 1000 + columns // block
-    return rows if getattr(recipe, "granularity", "tensor") == "row" else np.zeros_like(rows)
+    known = facts(q.recipe)
+    if known.block > 1:
+        return rows // known.rows * 1000 + columns // known.block
+    return np.zeros_like(rows) if known.tensor_wide else rows
 
 
 # -- one tensor --------------------------------------------------------------------------------------------------------
@@ -139,7 +122,7 @@ def test_clipped_is_what_rounding_does_not_explain(recipe: str) -> None:
     assert measured(q, grown).clipped == expected > 0
     own = measured(q, dense).clipped
     assert own == int((np.abs(dense.double().numpy()) > limit * (1 + 1e-7)).sum())
-    assert (own > 0) == (recipe == "mxfp8_floor")  # the one rule that leaves values out of range
+    assert (own > 0) == (RECIPES[recipe] == FLOOR)  # the one rule that leaves values out of range
 
 
 @every_recipe
@@ -156,8 +139,9 @@ def test_histograms_of_scales(recipe: str) -> None:
     assert report.scales[0].part == "scale"
     assert report.scales[0].counts == Counter((np.frexp(positive)[1] - 1).tolist())
     assert report.scales[0].zero == (numbers == 0).sum()
-    assert [scales.part for scales in report.scales[1:]] == (["global_scale"] if "nvfp4" in recipe else [])
-    if "nvfp4" in recipe:
+    wide = "global_scale" in facts(q.recipe).parts
+    assert [scales.part for scales in report.scales[1:]] == (["global_scale"] if wide else [])
+    if wide:
         assert report.scales[0].zero > 0
         assert report.scales[1].counts == {math.floor(math.log2(float(q.global_scale))): 1}
 

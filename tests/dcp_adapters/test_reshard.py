@@ -31,9 +31,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dcp_adapters import QuantizedSavePlanner, expand
-from qtensor import Float8DelayedScaling, quantize
+from qtensor import quantize
 from tests import ranks
 from tests.dcp_adapters.cases import (
+    EVERY,
     RECIPES,
     ROW,
     alone,
@@ -54,7 +55,6 @@ from tests.dcp_adapters.cases import (
 from tests.dcp_adapters.cases import model as model_of
 from tests.ranks import run_ranks, run_ranks_catching
 
-EVERY = RECIPES | {"float8_delayed": Float8DelayedScaling(amax_history_len=4)}
 COLUMNS = 128  # four column cuts of a block of 32
 
 

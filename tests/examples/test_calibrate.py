@@ -1,5 +1,7 @@
 """The calibration example on first layers and tokens of the real model: two ranks, two algorithms, what it leaves."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dcp_adapters import read_manifest
+from dcp_adapters.cli.main import main
 from layerwise.report.report import Report
 from tests.examples import small_model
 from tests.ranks import agreed
@@ -60,8 +63,9 @@ def exports_and_writes(runs: Path, environment: dict[str, str]) -> None:
     dense, exported = str(runs / "smollm2"), str(runs / "exported")
     python(str(examples / "smollm2.py"), dense, "--layers", "3")
     options = ("--config", dense, "--rest", dense)
-    said = python("-m", "dcp_adapters", "export", str(runs / "GPTQ"), exported, *options)
-    assert said.startswith(f"{exported}: ")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["export", str(runs / "GPTQ"), exported, *options]) == 0
+    assert said.getvalue().startswith(f"{exported}: ")
     written = python(str(examples / "generate.py"), exported, "--prompt", "The", "--tokens", "8")
     assert written.startswith("The")
     assert len(written) > len("The\n")

@@ -18,29 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_hooks import unsharded
 from qtensor import (
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
     QuantizedTensor,
     quantized_model_init,
 )
+from tests import recipes
 
 K = 64
 UNEVEN = (112, 33, 3)  # rows a layer: even, uneven and (from 4 ranks on) empty shards
 SQUARE = (384, 768)  # shards on 1..4 ranks are whole square blocks of 16 and 32
 
-ROW_RECIPES = {
-    "float8-row": Float8CurrentScaling(),
-    "float8-tensor": Float8CurrentScaling(granularity="tensor"),
-    "mxfp8-row": MXFP8BlockScaling(),
-    "nvfp4-row": NVFP4BlockScaling(),
-}
-SQUARE_RECIPES = {
-    "mxfp8-square": MXFP8BlockScaling(blocks="square"),
-    "nvfp4-square": NVFP4BlockScaling(blocks="square"),
-}
-RECIPES = ROW_RECIPES | SQUARE_RECIPES
-TENSOR_WIDE = ("float8-tensor", "nvfp4-row", "nvfp4-square")
+ROW_RECIPES, SQUARE_RECIPES, RECIPES = recipes.ROW, recipes.SQUARE, recipes.MAIN
+TENSOR_WIDE = tuple(recipes.TENSOR_WIDE)
 
 
 def rows_for(name: str) -> tuple[int, ...]:

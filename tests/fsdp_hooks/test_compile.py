@@ -16,12 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_hooks import sync_scales
-from qtensor import Float8DelayedScaling, MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
+from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
 from qtensor.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import RECIPES, K, Net, assert_same_bytes, batch, build, gathered, local, shard
 from tests.ranks import run_ranks
+from tests.recipes import WITH_HISTORY, facts
 
-EVERY = RECIPES | {"float8-delayed": Float8DelayedScaling(amax_history_len=4)}
+EVERY = RECIPES | WITH_HISTORY
+# A compilation takes seconds: every recipe once; after two recipes the storage changes.
+PAIRS = [
+    (name, storages[number // 2 % len(storages)])
+    for number, (name, recipe) in enumerate(EVERY.items())
+    for storages in [facts(recipe).storages]
+]
 
 
 class Block(nn.Module):
@@ -40,7 +47,7 @@ class Block(nn.Module):
 def blocks(recipe: Any, storage: str) -> nn.Sequential:
     torch.manual_seed(0)
     with quantized_model_init(recipe, storage=storage):
-        return nn.Sequential(Block(), *([Block()] if recipe == RECIPES["mxfp8-row"] else []))
+        return nn.Sequential(Block(), *([Block()] if recipe == RECIPES["mxfp8"] else []))
 
 
 def step(net: nn.Module, optimizer: Any, number: int) -> list[Tensor]:
@@ -96,11 +103,13 @@ def compiles_once(recipe: Any, storage: str, *, sharded: bool, compiler: str) ->
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
-@pytest.mark.parametrize("name", EVERY)
+def test_every_storage_is_compiled_with_scales_of_rows_and_of_tensors() -> None:
+    found = {(storage, facts(EVERY[name]).tensor_wide is None) for name, storage in PAIRS}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(("name", "storage"), PAIRS)
 def test_blocks_compile_as_one_graph_and_once(name: str, storage: str) -> None:
-    if name == "float8-delayed" and storage == "high_precision":
-        return  # refused: there is no place for the history
     if storage == "quantized":
         run_ranks(1, compiles_once, EVERY[name], storage, sharded=False, compiler="aot_eager")
     run_ranks(2, compiles_once, EVERY[name], storage, sharded=True, compiler="aot_eager")
@@ -109,7 +118,7 @@ def test_blocks_compile_as_one_graph_and_once(name: str, storage: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_inductor_compiles_blocks_under_fsdp(storage: str) -> None:
-    run_ranks(2, compiles_once, RECIPES["mxfp8-row"], storage, sharded=True, compiler="inductor", timeout=280)
+    run_ranks(2, compiles_once, RECIPES["mxfp8"], storage, sharded=True, compiler="inductor", timeout=280)
 
 
 def compiles_with_dynamic_activations(name: str) -> None:
@@ -117,7 +126,7 @@ def compiles_with_dynamic_activations(name: str) -> None:
     compiles_once(recipe, "quantized", sharded=True, compiler="aot_eager")
 
 
-@pytest.mark.parametrize("name", ["float8-row", "nvfp4-row"])
+@pytest.mark.parametrize("name", ["float8_row", "nvfp4"])
 def test_dynamic_activations_compile_too(name: str) -> None:
     run_ranks(1, compiles_with_dynamic_activations, name)
 
@@ -162,7 +171,7 @@ def test_the_search_for_groups_can_find_one() -> None:
 
 
 def finds_a_group() -> None:
-    q = quantize(torch.ones(2, 32), RECIPES["mxfp8-row"])
+    q = quantize(torch.ones(2, 32), RECIPES["mxfp8"])
     q.hidden = {"deep": [dist.group.WORLD]}
     assert groups_reachable_from(q)
 
@@ -173,7 +182,7 @@ def test_recipes_are_constants_to_the_compiler() -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda weight, x: nn.functional.linear(x, weight), fullgraph=True, backend="aot_eager")
     weight = torch.randn(32, K).to(torch.bfloat16)
-    for name in ("mxfp8-row", "float8-row"):
+    for name in ("mxfp8", "float8_row"):
         recipe = RECIPES[name]
         expected = nn.functional.linear(x, quantize(weight, recipe))
         assert torch.equal(compiled(quantize(weight, recipe), x), expected)
@@ -185,7 +194,7 @@ def test_recipes_are_constants_to_the_compiler() -> None:
 @quietly
 def state_survives() -> None:
     """A compiled, sharded model gathers the same bytes as an eager one."""
-    net, eager = (shard(build(RECIPES["nvfp4-row"], (48,))) for _ in range(2))
+    net, eager = (shard(build(RECIPES["nvfp4"], (48,))) for _ in range(2))
     for block in net.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     for model in (net, eager):

@@ -20,7 +20,7 @@ from qtensor.formats import specs_of
 from tests.fsdp_hooks.cases import RECIPES, SQUARE, K, Net, batch, build, local, shard
 from tests.ranks import run_ranks, run_ranks_each
 
-FORMATS = ("float8-row", "float8-tensor", "mxfp8-row", "nvfp4-row", "mxfp8-square", "nvfp4-square")
+FORMATS = ("float8_row", "float8_tensor", "mxfp8", "nvfp4", "mxfp8_square", "nvfp4_square")
 UNEVEN = 33  # rows: on 2 ranks 17 and 16
 
 
@@ -66,7 +66,7 @@ def test_the_hooks_copy_no_byte_of_even_shards() -> None:
 
 def test_the_hooks_copy_no_byte_of_uneven_and_empty_shards() -> None:
     run_ranks_each(2, [name for name in FORMATS if "square" not in name], _copies_nothing, rows=UNEVEN)
-    run_ranks_each(3, ["nvfp4-row"], _copies_nothing, rows=4)  # 2, 2 and no rows
+    run_ranks_each(3, ["nvfp4"], _copies_nothing, rows=4)  # 2, 2 and no rows
 
 
 def _copies_nothing_of_offloaded(name: str) -> None:
@@ -76,7 +76,7 @@ def _copies_nothing_of_offloaded(name: str) -> None:
 
 
 def test_the_hooks_copy_no_byte_of_offloaded_shards() -> None:
-    run_ranks_each(2, ["float8-row", "nvfp4-row"], _copies_nothing_of_offloaded)
+    run_ranks_each(2, ["float8_row", "nvfp4"], _copies_nothing_of_offloaded)
 
 
 def _pads_what_was_moved(name: str) -> None:
@@ -98,7 +98,7 @@ def test_a_short_shard_that_was_moved_is_written_once_for_its_padding() -> None:
     """As when an offloaded shard goes to a GPU for its gather: all ranks must send as many rows, and a move takes the
     rows of the tensor along, not the padding behind them.
     """
-    run_ranks_each(2, ["float8-row", "mxfp8-row", "nvfp4-row"], _pads_what_was_moved)
+    run_ranks_each(2, ["float8_row", "mxfp8", "nvfp4"], _pads_what_was_moved)
 
 
 def _copies_what_one_rank_does_not_get_back(recipe: Any) -> None:
@@ -113,7 +113,7 @@ def _copies_what_one_rank_does_not_get_back(recipe: Any) -> None:
 
 def test_on_one_rank_the_hooks_copy_the_scales_only() -> None:
     """FSDP hands back the first input alone, the payload."""
-    run_ranks_each(1, [RECIPES["mxfp8-row"], RECIPES["nvfp4-row"]], _copies_what_one_rank_does_not_get_back)
+    run_ranks_each(1, [RECIPES["mxfp8"], RECIPES["nvfp4"]], _copies_what_one_rank_does_not_get_back)
 
 
 def _copies_the_history(length: int) -> None:
@@ -143,7 +143,7 @@ def _copies_nothing_once_quantized(name: str) -> None:
 
 
 def test_what_a_dense_shard_is_quantized_into_is_not_copied() -> None:
-    run_ranks_each(2, ["float8-row", "mxfp8-row", "nvfp4-row"], _copies_nothing_once_quantized)
+    run_ranks_each(2, ["float8_row", "mxfp8", "nvfp4"], _copies_nothing_once_quantized)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qtensor import (
-    Float8DelayedScaling,
     MasterWeightOptimizer,
     MXFP8BlockScaling,
     QuantizedTensor,
@@ -21,8 +20,9 @@ from qtensor import (
 from qtensor.contents import initial_value
 from tests.fsdp_hooks.cases import RECIPES, assert_same_bytes, assert_same_snapshot, exchanged, pack, snapshot, unpack
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
+from tests.recipes import WITH_HISTORY
 
-ALL = RECIPES | {"float8-delayed": Float8DelayedScaling()}
+ALL = RECIPES | WITH_HISTORY
 
 
 class Adapted(nn.Module):
@@ -106,7 +106,7 @@ def test_quantized_weights_train_like_dense_ones(train_base: bool) -> None:
 
 def is_sent(kind: str) -> None:
     """A module whose one weight fills a message, stacked weights, preserved values, and dense shards."""
-    rank, recipe = dist.get_rank(), RECIPES["nvfp4-row"]
+    rank, recipe = dist.get_rank(), RECIPES["nvfp4"]
     torch.manual_seed(rank)
     if kind == "alone":
         with quantized_model_init(recipe):

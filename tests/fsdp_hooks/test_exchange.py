@@ -18,7 +18,6 @@ from fsdp_hooks import exchange, sync_scales
 from fsdp_hooks.exchange import Channel, RanksDifferError, channel_of, in_order, largest
 from qtensor import (
     Float8CurrentScaling,
-    Float8DelayedScaling,
     MasterWeightOptimizer,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -31,16 +30,12 @@ from qtensor.formats import tensor_wide
 from qtensor.loading import quantize_dense_entries
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.recipes import ROW, WITH_HISTORY, facts
 
 K = 32
 NAMES = ("a", "b", "c")
 TENSOR = Float8CurrentScaling(granularity="tensor")
-RECIPES = {
-    "float8-tensor": TENSOR,
-    "nvfp4": NVFP4BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "delayed": Float8DelayedScaling(amax_history_len=3),
-}
+RECIPES = {name: recipe for name, recipe in (ROW | WITH_HISTORY).items() if name != "float8_row"}
 
 
 class Parts(nn.Module):
@@ -254,7 +249,7 @@ def _fails_alone(name: str) -> None:
                 assert_same_bytes(local(param).parts()[part], before, part)
 
 
-@pytest.mark.parametrize("name", ["float8-tensor", "mxfp8"])
+@pytest.mark.parametrize("name", ["float8_tensor", "mxfp8"])
 def test_an_inner_optimizer_that_fails_on_one_rank_is_an_error_on_all(name: str) -> None:
     other, failed = run_ranks_catching(2, _fails_alone, name, timeout=60)
     assert failed == "ArithmeticError: of its own"
@@ -335,7 +330,7 @@ def _empty_shards(name: str) -> None:
         optimizer.zero_grad()
         net(torch.ones(1, K, dtype=torch.bfloat16)).backward()
         optimizer.step()
-        if name != "delayed":  # its scale is that of the step before
+        if not facts(recipe).history:  # its scale is that of the step before
             assert_whole(net, {one: start[one] - 0.5 * step for one in NAMES}, recipe, f"step {step}")
     for param in net.parameters():
         wide = tensor_wide(local(param).recipe)

@@ -49,8 +49,9 @@ from tests.fsdp_hooks.dense_shards import (
     weights,
     whole,
 )
-from tests.qtensor.recipes_under_test import element_of, unit
+from tests.qtensor.recipes_under_test import unit
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
+from tests.recipes import facts
 
 # -- what is gathered --------------------------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ def _unagreed_shards_are_gathered_exactly(name: str) -> None:
         pieces = {fqn: _alone(shard_) for fqn, _, shard_ in weights(net)}
         _assert_gathers_pieces(net, pieces, "without sync_scales")
     if name in TENSOR_WIDE and dist.get_world_size() > 1:
-        scales = gathered(net)["head.weight"]["scale" if name == "float8-tensor" else "global_scale"]
+        scales = gathered(net)["head.weight"]["scale" if name == "float8_tensor" else "global_scale"]
         assert len(set(scales.tolist())) > 1, "the test wants different scales"
 
 
@@ -105,7 +106,7 @@ def _agrees(name: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (3, (3,)), (4, (2, 2)), (2, (2, 1))])
 def test_one_all_reduce_makes_gathers_those_of_the_full_weight(world_size: int, shape: tuple[int, ...]) -> None:
     run_ranks_each(
-        world_size, RECIPES if world_size == 3 else ("float8-tensor", "mxfp8-row", "nvfp4-square"), _agrees, shape
+        world_size, RECIPES if world_size == 3 else ("float8_tensor", "mxfp8", "nvfp4_square"), _agrees, shape
     )
 
 
@@ -120,13 +121,13 @@ class _Mixed(nn.Module):
             return nn.Linear(K, K, dtype=torch.bfloat16)
 
         self.plain = layer()
-        with quantized_model_init(RECIPES["float8-tensor"], storage="high_precision"):
+        with quantized_model_init(RECIPES["float8_tensor"], storage="high_precision"):
             self.dense = layer()
-        with quantized_model_init(RECIPES["nvfp4-row"], storage="quantized"):
+        with quantized_model_init(RECIPES["nvfp4"], storage="quantized"):
             self.stored = layer()
-        with quantized_model_init(RECIPES["mxfp8-row"], storage="high_precision"):
+        with quantized_model_init(RECIPES["mxfp8"], storage="high_precision"):
             self.blocks = layer()
-        with quantized_model_init(RECIPES["nvfp4-row"], storage="high_precision"):
+        with quantized_model_init(RECIPES["nvfp4"], storage="high_precision"):
             self.other = layer()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ def _is_tensor_parallel(name: str) -> None:
     reference = copy.deepcopy(net)
     mesh = mesh_of(dist.get_world_size())
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    assert sync_scales(net) == (name != "mxfp8-row")
+    assert sync_scales(net) == (name != "mxfp8")
     size, rank = 2 * K // mesh.size(), mesh.get_local_rank()
     mine = slice(rank * size, (rank + 1) * size)
     for layer, its, cut in ((net.up, reference.up, mine), (net.down, reference.down, (slice(None), mine))):
@@ -197,7 +198,7 @@ def _is_tensor_parallel(name: str) -> None:
 
 
 def test_tensor_parallel_shards_agree_and_compute_with_the_full_weights_bytes() -> None:
-    run_ranks_each(2, ("float8-row", "float8-tensor", "mxfp8-row", "nvfp4-row"), _is_tensor_parallel)
+    run_ranks_each(2, ("float8_row", "float8_tensor", "mxfp8", "nvfp4"), _is_tensor_parallel)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def _gathers_its_payload(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_all_gather_is_given_the_payload_bytes(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-row", "mxfp8-square", "nvfp4-row", "float8-tensor"), _gathers_its_payload)
+    run_ranks_each(world_size, ("float8_row", "mxfp8_square", "nvfp4", "float8_tensor"), _gathers_its_payload)
 
 
 def _agreements(net: nn.Module) -> int:
@@ -288,8 +289,8 @@ def _costs_its_dense_shard_at_rest(name: str, *, offload: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_shard_costs_its_dense_bytes_at_rest(world_size: int) -> None:
-    run_ranks(world_size, _costs_its_dense_shard_at_rest, "mxfp8-row", offload=False)
-    run_ranks(world_size, _costs_its_dense_shard_at_rest, "nvfp4-row", offload=True)
+    run_ranks(world_size, _costs_its_dense_shard_at_rest, "mxfp8", offload=False)
+    run_ranks(world_size, _costs_its_dense_shard_at_rest, "nvfp4", offload=True)
 
 
 def _frees_what_it_gathered(name: str) -> None:
@@ -311,7 +312,7 @@ def _frees_what_it_gathered(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_of_a_gathered_weight_stays_allocated_after_reshard(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row", "nvfp4-square"), _frees_what_it_gathered)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8", "nvfp4_square"), _frees_what_it_gathered)
 
 
 # -- stale agreements --------------------------------------------------------------------------------------------------
@@ -347,7 +348,7 @@ def _rounding(x: Tensor, q: QuantizedTensor) -> Tensor:
     A block scale of NVFP4 is rounded to nearest too, which cuts off at most 2^-4 of the largest element: less than the
     half step of 2^-2.
     """
-    element = element_of(q.recipe)
+    element = facts(q.recipe).element
     return torch.maximum(x.abs() * element.relative, unit(q) * element.subnormal) * (1 + 2.0**-18)
 
 
@@ -379,7 +380,7 @@ def _survives_stale_agreements(name: str, factor: float) -> None:
 
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1000.0), (3, 1000.0), (2, 0.001)])
 def test_a_write_since_the_agreement_does_not_saturate(world_size: int, factor: float) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "nvfp4-row"), _survives_stale_agreements, factor)
+    run_ranks_each(world_size, ("float8_tensor", "nvfp4"), _survives_stale_agreements, factor)
 
 
 def _assigns_data(name: str) -> None:
@@ -388,7 +389,7 @@ def _assigns_data(name: str) -> None:
 
 
 def test_assigning_data_of_a_shard_is_refused() -> None:
-    messages = run_ranks_catching(2, _assigns_data, "float8-tensor")
+    messages = run_ranks_catching(2, _assigns_data, "float8_tensor")
     assert len(set(messages)) == 1
     assert "NotImplementedError" in messages[0]
     assert "copy_(value)" in messages[0]
@@ -419,7 +420,7 @@ def _agreements_do_not_outlive_values(name: str) -> None:
     assert_gathers(net, whole(net), RECIPES[name], "a copy kept its agreement")
 
 
-@pytest.mark.parametrize("name", ["float8-tensor", "nvfp4-row"])
+@pytest.mark.parametrize("name", ["float8_tensor", "nvfp4"])
 def test_an_agreement_belongs_to_the_values_it_was_made_on(name: str) -> None:
     run_ranks(2, _agreements_do_not_outlive_values, name)
 
@@ -444,7 +445,7 @@ def _assert_alike(messages: list[str], *words: str) -> None:
 
 
 def test_reshard_after_forward_to_a_smaller_mesh_is_refused() -> None:
-    for name in ("float8-row", "nvfp4-square"):
+    for name in ("float8_row", "nvfp4_square"):
         messages = run_ranks_catching(4, _refused, name, reshard_after_forward=2)
         _assert_alike(messages, "NotImplementedError", "reshard_after_forward=<int>", "use True or False")
 
@@ -454,7 +455,7 @@ def _on_columns(param: nn.Parameter) -> Shard:
 
 
 def test_sharding_columns_is_refused() -> None:
-    for name in ("float8-row", "nvfp4-square"):
+    for name in ("float8_row", "nvfp4_square"):
         messages = run_ranks_catching(2, _refused, name, shard_placement_fn=_on_columns)
         _assert_alike(messages, "Shard(dim > 0)", "shard on dim 0", f"({rows_for(name)[0]}, {K})")
 
@@ -477,4 +478,4 @@ def _compiles(name: str) -> None:
 
 
 def test_blocks_under_fully_shard_compile() -> None:
-    run_ranks(1, _compiles, "float8-tensor")
+    run_ranks(1, _compiles, "float8_tensor")

@@ -65,29 +65,29 @@ def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: in
 
 @pytest.mark.parametrize("make", [make for make in OPTIMIZERS if make != "adamw"])
 def test_training_equals_one_process_with_any_torch_optimizer(make: str) -> None:
-    run_ranks(2, _trains_like_one_process, "nvfp4-row", make=make)
-    run_ranks(2, _trains_like_one_process, "float8-tensor", make=make, hook=True)
+    run_ranks(2, _trains_like_one_process, "nvfp4", make=make)
+    run_ranks(2, _trains_like_one_process, "float8_tensor", make=make, hook=True)
 
 
 @pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
 def test_training_equals_one_process_under_hsdp(world_size: int, shape: Sequence[int]) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-square"), _trains_like_one_process, shape=shape)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8_square"), _trains_like_one_process, shape=shape)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_training_equals_one_process_under_cpu_offload(world_size: int) -> None:
     offload = CPUOffloadPolicy(pin_memory=False)
-    run_ranks_each(world_size, ("float8-row", "nvfp4-row"), _trains_like_one_process, offload_policy=offload)
+    run_ranks_each(world_size, ("float8_row", "nvfp4"), _trains_like_one_process, offload_policy=offload)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_training_equals_one_process_without_reshard_after_forward(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _trains_like_one_process, reshard_after_forward=False)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _trains_like_one_process, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_scales_may_be_agreed_on_by_a_hook_of_the_optimizer(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "nvfp4-square"), _trains_like_one_process, hook=True)
+    run_ranks_each(world_size, ("float8_tensor", "nvfp4_square"), _trains_like_one_process, hook=True)
 
 
 def _accumulates(name: str) -> None:
@@ -98,7 +98,7 @@ def _accumulates(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_training_equals_one_process_with_gradient_accumulation(world_size: int) -> None:
-    run_ranks_each(world_size, ("mxfp8-row", "float8-tensor"), _accumulates)
+    run_ranks_each(world_size, ("mxfp8", "float8_tensor"), _accumulates)
 
 
 def _trains_around_frozen_weights(name: str) -> None:
@@ -116,7 +116,7 @@ def _trains_around_frozen_weights(name: str) -> None:
 
 
 def test_frozen_weights_stay_while_others_train() -> None:
-    run_ranks(2, _trains_around_frozen_weights, "float8-tensor")
+    run_ranks(2, _trains_around_frozen_weights, "float8_tensor")
 
 
 def _clips_gradients(name: str) -> None:
@@ -135,7 +135,7 @@ def _clips_gradients(name: str) -> None:
 
 
 def test_gradients_can_be_clipped() -> None:
-    run_ranks(2, _clips_gradients, "nvfp4-row")
+    run_ranks(2, _clips_gradients, "nvfp4")
 
 
 def _recomputes(name: str) -> None:
@@ -154,7 +154,7 @@ def _recomputes(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_activation_checkpointing_changes_no_bit(world_size: int) -> None:
-    run_ranks(world_size, _recomputes, "float8-tensor")
+    run_ranks(world_size, _recomputes, "float8_tensor")
 
 
 def _runs_in_inference_mode(name: str) -> None:
@@ -173,7 +173,7 @@ def _runs_in_inference_mode(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])  # FSDP2 of one rank knows no inference mode, for plain weights either
 def test_a_first_forward_may_be_one_in_inference_mode(world_size: int) -> None:
-    run_ranks(world_size, _runs_in_inference_mode, "nvfp4-row")
+    run_ranks(world_size, _runs_in_inference_mode, "nvfp4")
 
 
 # -- mixed precision ---------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def _trains_in_mixed_precision(name: str, *, reduce_dtype: torch.dtype | None) -
 def test_fp32_shards_are_gathered_quantized_and_computed_with_in_bf16(
     world_size: int, reduce_dtype: torch.dtype | None
 ) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _trains_in_mixed_precision, reduce_dtype=reduce_dtype)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _trains_in_mixed_precision, reduce_dtype=reduce_dtype)
 
 
 # -- the life of a model -----------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _trains_from_meta(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_model_built_on_meta_sharded_and_initialised_trains_like_one_process(world_size: int) -> None:
-    run_ranks(world_size, _trains_from_meta, "float8-tensor")
+    run_ranks(world_size, _trains_from_meta, "float8_tensor")
 
 
 def _moves(name: str) -> None:
@@ -289,7 +289,7 @@ def _moves(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_moving_and_casting_a_sharded_model_keeps_values_and_kind(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _moves)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _moves)
 
 
 def _trains_masters(name: str) -> None:
@@ -323,7 +323,7 @@ def _trains_masters(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_masters_of_bf16_shards_train_like_one_process(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "nvfp4-row"), _trains_masters)
+    run_ranks_each(world_size, ("float8_tensor", "nvfp4"), _trains_masters)
 
 
 def _reads_and_writes_gathered_weights(name: str) -> None:
@@ -355,4 +355,4 @@ def _reads_and_writes_gathered_weights(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_what_is_written_into_gathered_weights_comes_back_dequantized(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _reads_and_writes_gathered_weights)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _reads_and_writes_gathered_weights)

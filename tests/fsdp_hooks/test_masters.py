@@ -11,11 +11,12 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from fsdp_hooks import unsharded
-from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantized_model_init
+from qtensor import MasterWeightOptimizer, quantized_model_init
 from qtensor.recipes import Recipe
 from tests.ranks import run_ranks
+from tests.recipes import ROW
 
-RECIPES = [MXFP8BlockScaling(), NVFP4BlockScaling()]
+RECIPES = [ROW["mxfp8"], ROW["nvfp4"]]
 
 
 def _sharded(recipe: Recipe) -> nn.Module:

@@ -170,7 +170,7 @@ def _recomputes(name: str, storage: str, *, around: bool, reshard: bool) -> None
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("around", [True, False])
 def test_activation_checkpointing_changes_no_bit(around: bool, reshard: bool, storage: str) -> None:
-    run_ranks_each(2, ("float8-tensor", "mxfp8-row"), _recomputes, storage, around=around, reshard=reshard)
+    run_ranks_each(2, ("float8_tensor", "mxfp8"), _recomputes, storage, around=around, reshard=reshard)
 
 
 # -- mixed precision ---------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def _trains_in_mixed_precision(name: str, reduce_dtype: torch.dtype | None, outp
 def test_weights_that_appear_in_fp32_compute_in_bf16(
     world_size: int, reduce_dtype: torch.dtype | None, output_dtype: torch.dtype | None
 ) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "nvfp4-row"), _trains_in_mixed_precision, reduce_dtype, output_dtype)
+    run_ranks_each(world_size, ("float8_tensor", "nvfp4"), _trains_in_mixed_precision, reduce_dtype, output_dtype)
 
 
 # -- mixed models ------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def _keeps_its_shards_pinned(name: str, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_training_with_shards_in_pinned_memory_equals_one_process(storage: str) -> None:
-    run_ranks_each(1, ("float8-row", "nvfp4-row"), _keeps_its_shards_pinned, storage, backend="nccl")
+    run_ranks_each(1, ("float8_row", "nvfp4"), _keeps_its_shards_pinned, storage, backend="nccl")
 
 
 def _gathers_what_it_shards(name: str) -> None:

@@ -66,7 +66,7 @@ def _shares_one_weight(name: str, storage: str, *, reshard: bool) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_layers_that_share_a_quantized_weight_add_their_gradients(reshard: bool, storage: str) -> None:
-    run_ranks_each(2, ("float8-tensor", "mxfp8-row", "nvfp4-row"), _shares_one_weight, storage, reshard=reshard)
+    run_ranks_each(2, ("float8_tensor", "mxfp8", "nvfp4"), _shares_one_weight, storage, reshard=reshard)
 
 
 class Language(nn.Module):
@@ -99,7 +99,7 @@ def _keeps_the_tied_head(name: str, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_head_tied_to_the_embedding_stays_dense_and_tied(storage: str) -> None:
-    run_ranks_each(3, ("float8-row", "nvfp4-row"), _keeps_the_tied_head, storage)
+    run_ranks_each(3, ("float8_row", "nvfp4"), _keeps_the_tied_head, storage)
 
 
 # -- adapters on a frozen base -----------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def _bytes_of_adapters(width: int) -> tuple[int, int]:
     torch.manual_seed(0)
     before = held()
     net: Any = Adapted(width, rank=2)
-    quantize_(net, RECIPES["mxfp8-row"], include=["base"])
+    quantize_(net, RECIPES["mxfp8"], include=["base"])
     fully_shard(net)
     optimizer = torch.optim.AdamW(_adapters_of(net), lr=0.02)
     x = torch.randn(3, width).bfloat16()
@@ -229,7 +229,7 @@ def _shards_a_vector(name: str) -> None:
             assert not comms.counts
 
 
-@pytest.mark.parametrize("name", ["float8-row", "float8-tensor", "mxfp8-row", "nvfp4-row"])
+@pytest.mark.parametrize("name", ["float8_row", "float8_tensor", "mxfp8", "nvfp4"])
 def test_sharding_a_quantized_vector_is_refused(name: str) -> None:
     for ranks in (1, 2):
         messages = run_ranks_catching(ranks, _shards_a_vector, name)

@@ -29,7 +29,7 @@ from tests.fsdp_hooks.cases import (
 )
 from tests.ranks import run_ranks, run_ranks_each
 
-FORMATS = ("float8-tensor", "mxfp8-row", "nvfp4-square")  # one recipe a format
+FORMATS = ("float8_tensor", "mxfp8", "nvfp4_square")  # one recipe a format
 
 
 def _payload_bytes(q: QuantizedTensor, rows: int) -> int:
@@ -90,7 +90,7 @@ def _costs_its_payload_at_rest(name: str, *, offload: bool) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_shard_costs_its_payload_bytes_at_rest(world_size: int) -> None:
     run_ranks_each(world_size, FORMATS, _costs_its_payload_at_rest, offload=False)
-    run_ranks(world_size, _costs_its_payload_at_rest, "nvfp4-row", offload=True)
+    run_ranks(world_size, _costs_its_payload_at_rest, "nvfp4", offload=True)
 
 
 def _frees_what_it_gathered(name: str) -> None:

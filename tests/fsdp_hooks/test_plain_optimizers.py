@@ -130,7 +130,7 @@ def _scales_part_and_are_agreed_again(name: str, kind: str) -> None:
     net = shard(build(RECIPES[name], rows_for(name)))
     _train(net, kind, foreach=True, reference=None)
     part = {tensor_wide(q.recipe) for _, _, q in quantized(net)}.pop()
-    if name != "nvfp4-square" or kind != "adamw":  # whose first steps are all alike, and so is the amax of every shard
+    if name != "nvfp4_square" or kind != "adamw":  # whose first steps are all alike, and so is the amax of every shard
         assert max(_scales(net, part)) > 1
     assert sync_scales(net) == 1
     assert set(_scales(net, part)) == {1}
@@ -168,7 +168,7 @@ def _clips(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_clipping_has_the_norm_of_the_dense_model(world_size: int) -> None:
-    run_ranks_each(world_size, ("mxfp8-row", "nvfp4-row"), _clips)
+    run_ranks_each(world_size, ("mxfp8", "nvfp4"), _clips)
 
 
 def _skips_infinite_gradients(name: str) -> None:
@@ -193,11 +193,11 @@ def _skips_infinite_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_infinite_gradients(world_size: int) -> None:
-    run_ranks(world_size, _skips_infinite_gradients, "mxfp8-row")
+    run_ranks(world_size, _skips_infinite_gradients, "mxfp8")
 
 
 def _fused() -> str:
-    net = shard(build(RECIPES["mxfp8-row"], rows_for("mxfp8-row")))
+    net = shard(build(RECIPES["mxfp8"], rows_for("mxfp8")))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)
     _backward(net, 0)
     before = snapshot(net)
@@ -239,11 +239,11 @@ def _stochastic(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_equal_seeds_a_rank_give_equal_shards(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-row", "mxfp8-row", "nvfp4-row"), _stochastic)
+    run_ranks_each(world_size, ("float8_row", "mxfp8", "nvfp4"), _stochastic)
 
 
 def _averages() -> None:
-    net, ema = (shard(build(RECIPES["mxfp8-row"], rows_for("mxfp8-row"), seed=seed)) for seed in (1, 2))
+    net, ema = (shard(build(RECIPES["mxfp8"], rows_for("mxfp8"), seed=seed)) for seed in (1, 2))
 
     def distance() -> float:
         found = torch.zeros(())

@@ -86,7 +86,7 @@ def _goes_on_after_a_refusal(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_can_go_on_after_a_refusal(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _goes_on_after_a_refusal)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _goes_on_after_a_refusal)
 
 
 def _dense_weights_may(name: str) -> None:
@@ -101,7 +101,7 @@ def _dense_weights_may(name: str) -> None:
 
 
 def test_dense_weights_beside_quantized_ones_may_be_sharded_on_columns() -> None:
-    run_ranks(2, _dense_weights_may, "nvfp4-row")
+    run_ranks(2, _dense_weights_may, "nvfp4")
 
 
 def _misfit(name: str, rows: int, columns: int) -> None:
@@ -116,10 +116,10 @@ def _misfit(name: str, rows: int, columns: int) -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "multiple"),
     [
-        ("mxfp8-row", 8, 48, 32),
-        ("nvfp4-row", 8, 40, 16),
-        ("mxfp8-square", 48, 64, 32),
-        ("nvfp4-square", 40, 64, 16),
+        ("mxfp8", 8, 48, 32),
+        ("nvfp4", 8, 40, 16),
+        ("mxfp8_square", 48, 64, 32),
+        ("nvfp4_square", 40, 64, 16),
     ],
 )
 def test_a_shape_that_does_not_fit_the_blocks_is_refused(name: str, rows: int, columns: int, multiple: int) -> None:

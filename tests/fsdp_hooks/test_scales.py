@@ -117,7 +117,7 @@ def _agrees(name: str, shape: tuple[int, ...]) -> None:
         if parts[tensor_wide(q.recipe)].item() == largest[fqn]:  # held it already: keeps its bytes
             for part, bytes_ in parts.items():
                 assert_same_bytes(q.parts()[part], bytes_, f"{fqn}.{part}")
-        elif name == "float8-tensor":  # the nearest code under the new scale
+        elif name == "float8_tensor":  # the nearest code under the new scale
             expected = (values / largest[fqn]).clamp(-448, 448).to(torch.float8_e4m3fn)
             assert_same_bytes(q.payload, expected, f"{fqn}.payload")
     assert_gathers_exactly(net, "agreed", net.head.weight.device_mesh.get_group("shard"))
@@ -178,7 +178,7 @@ def test_shards_of_zeros_never_decide_a_scale() -> None:
 
 
 def _meta_raises() -> None:
-    with torch.device("meta"), quantized_model_init(RECIPES["nvfp4-row"]):
+    with torch.device("meta"), quantized_model_init(RECIPES["nvfp4"]):
         net = Net((4,), head=4)
     sync_scales(shard(net))
 
@@ -265,7 +265,7 @@ def test_a_step_leaves_scales_agreed_by_one_all_reduce_for_the_whole_model(
     world_size: int, shape: tuple[int, ...]
 ) -> None:
     run_ranks_each(
-        world_size, RECIPES if len(shape) == 1 else ("float8-tensor", "mxfp8-row"), _one_all_reduce_a_step, shape
+        world_size, RECIPES if len(shape) == 1 else ("float8_tensor", "mxfp8"), _one_all_reduce_a_step, shape
     )
 
 
@@ -297,7 +297,7 @@ def test_a_step_with_lr_0_changes_no_byte(world_size: int) -> None:
 
 
 def _negative_zeros_stay() -> None:
-    recipe = RECIPES["nvfp4-row"]
+    recipe = RECIPES["nvfp4"]
     value = torch.full((2, K), -1e-4)  # under the smallest code of their block
     value[:, ::16] = 1.0
     weight = nn.Parameter(quantize(value, recipe))
@@ -343,7 +343,7 @@ def test_sync_scales_changes_no_byte_of_what_is_agreed() -> None:
 
 
 def _syncs_after_an_eval(storage: str) -> None:
-    net = shard(build(RECIPES["float8-tensor"], (64,), storage=storage))
+    net = shard(build(RECIPES["float8_tensor"], (64,), storage=storage))
     with torch.no_grad():
         shard_ = local(net.head.weight)
         shard_.copy_((shard_.dense if storage == "high_precision" else shard_.dequantize()) * (dist.get_rank() * 3 + 1))

@@ -137,7 +137,7 @@ def test_a_dense_state_dict_gives_the_bytes_of_quantize_then_shard(meta: bool, h
 @pytest.mark.parametrize("how", ["load_state_dict", "assign", "set_model_state_dict"])
 @pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
 def test_a_dense_state_dict_into_dense_shards_is_agreed_on_too(meta: bool, how: str) -> None:
-    run_ranks_each(2, ("float8-tensor", "nvfp4-row"), loads_dense, how, meta=meta, storage="high_precision")
+    run_ranks_each(2, ("float8_tensor", "nvfp4"), loads_dense, how, meta=meta, storage="high_precision")
 
 
 def loads_fp32(name: str, storage: str) -> None:
@@ -153,7 +153,7 @@ def loads_fp32(name: str, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_fp32_values_into_a_bf16_model_are_agreed_on_as_they_are_stored(storage: str) -> None:
-    run_ranks_each(2, ("float8-tensor", "nvfp4-row"), loads_fp32, storage)
+    run_ranks_each(2, ("float8_tensor", "nvfp4"), loads_fp32, storage)
 
 
 def loads_under_hsdp(name: str) -> None:
@@ -207,7 +207,7 @@ def loads_a_part(name: str) -> None:
     [(loads_under_hsdp, 4), (loads_wrapped, 2), (loads_a_copy, 2), (loads_after_quantize_, 2), (loads_a_part, 2)],
 )
 def test_the_agreement_is_found_from_wherever_a_model_is_loaded(case: Any, ranks: int) -> None:
-    run_ranks_each(ranks, ("float8-tensor", "nvfp4-row"), case)
+    run_ranks_each(ranks, ("float8_tensor", "nvfp4"), case)
 
 
 def preserves_what_was_loaded(name: str) -> None:
@@ -226,7 +226,7 @@ def preserves_what_was_loaded(name: str) -> None:
 
 
 def test_a_preserved_initial_value_is_the_loaded_one() -> None:
-    run_ranks(2, preserves_what_was_loaded, "nvfp4-row")
+    run_ranks(2, preserves_what_was_loaded, "nvfp4")
 
 
 def broadcasts_dense(name: str, *, meta: bool) -> None:
@@ -256,7 +256,7 @@ def refuses_to_broadcast(name: str) -> None:
 
 
 def test_quantized_values_are_not_broadcast_as_if_they_were_dense() -> None:
-    errors = run_ranks_catching(1, refuses_to_broadcast, "mxfp8-row")  # others would wait for what rank 0 never sends
+    errors = run_ranks_catching(1, refuses_to_broadcast, "mxfp8")  # others would wait for what rank 0 never sends
     assert "give every rank the full state dict and leave broadcast_from_rank0=False" in errors[0]
 
 
@@ -341,7 +341,7 @@ def optimizer_full_and_back(name: str, cls: Any) -> None:
 
 @pytest.mark.parametrize("cls", [MasterWeightOptimizer, torch.optim.AdamW])
 def test_optimizer_state_dicts_go_full_and_back(cls: Any) -> None:
-    run_ranks_each(2, ("float8-row", "nvfp4-row"), optimizer_full_and_back, cls)
+    run_ranks_each(2, ("float8_row", "nvfp4"), optimizer_full_and_back, cls)
 
 
 def keeps_bytes_through_dtensors(name: str) -> None:
@@ -378,8 +378,8 @@ def test_a_plain_model_loads_dense_values_in_both_ways() -> None:
 
 
 def test_shapes_that_differ_stay_torchs_own_error() -> None:
-    net = build(RECIPES["mxfp8-row"], (32,))
-    state = {key: value[:16] if key == "head.weight" else value for key, value in dense_state("mxfp8-row").items()}
+    net = build(RECIPES["mxfp8"], (32,))
+    state = {key: value[:16] if key == "head.weight" else value for key, value in dense_state("mxfp8").items()}
     with pytest.raises(RuntimeError, match=r"size mismatch for head.weight"):
         net.load_state_dict(state, strict=False)
 
@@ -396,7 +396,7 @@ def unsharded_after_load(name: str) -> None:
 
 
 def test_a_loaded_model_goes_on_as_before() -> None:
-    run_ranks(2, unsharded_after_load, "float8-tensor")
+    run_ranks(2, unsharded_after_load, "float8_tensor")
 
 
 def loads_after_an_eval(name: str, storage: str, assign: bool) -> None:
@@ -413,7 +413,7 @@ def loads_after_an_eval(name: str, storage: str, assign: bool) -> None:
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_a_load_after_an_eval_finds_the_shards(storage: str, assign: bool) -> None:
-    run_ranks_each(2, ("float8-tensor", "nvfp4-row"), loads_after_an_eval, storage, assign)
+    run_ranks_each(2, ("float8_tensor", "nvfp4"), loads_after_an_eval, storage, assign)
 
 
 def loads_one_block(name: str, assign: bool) -> None:
@@ -431,12 +431,12 @@ def loads_one_block(name: str, assign: bool) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_part_of_a_model_loads_like_the_whole(assign: bool) -> None:
-    run_ranks_each(2, ("float8-tensor", "nvfp4-row"), loads_one_block, assign)
+    run_ranks_each(2, ("float8_tensor", "nvfp4"), loads_one_block, assign)
 
 
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_models_made_of_deep_copies_are_loaded_like_others(storage: str) -> None:
-    recipe = RECIPES["float8-tensor"]
+    recipe = RECIPES["float8_tensor"]
     with quantized_model_init(recipe, storage=storage):
         template = nn.Linear(K, 32)
         net = nn.ModuleList(copy.deepcopy(template) for _ in range(2))
@@ -455,11 +455,11 @@ def test_models_made_of_deep_copies_are_loaded_like_others(storage: str) -> None
 
 
 def loads_from_another_mesh(assign: bool) -> None:
-    net = sharded("mxfp8-row")
+    net = sharded("mxfp8")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("elsewhere",))
     state = {
         key: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
-        for key, value in dense_state("mxfp8-row").items()
+        for key, value in dense_state("mxfp8").items()
     }
     net.load_state_dict(state, assign=assign)
 

@@ -237,7 +237,7 @@ def expected_collectives(name: str, dp: int, tp: int) -> int:
     """Groups with a scale to agree on: tensor-wide ones over both dims, Float8 rows where TP cuts K."""
     if name in TENSOR_WIDE:
         return (dp > 1) + (tp > 1)
-    return int(name == "float8-row" and tp > 1)
+    return int(name == "float8_row" and tp > 1)
 
 
 def train(net: Any, reference: Any, mesh: DeviceMesh, case: tuple[str, str], x_of: Callable[[int], Tensor]) -> None:
@@ -287,10 +287,10 @@ def test_training_equals_one_process(dp: int, tp: int, storage: str) -> None:
 @pytest.mark.parametrize(
     ("how", "storage", "name"),
     [
-        ("cut", "quantized", "float8-row"),
-        ("cut", "high_precision", "nvfp4-row"),
-        ("meta", "quantized", "nvfp4-row"),
-        ("meta", "high_precision", "float8-row"),
+        ("cut", "quantized", "float8_row"),
+        ("cut", "high_precision", "nvfp4"),
+        ("meta", "quantized", "nvfp4"),
+        ("meta", "high_precision", "float8_row"),
     ],
 )
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
@@ -341,7 +341,7 @@ def _trains_on_pieces_of_the_sequence(name: str, dp: int, storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_sequence_parallelism_equals_one_process(dp: int, storage: str) -> None:
-    run_ranks_each(2 * dp, ("mxfp8-row", "nvfp4-square"), _trains_on_pieces_of_the_sequence, dp, storage)
+    run_ranks_each(2 * dp, ("mxfp8", "nvfp4_square"), _trains_on_pieces_of_the_sequence, dp, storage)
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_sequence_parallelism_equals_one_process(dp: int, storage: str) -> None:
 
 def _rows_cut_along_k_share_their_scales(dp: int) -> None:
     mesh = mesh_2d(dp, 2)
-    net = distribute(make(RECIPES["float8-row"], "quantized"), mesh)
+    net = distribute(make(RECIPES["float8_row"], "quantized"), mesh)
     up, down = local(net.blocks[0].up.weight), local(net.blocks[0].down.weight)
     rank, group = mesh["tp"].get_local_rank(), mesh.get_group("tp")
     if rank == 1:  # some rows only, so that either rank decides some scales
@@ -487,7 +487,7 @@ def _saves_no_dense_weight(name: str, dp: int, storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_backward_keeps_no_dense_weight(dp: int, tp: int, storage: str) -> None:
-    run_ranks_each(dp * tp, ("float8-row", "nvfp4-row"), _saves_no_dense_weight, dp, storage)
+    run_ranks_each(dp * tp, ("float8_row", "nvfp4"), _saves_no_dense_weight, dp, storage)
 
 
 # -- quantized inputs --------------------------------------------------------------------------------------------------
@@ -553,7 +553,7 @@ def _cuts_a_block(name: str, columns: int, storage: str, how: str) -> None:
             assert not comms.counts, comms.counts
 
 
-CUT_BLOCKS = [("mxfp8-row", 96, 32), ("nvfp4-row", 80, 16), ("mxfp8-square", 96, 32)]
+CUT_BLOCKS = [("mxfp8", 96, 32), ("nvfp4", 80, 16), ("mxfp8_square", 96, 32)]
 
 
 @pytest.mark.parametrize("how", ["scattered", "cut", "meta"])
@@ -594,4 +594,4 @@ def _writes_gathered_pieces(name: str) -> None:
 
 
 def test_unsharded_writes_back_under_tensor_parallelism() -> None:
-    run_ranks_each(4, ("mxfp8-row", "mxfp8-square"), _writes_gathered_pieces)
+    run_ranks_each(4, ("mxfp8", "mxfp8_square"), _writes_gathered_pieces)

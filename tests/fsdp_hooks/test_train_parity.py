@@ -91,7 +91,7 @@ def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: in
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_training_equals_one_process_without_reshard_after_forward(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row"), _trains_like_one_process, reshard=False)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _trains_like_one_process, reshard=False)
 
 
 def _trains_on_a_mesh(name: str, shape: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ def _trains_on_a_mesh(name: str, shape: Sequence[int]) -> None:
 
 @pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1)), (2, (1, 2))])
 def test_training_equals_one_process_under_hsdp(world_size: int, shape: Sequence[int]) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "nvfp4-row", "mxfp8-square"), _trains_on_a_mesh, shape)
+    run_ranks_each(world_size, ("float8_tensor", "nvfp4", "mxfp8_square"), _trains_on_a_mesh, shape)
 
 
 def _trains_offloaded(name: str) -> None:
@@ -114,7 +114,7 @@ def _trains_offloaded(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_training_equals_one_process_under_cpu_offload(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-row", "nvfp4-row"), _trains_offloaded)
+    run_ranks_each(world_size, ("float8_row", "nvfp4"), _trains_offloaded)
 
 
 def _accumulates_gradients(name: str) -> None:
@@ -125,7 +125,7 @@ def _accumulates_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_training_equals_one_process_with_gradient_accumulation(world_size: int) -> None:
-    run_ranks_each(world_size, ("mxfp8-row", "float8-tensor"), _accumulates_gradients)
+    run_ranks_each(world_size, ("mxfp8", "float8_tensor"), _accumulates_gradients)
 
 
 def _trains_around_frozen_weights(name: str) -> None:
@@ -183,4 +183,4 @@ def _trains_from_meta(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_model_built_on_meta_sharded_and_initialised_trains_like_one_process(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8-tensor", "mxfp8-row", "nvfp4-row"), _trains_from_meta)
+    run_ranks_each(world_size, ("float8_tensor", "mxfp8", "nvfp4"), _trains_from_meta)

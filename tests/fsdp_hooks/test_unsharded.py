@@ -38,7 +38,7 @@ from tests.fsdp_hooks.cases import (
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 
 
-def _model(name: str = "mxfp8-row", **options: Any) -> Net:
+def _model(name: str = "mxfp8", **options: Any) -> Net:
     return shard(build(RECIPES[name], rows_for(name)), **options)
 
 
@@ -97,7 +97,7 @@ def test_the_gathered_weights_are_those_before_sharding_and_the_shards_come_back
 
 
 def _without_fsdp() -> None:
-    net = build(RECIPES["mxfp8-row"], (4,))
+    net = build(RECIPES["mxfp8"], (4,))
     weight = net.head.weight
     with unsharded(net, writeback=True) as same:
         assert same is net
@@ -144,7 +144,7 @@ def _stop_in(module: nn.Module) -> Any:
 
 def _reshards_whatever_happens(*, reshard: bool, first: bool) -> None:
     """`first`: the early stop is the very first forward."""
-    net = _model("float8-tensor", reshard_after_forward=reshard)
+    net = _model("float8_tensor", reshard_after_forward=reshard)
     x = batch(0)
     if not first:
         net(x).float().sum().backward()
@@ -351,11 +351,11 @@ def _stores_what_was_written(name: str, shape: tuple[int, ...]) -> None:
 
 # Shards on three ranks are uneven for every format: all formats there, and on each other mesh two of them.
 MESHES: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
-    ((1,), ("float8-tensor", "nvfp4-row")),
-    ((2,), ("mxfp8-row", "float8-tensor")),
+    ((1,), ("float8_tensor", "nvfp4")),
+    ((2,), ("mxfp8", "float8_tensor")),
     ((3,), tuple(ROW_RECIPES)),
-    ((4,), ("float8-row", "nvfp4-row")),
-    ((2, 2), ("mxfp8-row", "nvfp4-row")),
+    ((4,), ("float8_row", "nvfp4")),
+    ((2, 2), ("mxfp8", "nvfp4")),
 ]
 
 
@@ -365,7 +365,7 @@ def test_writeback_stores_every_way_of_writing(shape: tuple[int, ...], recipes: 
 
 
 def _refuses_unstored_changes(way: str) -> None:
-    net = _model("nvfp4-row")
+    net = _model("nvfp4")
     before = snapshot(net)
     full = gathered(net)
     names = ["blocks.0.linear.weight", "blocks.0.linear.bias"]
@@ -389,7 +389,7 @@ def test_changes_without_writeback_raise_by_name_and_leave_the_shards(world_size
 
 def _reading_is_no_change(param_dtype: torch.dtype | None) -> None:
     """Reads of every kind, on dtypes whose gathered value is another than the shard's."""
-    net = build(RECIPES["float8-tensor"], rows_for("float8-tensor"))
+    net = build(RECIPES["float8_tensor"], rows_for("float8_tensor"))
     net.norm.float()
     fully_shard(net.norm, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
     shard(net)
@@ -440,7 +440,7 @@ def test_under_mixed_precision_untouched_shards_keep_their_bits() -> None:
 
 
 def _raises_and_stays_whole() -> None:
-    net = _model("nvfp4-row")
+    net = _model("nvfp4")
     before = snapshot(net)
 
     def check(what: str) -> None:
@@ -496,7 +496,7 @@ def _works_under_inference_mode(name: str) -> None:
 # On one rank FSDP2 can not unshard twice under it, dense models included.
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_inference_mode(world_size: int) -> None:
-    run_ranks_each(world_size, ("mxfp8-row", "nvfp4-row"), _works_under_inference_mode)
+    run_ranks_each(world_size, ("mxfp8", "nvfp4"), _works_under_inference_mode)
 
 
 def _data_write_into_the_rows_of_one_rank() -> None:

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from layerwise import AWQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, SmoothQuant, calibrate
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor
+from qtensor import QuantizedTensor
+from tests.recipes import ROW
 
 DIM, VOCAB = 64, 33
 
@@ -32,12 +33,7 @@ ALGORITHMS: dict[str, Any] = {
     "GPTQ": GPTQ(),
 }
 WRITING = ("SmoothQuant", "AWQ", "GPTQ")
-RECIPES: dict[str, Any] = {
-    "float8-row": Float8CurrentScaling(),
-    "float8-tensor": Float8CurrentScaling(granularity="tensor"),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-}
+RECIPES = ROW
 
 # -- models ------------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from tests.layerwise.models import (
 )
 from tests.ranks import run_ranks_each
 
-FLOAT8, FLOAT8_ROWS, NVFP4, MXFP8 = (RECIPES[n] for n in ("float8-tensor", "float8-row", "nvfp4", "mxfp8"))
+FLOAT8, FLOAT8_ROWS, NVFP4, MXFP8 = (RECIPES[n] for n in ("float8_tensor", "float8_row", "nvfp4", "mxfp8"))
 EXPERTS = 4
 METHODS: dict[str, tuple[Any, Any]] = {
     "Max": (ALGORITHMS["Max"], NVFP4),

@@ -45,7 +45,7 @@ from tests.layerwise.models import (
 )
 from tests.ranks import run_ranks, run_ranks_each
 
-FLOAT8, NVFP4, MXFP8 = RECIPES["float8-tensor"], RECIPES["nvfp4"], RECIPES["mxfp8"]
+FLOAT8, NVFP4, MXFP8 = RECIPES["float8_tensor"], RECIPES["nvfp4"], RECIPES["mxfp8"]
 LARGEST = {FLOAT8: 448.0, NVFP4: 448.0 * 6.0}  # what an amax is scaled to
 Amaxes = dict[str, np.float32]
 
@@ -149,7 +149,7 @@ def expected_weights(model: nn.Module, name: str, recipe: Any) -> dict[str, Any]
 
 # -- layer by layer is the whole model at once -------------------------------------------------------------------------
 
-WHOLE = [("Max", "float8-tensor"), ("Max", "nvfp4"), ("Mse", "float8-tensor")]
+WHOLE = [("Max", "float8_tensor"), ("Max", "nvfp4"), ("Mse", "float8_tensor")]
 
 
 @pytest.mark.parametrize(("name", "recipe_name"), WHOLE)

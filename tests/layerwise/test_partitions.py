@@ -14,7 +14,7 @@ from layerwise import GPTQ
 from tests.layerwise.models import ALGORITHMS, RECIPES, assert_same, batches, outcome, reference, run, shard, toy
 from tests.ranks import run_ranks_each
 
-MXFP8, NVFP4, FLOAT8 = RECIPES["mxfp8"], RECIPES["nvfp4"], RECIPES["float8-row"]
+MXFP8, NVFP4, FLOAT8 = RECIPES["mxfp8"], RECIPES["nvfp4"], RECIPES["float8_row"]
 COUNT = 5
 
 # The algorithms that the statistics of inputs decide something in, static scales of inputs and all.

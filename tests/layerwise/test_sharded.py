@@ -36,7 +36,7 @@ from tests.layerwise.models import (
 from tests.ranks import run_ranks, run_ranks_each
 
 Outcome = dict[str, dict[str, str]]
-NVFP4, MXFP8, FLOAT8 = RECIPES["nvfp4"], RECIPES["mxfp8"], RECIPES["float8-tensor"]
+NVFP4, MXFP8, FLOAT8 = RECIPES["nvfp4"], RECIPES["mxfp8"], RECIPES["float8_tensor"]
 
 # What the algorithms that write weights are tried with, and one that does not.
 METHODS: dict[str, tuple[Any, Any]] = {

@@ -10,15 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qtensor import MasterWeightOptimizer, QuantizedTensor, batches, quantize, use_kernels
 from qtensor.agreement import flat_amax
 from qtensor.contents import preserve, write
-from qtensor.formats import tensor_wide
 from tests.qtensor.recipes_under_test import RECIPES, every_recipe, same_parts, weight
+from tests.recipes import facts
 
 SHAPES = [(64, 96), (32, 64), (64, 96), (45, 96), (64, 96), (32, 64), (2, 32, 64), (0, 64)]
 
 
 def weights(recipe: Any, seed: int) -> list[Tensor]:
-    square = getattr(recipe, "blocks", "row") == "square"
-    shapes = [shape for shape in SHAPES if not (square and shape[-2] % 32)]
+    shapes = [shape for shape in SHAPES if not (facts(recipe).square and shape[-2] % 32)]
     scales = [10.0 ** (n % 5 - 2) for n in range(len(shapes))]
     return [
         (weight(256, 96, torch.float32, seed=seed + n).flatten()[: torch.Size(shape).numel()] * scale).reshape(shape)
@@ -29,7 +28,7 @@ def weights(recipe: Any, seed: int) -> list[Tensor]:
 def shards_of(recipe: Any) -> list[QuantizedTensor]:
     """Shards of several shapes; among them a view of rows, where scales allow it, and one with a preserved value."""
     shards = [quantize(value, recipe) for value in weights(recipe, 0)]
-    if tensor_wide(shards[0].recipe) is None and getattr(recipe, "blocks", "row") == "row":
+    if facts(recipe).tensor_wide is None and not facts(recipe).square:
         shards[2] = quantize(weight(96, 96), recipe)[:64]
     preserve(shards[4], torch.zeros(shards[4].shape, dtype=shards[4].dtype))
     return shards
@@ -57,9 +56,10 @@ def test_written_at_once_or_one_by_one_the_bytes_are_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mxfp8_square", "nvfp4_row"])
-def test_compiled_kernels_write_many_to_the_same_bytes(name: str) -> None:
-    recipe, values = RECIPES[name], weights(RECIPES[name], 100)
+def test_compiled_kernels_write_many_to_the_same_bytes() -> None:
+    """Of the recipe with all that batches mind: packed elements, square blocks and a scale of the tensor."""
+    recipe = RECIPES["nvfp4_square"]
+    values = weights(recipe, 100)
     one_by_one, at_once = shards_of(recipe), shards_of(recipe)
     with use_kernels("eager"):
         for shard, value in zip(one_by_one, values, strict=True):
@@ -92,9 +92,10 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.budget
 @every_recipe
 def test_a_step_of_many_small_weights_takes_the_operations_of_one_of_a_few(recipe: Any) -> None:
-    if hasattr(quantize(weight(), recipe), "amax_history"):
+    if facts(recipe).history:
         return  # a history develops weight by weight
     counts = []
     for n in (4, 32):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from qtensor import (
     Float8CurrentScaling,
-    Float8DelayedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
@@ -23,18 +22,16 @@ from qtensor.formats import encode, format_of, shared_amax, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
-    block_of,
-    element_of,
     error_bound,
     every_recipe,
     per_row_recipes,
-    row_multiple,
     same_bytes,
     same_parts,
     tensor_wide_recipes,
     unit,
     weight,
 )
+from tests.recipes import E8M0, facts, recipes
 
 
 def payload_bytes(q: QuantizedTensor) -> int:
@@ -75,14 +72,11 @@ def test_public_attributes_are_parts_what_users_call_and_what_fsdp_asks_for(reci
 
 @every_recipe
 def test_scales_saturate_nothing_they_should_not(recipe: Any) -> None:
-    """|x| / unit <= largest, exactly for Float8 and MXFP8.
-
-    "floor" lets the mantissa run to 2 (512 of 448, 65536 of 57344: 8/7); an NVFP4 scale is rounded to E4M3 (2^-4).
-    """
+    """|x| / unit <= largest, but for what the rounding of scales adds."""
     x = weight(dtype=torch.float32)
     q = quantize(x, recipe)
-    excess = 1 + 2.0**-4 if isinstance(recipe, NVFP4BlockScaling) else 8 / 7 if "floor" in repr(recipe) else 1.0
-    assert (x.double().abs() / unit(q)).max() <= element_of(recipe).largest * excess * FP32_SLACK
+    known = facts(recipe)
+    assert (x.double().abs() / unit(q)).max() <= known.element.largest * known.excess * FP32_SLACK
 
 
 @every_recipe
@@ -119,7 +113,7 @@ def test_stacks_are_quantized_like_their_rows(recipe: Any) -> None:
         assert torch.equal(part.flatten().view(torch.uint8), rows.parts()[name].flatten().view(torch.uint8))
 
 
-@pytest.mark.parametrize("recipe", [RECIPES[name] for name in RECIPES if "square" not in name])
+@pytest.mark.parametrize("recipe", recipes(lambda each: not each.square and not each.history).values())
 def test_vectors_are_one_row(recipe: Any) -> None:
     x = weight(1, 64)
     vector, row = quantize(x[0], recipe), quantize(x, recipe)
@@ -151,11 +145,8 @@ def test_non_finite_input_never_decodes_to_a_finite_number_and_spoils_nothing_el
     zeroed[40, 50] = 0.0  # amaxes run over the finite elements
     q, expected = quantize(x, recipe).dequantize(), quantize(zeroed, recipe).dequantize()
     spoiled = torch.zeros(x.shape, dtype=torch.bool)
-    block, rows = block_of(recipe), row_multiple(recipe)
-    if isinstance(recipe, Float8CurrentScaling):
-        spoiled[40, 50] = True  # one element
-    else:
-        spoiled[40 // rows * rows : 40 // rows * rows + rows, 50 // block * block : 50 // block * block + block] = True
+    block, rows = facts(recipe).block, facts(recipe).rows  # of Float8 one element
+    spoiled[40 // rows * rows : 40 // rows * rows + rows, 50 // block * block : 50 // block * block + block] = True
     assert q[spoiled].isnan().all()
     assert same_bytes(q[~spoiled], expected[~spoiled])
 
@@ -184,7 +175,7 @@ def test_requantizing_decoded_values_is_stable_in_value(recipe: Any) -> None:
     q = quantize(weight(dtype=torch.float32), recipe)
     again = quantize(q.dequantize(), recipe)
     assert ((again.dequantize().double() - q.dequantize().double()).abs() <= error_bound(q.dequantize(), again)).all()
-    if isinstance(recipe, MXFP8BlockScaling):
+    if facts(recipe).scale is E8M0:
         assert same_bytes(again.dequantize(), q.dequantize())
 
 
@@ -209,13 +200,7 @@ def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
     """Float8 1 byte an element + 4 a row or tensor, and 4 a step of history; MXFP8 1 + 1/32; NVFP4 1/2 + 1/16, + 4."""
     rows, columns = 64, 96
     q = quantize(weight(rows, columns), recipe)
-    n = rows * columns
-    expected = {
-        "Float8CurrentScaling": n + 4 * (rows if getattr(recipe, "granularity", "") == "row" else 1),
-        "Float8DelayedScaling": n + 4 + 4 * getattr(recipe, "amax_history_len", 0),
-        "MXFP8BlockScaling": n + n // 32,
-        "NVFP4BlockScaling": n // 2 + n // 16 + 4,
-    }[type(recipe).__name__]
+    expected = facts(recipe).stored_bytes(rows, columns)
     held = [value for value in vars(q).values() if isinstance(value, Tensor)]
     assert sum(value.untyped_storage().nbytes() for value in held) == payload_bytes(q) == expected
 
@@ -223,8 +208,7 @@ def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
 @every_recipe
 def test_parts_alias_and_are_attributes(recipe: Any) -> None:
     q = quantize(weight(), recipe)
-    names = {NVFP4BlockScaling: ["global_scale"], Float8DelayedScaling: ["amax_history"]}.get(type(recipe), [])
-    assert list(q.parts()) == ["payload", "scale", *names]
+    assert list(q.parts()) == ["payload", "scale", *facts(recipe).parts]
     for name, part in q.parts().items():
         assert getattr(q, name) is part
         assert type(part) is Tensor
@@ -284,7 +268,7 @@ def test_row_slices_alias_the_same_rows_of_all_parts(recipe: Any) -> None:
 def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
     """Equal to quantizing the rows alone, with the amax of the whole where the format has a tensor-wide scale."""
     x = weight(96, 64)
-    q, multiple = quantize(x, recipe), row_multiple(recipe)
+    q, multiple = quantize(x, recipe), facts(recipe).rows
     for start, stop in [
         (0, 32),
         (32, 96),
@@ -305,8 +289,8 @@ def test_column_slices_are_copies_on_block_boundaries(recipe: Any) -> None:
     assert same_bytes(cut.dequantize(), q.dequantize()[:, 32:64])
     assert not storages(cut) & storages(q)
     assert q[:, :].shape == q.shape
-    if block_of(recipe) > 1:
-        with pytest.raises(ValueError, match=f"cuts along K must be multiples of {block_of(recipe)}"):
+    if facts(recipe).block > 1:
+        with pytest.raises(ValueError, match=f"cuts along K must be multiples of {facts(recipe).block}"):
             q[:, 8:40]
 
 

@@ -11,22 +11,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from qtensor import (
-    Float8CurrentScaling,
     MasterWeightOptimizer,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
     quantize,
     quantized_model_init,
 )
 from qtensor.tensor import OPS
 from tests.ranks import run_ranks
+from tests.recipes import ROW
 
-RECIPES = {
-    "float8-row": Float8CurrentScaling(),
-    "float8-tensor": Float8CurrentScaling(granularity="tensor"),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-}
+pytestmark = pytest.mark.budget
 # calls a layer: at most, since fewer are welcome. Adam's own step multiplies (weight decay) and adds.
 LIMITS = {"forward and backward": 0, "MasterWeightOptimizer": 0, "AdamW": 2}
 
@@ -85,15 +78,15 @@ def check(recipe: Any, optimizer: str, *, sharded: bool) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["MasterWeightOptimizer", "AdamW"])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+@pytest.mark.parametrize("recipe", ROW.values(), ids=ROW.keys())
 def test_op_table_calls_of_a_step_per_layer(recipe: Any, optimizer: str) -> None:
     check(recipe, optimizer, sharded=False)
 
 
 def sharded_cases() -> None:
-    check(RECIPES["float8-tensor"], "MasterWeightOptimizer", sharded=True)
-    check(RECIPES["nvfp4"], "MasterWeightOptimizer", sharded=True)
-    check(RECIPES["mxfp8"], "AdamW", sharded=True)
+    check(ROW["float8_tensor"], "MasterWeightOptimizer", sharded=True)
+    check(ROW["nvfp4"], "MasterWeightOptimizer", sharded=True)
+    check(ROW["mxfp8"], "AdamW", sharded=True)
 
 
 def test_op_table_calls_of_a_sharded_step_per_layer() -> None:
@@ -101,7 +94,7 @@ def test_op_table_calls_of_a_sharded_step_per_layer() -> None:
 
 
 def test_the_count_sees_what_goes_through_the_table() -> None:
-    weight = quantize(torch.ones(32, 32), RECIPES["mxfp8"])
+    weight = quantize(torch.ones(32, 32), ROW["mxfp8"])
     with Counting() as calls:
         torch.zeros(2).detach()
         weight.detach()[:16].add_(1.0)

@@ -285,7 +285,7 @@ def test_assigning_data_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", ["float8_tensor", "mxfp8_row", "nvfp4_square"])
+@pytest.mark.parametrize("name", ["float8_tensor", "mxfp8", "nvfp4_square"])
 def test_a_compiled_block_changes_no_byte(name: str) -> None:
     layer, x = _linear(RECIPES[name]), _input()
     block = nn.Sequential(layer, nn.Tanh())

@@ -17,10 +17,11 @@ from fsdp_hooks.compiled import Kernel
 from qtensor import QuantizedTensor, kernels, quantize, use_kernels
 from qtensor.contents import write
 from qtensor.formats import encode, shared_amax
-from tests.qtensor.recipes_under_test import DELAYED, RECIPES, block_of, every_recipe, same_bytes, weight
+from tests.qtensor.recipes_under_test import DELAYED, RECIPES, every_recipe, same_bytes, weight
+from tests.recipes import facts
 
 INF, NAN = float("inf"), float("nan")
-FORMS = ["float8_row", "mxfp8_square", "nvfp4_row"]  # rows, groups of rows, packed: test_golden compiles the others
+FORMS = ["float8_row", "mxfp8_square", "nvfp4"]  # rows, groups of rows, packed: test_golden compiles the others
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +86,9 @@ def test_a_compiled_kernel_takes_fp32_and_fp16_too() -> None:
     for dtype in (torch.float32, torch.float16):
         x = awkward(64, 96, torch.float32).clamp(-6e4, 6e4).to(dtype)
         use_kernels("compiled")
-        found = quantize(x, RECIPES["nvfp4_row"])
+        found = quantize(x, RECIPES["nvfp4"])
         use_kernels("eager")
-        assert_same(found.parts(), parts_as_defined(x, RECIPES["nvfp4_row"]))
+        assert_same(found.parts(), parts_as_defined(x, RECIPES["nvfp4"]))
         values = found.dequantize(torch.float16)
         use_kernels("compiled")
         assert same_bytes(found.dequantize(torch.float16).nan_to_num(7.0), values.nan_to_num(7.0))
@@ -127,7 +128,7 @@ def test_chunks_give_the_bytes_of_the_whole(monkeypatch: pytest.MonkeyPatch, rec
 def test_chunks_end_where_blocks_do(monkeypatch: pytest.MonkeyPatch, recipe: Any, shape: tuple[int, ...]) -> None:
     """Stacks whose matrices end within a square block, and the rows of a shard."""
     x = weight(256, 96).flatten()[: torch.Size(shape).numel()].view(shape)
-    if getattr(recipe, "blocks", "row") == "square" and x.ndim == 1:
+    if facts(recipe).square and x.ndim == 1:
         return  # square blocks need two dims
     wanted = parts_as_defined(x, recipe)
     for elements in (1, 4000):
@@ -143,11 +144,11 @@ def test_stacks_of_square_blocks_are_quantized_under_autocast(name: str) -> None
         assert_same(kernels.encode(x, RECIPES[name]), wanted)
 
 
-@pytest.mark.parametrize("name", ["float8_tensor", "nvfp4_row"])
+@pytest.mark.parametrize("name", ["float8_tensor", "nvfp4"])
 def test_chunks_of_a_gathered_weight_take_the_scales_of_their_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     recipe = RECIPES[name]
     shards = [quantize(weight(8, 96) * factor, recipe) for factor in (1.0, 100.0, 0.01)]
-    wide = "scale" if name == "float8_tensor" else "global_scale"
+    wide = str(facts(recipe).tensor_wide)
     parts = {part: torch.cat([raw_rows(q.parts()[part]) for q in shards]) for part in shards[0].parts()}
     parts[wide] = torch.stack([q.parts()[wide] for q in shards]).repeat_interleave(8).view(24, 1)
     parts = {part: value.view(shards[0].parts()[part].dtype) for part, value in parts.items()}
@@ -162,7 +163,7 @@ def raw_rows(part: Tensor) -> Tensor:
 
 
 def test_a_payload_may_begin_anywhere_in_a_buffer() -> None:
-    q = quantize(weight(8, 32), RECIPES["nvfp4_row"])
+    q = quantize(weight(8, 32), RECIPES["nvfp4"])
     buffer = torch.zeros(q.payload.numel() + 1, dtype=torch.uint8)
     buffer[1:] = q.payload.flatten()
     moved = QuantizedTensor.from_parts({**q.parts(), "payload": buffer[1:].view(8, 16)}, q.recipe, q.dtype)
@@ -353,7 +354,7 @@ def test_a_kernel_that_gave_up_runs_in_chunks(compiler: Compiler, monkeypatch: p
     monkeypatch.setattr(compiled, "COMPILED_FROM", 512)
     monkeypatch.setitem(kernels.CHUNK, "cpu", 512)
     monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
-    x, recipe = weight(64, 96), RECIPES["mxfp8_row"]
+    x, recipe = weight(64, 96), RECIPES["mxfp8"]
     wanted = parts_as_defined(x, recipe)
     assert_same(kernels.encode(x, recipe), wanted)
     assert compiler.calls == 1
@@ -433,6 +434,7 @@ def test_unknown_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert use_kernels.mode == "auto"
 
 
+@pytest.mark.budget
 def test_nothing_is_compiled_again_for_another_place_to_call_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo guards on autograd, autocast, inference mode, views' bases and whether __torch_function__ is on."""
     graphs: list[str] = []
@@ -445,7 +447,7 @@ def test_nothing_is_compiled_again_for_another_place_to_call_from(monkeypatch: p
     monkeypatch.setattr(torch, "compile", lambda fn, **options: compile_(fn, backend=backend, **options))
     monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
     monkeypatch.setattr(kernels, "_decode_kernel", functools.cache(kernels._decode_kernel.__wrapped__))
-    x, recipe = weight(64, 96), RECIPES["mxfp8_row"]
+    x, recipe = weight(64, 96), RECIPES["mxfp8"]
     with use_kernels("compiled"):
         q = quantize(x, recipe)
         q.dequantize()
@@ -465,6 +467,8 @@ def test_nothing_is_compiled_again_for_another_place_to_call_from(monkeypatch: p
     assert len(graphs) == 2
 
 
+@pytest.mark.budget
+@pytest.mark.slow
 def test_shapes_are_dynamic_so_that_nothing_is_compiled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Special to torch are dims of size 1, and dims that are equal at first; it compiles once more for what is not."""
     graphs: list[Any] = []
@@ -478,9 +482,9 @@ def test_shapes_are_dynamic_so_that_nothing_is_compiled_again_and_again(monkeypa
     # kernels of other tests are compiled already
     monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
     monkeypatch.setattr(kernels, "_decode_kernel", functools.cache(kernels._decode_kernel.__wrapped__))
-    for name in ("mxfp8_row", "nvfp4_square"):
+    for name in ("mxfp8", "nvfp4_square"):
         recipe, graphs[:] = RECIPES[name], []
-        amax = torch.ones(()) if name.startswith("nvfp4") else None
+        amax = torch.ones(()) if facts(recipe).tensor_wide else None
         with use_kernels("compiled"):
             for rows, columns in ((64, 64), (32 * 3, 512), (128, 1024), (512, 128), (1024, 64), (64, 96)):
                 parts = kernels.encode(weight(rows, columns), recipe, amax)
@@ -488,14 +492,14 @@ def test_shapes_are_dynamic_so_that_nothing_is_compiled_again_and_again(monkeypa
             assert 2 <= len(graphs) <= 3, name
             before = len(graphs)
             for rows, columns in ((16, 96), (32, 96), (96, 16), (96, 32)):  # one group of rows, one block a row
-                if columns % block_of(recipe) or (rows < 32 and name == "mxfp8_row"):
+                if columns % facts(recipe).block or (rows < 32 and name == "mxfp8"):
                     continue
                 parts = kernels.encode(weight(rows, columns), recipe, amax)
                 kernels.decode(parts, recipe, torch.bfloat16)
             assert before < len(graphs) <= before + 4, name
 
 
-@pytest.mark.parametrize("name", ["float8_row", "mxfp8_row", "nvfp4_row"])
+@pytest.mark.parametrize("name", ["float8_row", "mxfp8", "nvfp4"])
 def test_a_traced_graph_does_not_depend_on_the_size_from_which_kernels_are_compiled(name: str) -> None:
     """One dynamic graph of the caller's for activations of any number of tokens."""
     torch.compiler.reset()

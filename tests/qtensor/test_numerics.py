@@ -21,8 +21,8 @@ from qtensor.formats import adopt, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
+    WIDE,
     all_recipes,
-    element_of,
     error_bound,
     raw,
     same_bytes,
@@ -30,6 +30,7 @@ from tests.qtensor.recipes_under_test import (
     unit,
     weight,
 )
+from tests.recipes import facts
 
 F32 = np.float32
 FLT_MAX = np.finfo(F32).max
@@ -175,7 +176,7 @@ def test_negation_changes_signs_alone(recipe: Any, x: np.ndarray) -> None:
 @given(x=matrices(everyday), seed=st.integers(0, 99))
 def test_rows_do_not_depend_on_their_order(recipe: Any, x: np.ndarray, seed: int) -> None:
     dense = torch.from_numpy(x)
-    block = 1 if getattr(recipe, "blocks", "row") == "row" else 32
+    block = 32 if facts(recipe).square else 1
     order = torch.randperm(32 // block, generator=torch.Generator().manual_seed(seed))
     rows = (order[:, None] * block + torch.arange(block)).flatten()
     a, b = quantize(dense, recipe).parts(), quantize(dense[rows], recipe).parts()
@@ -201,7 +202,7 @@ def test_non_finite_elements_decode_to_nan_and_the_others_as_if_they_were_zeros(
     assert same_bytes(found[kept], expected[kept])
 
 
-@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("mxfp8_row", "mxfp8_row_e5m2", "mxfp8_square")])
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_square")])
 @quick
 @given(x=matrices(everyday))
 def test_mxfp8_scales_are_the_smallest_that_do_not_saturate(recipe: Any, x: np.ndarray) -> None:
@@ -210,7 +211,7 @@ def test_mxfp8_scales_are_the_smallest_that_do_not_saturate(recipe: Any, x: np.n
     q = quantize(dense, recipe)
     one = unit(q)[:, ::32]
     amax = torch.from_numpy(blockwise_amax(x, 32 if recipe.blocks == "square" else 1, 32)).double()
-    needed = amax / element_of(recipe).largest
+    needed = amax / facts(recipe).element.largest
     assert (needed <= one * FP32_SLACK)[amax > 0].all()
     assert (one < 2 * needed * FP32_SLACK)[amax > 0].all()
 
@@ -223,7 +224,7 @@ def test_the_largest_element_of_float8_uses_the_whole_range(x: np.ndarray) -> No
     assert (payload[torch.from_numpy(np.abs(x).max(axis=-1) > 0)] == 448).all()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("float8_tensor", "nvfp4"))])
+@pytest.mark.parametrize("name", WIDE)
 @quick
 @given(x=matrices(everyday), factor=st.floats(1, 100, width=32))
 def test_adopting_a_larger_scale_loses_half_a_step_of_that_scale(name: str, x: np.ndarray, factor: float) -> None:
@@ -236,7 +237,7 @@ def test_adopting_a_larger_scale_loses_half_a_step_of_that_scale(name: str, x: n
     assert ((adopted.dequantize().double() - dense.double()).abs() <= error_bound(dense, adopted)).all()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("float8_tensor", "nvfp4"))])
+@pytest.mark.parametrize("name", WIDE)
 def test_adopting_a_scale_as_large_as_any_keeps_zeros(name: str) -> None:
     recipe = RECIPES[name]
     adopted = adopt(torch.zeros(32, 64), recipe, torch.tensor(3.0))

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, optim, quantize
+from qtensor import MasterWeightOptimizer, optim, quantize
 from tests.qtensor.recipes_under_test import same_bytes
+from tests.recipes import ROW
 
-RECIPES = [Float8CurrentScaling(granularity="tensor"), MXFP8BlockScaling(), NVFP4BlockScaling()]
+RECIPES = [recipe for name, recipe in ROW.items() if name != "float8_row"]
 
 
 def parameters(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:

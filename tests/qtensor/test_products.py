@@ -27,17 +27,10 @@ from qtensor import (
 from qtensor.formats import format_of
 from qtensor.products import product, quantized_rows, scaled_mm_support, swizzled
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, raw, same_bytes, tensor_wide_recipes, weight
+from tests.recipes import MAIN
 
 INPUT_SHAPES = [(96,), (7, 96), (3, 5, 96), (2, 3, 5, 96), (0, 96), (2, 0, 96)]
-HARDWARE = {
-    "float8_row": Float8CurrentScaling(),
-    "float8_row_power_of_two": Float8CurrentScaling(power_of_two=True),
-    "float8_tensor": Float8CurrentScaling(granularity="tensor"),
-    "mxfp8_row": MXFP8BlockScaling(),
-    "mxfp8_square": MXFP8BlockScaling(blocks="square"),
-    "nvfp4_row": NVFP4BlockScaling(),
-    "nvfp4_square": NVFP4BlockScaling(blocks="square"),
-}
+HARDWARE = MAIN | {"float8_row_power_of_two": Float8CurrentScaling(power_of_two=True)}
 hardware_recipes = pytest.mark.parametrize("recipe", HARDWARE.values(), ids=HARDWARE.keys())
 
 
@@ -370,7 +363,7 @@ def test_the_operands_of_the_hardware_are_those_of_the_emulation(
     assert_close_to_the_emulation(y, x, w.dequantize(torch.float32), recipe)
 
 
-@pytest.mark.parametrize("recipe", [HARDWARE["float8_tensor"], HARDWARE["nvfp4_row"]], ids=["float8", "nvfp4"])
+@pytest.mark.parametrize("recipe", [HARDWARE["float8_tensor"], HARDWARE["nvfp4"]], ids=["float8", "nvfp4"])
 def test_the_hardware_is_given_the_scale_of_every_shard(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     w, values = gathered(recipe)
     x = tokens(7, 96)
@@ -460,7 +453,7 @@ def test_the_hardware_agrees_with_the_emulation(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [HARDWARE["float8_tensor"], HARDWARE["nvfp4_row"]], ids=["float8", "nvfp4"])
+@pytest.mark.parametrize("recipe", [HARDWARE["float8_tensor"], HARDWARE["nvfp4"]], ids=["float8", "nvfp4"])
 def test_the_hardware_applies_the_scale_of_every_shard(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = on_hardware(recipe, 96, 128)
     w, values = gathered(recipe, columns=128)

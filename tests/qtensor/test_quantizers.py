@@ -12,7 +12,8 @@ from torch import Tensor
 
 from qtensor import Float8DelayedScaling, NVFP4BlockScaling
 from qtensor.formats import encode, format_of, shared_amax
-from tests.qtensor.recipes_under_test import RECIPES, all_recipes, element_of, every_recipe, same_bytes, weight
+from tests.qtensor.recipes_under_test import RECIPES, all_recipes, every_recipe, same_bytes, weight
+from tests.recipes import facts
 
 INF, NAN = float("inf"), float("nan")
 # magnitudes of weights, of the smallest and of the largest fp32 numbers, where scales saturate
@@ -71,11 +72,11 @@ def test_decoded_values_are_those_snapped_to_the_grid(recipe: Any, exponent: int
     assert same_bytes(decoded, fmt.snap(x * spread(enc, x), recipe) * spread(dec, x))
 
 
-@pytest.mark.parametrize("name", ["float8_row", "float8_row_e5m2", "nvfp4_row"])
+@pytest.mark.parametrize("name", ["float8_row", "float8_row_e5m2", "nvfp4"])
 def test_snapping_agrees_with_the_elements_around_every_tie(name: str) -> None:
     """A few ulps around all elements and midpoints, under the scale 1."""
     recipe = RECIPES[name]
-    fmt, largest = format_of(recipe), element_of(recipe).largest
+    fmt, largest = format_of(recipe), facts(recipe).element.largest
     every = torch.cat([torch.linspace(0, 8, 513), torch.logspace(-18, 17, 36 * 64 + 1, base=2.0)])
     elements = fmt.snap(every, recipe).unique()
     assert elements[0] == 0
@@ -94,7 +95,7 @@ def test_snapping_agrees_with_the_elements_around_every_tie(name: str) -> None:
     found = fmt.snap(x, recipe)
     assert torch.equal(found[~ties].abs(), nearest[~ties])
     assert torch.equal(torch.signbit(found), torch.signbit(x))
-    if name == "nvfp4_row":  # ties to the even code
+    if name == "nvfp4":  # ties to the even code
         tied = fmt.snap(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), recipe)
         assert tied.tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,14 @@ from qtensor import (
     Float8CurrentScaling,
     MasterWeightOptimizer,
     MXFP8BlockScaling,
-    NVFP4BlockScaling,
     QuantizedTensor,
     quantize,
     quantized_model_init,
     stochastic_rounding,
 )
 from qtensor.contents import initial_value, preserve
-from tests.qtensor.recipes_under_test import RECIPES, all_recipes, element_of, same_bytes, same_parts, unit, weight
+from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, same_parts, unit, weight
+from tests.recipes import facts
 
 FAILURE = 1e-9
 SLACK = 2.0**-20  # relative: the fp32 roundings of 1 / scale, x / scale, q * scale, and 2^-24 of the draw
@@ -43,10 +44,9 @@ def hoeffding(width: float, draws: float, events: int = 1) -> float:
 
 def grid(recipe: Any) -> Tensor:
     """fp64: every finite magnitude of the element, ascending, read from its codes."""
-    if isinstance(recipe, NVFP4BlockScaling):
-        return torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    dtype = torch.float8_e4m3fn if recipe.element == "e4m3" else torch.float8_e5m2
-    values = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+    element = facts(recipe).element
+    codes = np.arange(2 ** (element.bits - 1), dtype=np.uint8)
+    values = torch.from_numpy(codes.view(element.dtype).astype(np.float64))
     return values[values.isfinite()]
 
 
@@ -81,7 +81,7 @@ def stochastically(x: Tensor, recipe: Any, seed: int = 0) -> QuantizedTensor:
 def test_elements_become_either_neighbour_and_on_average_the_value(recipe: Any) -> None:
     parts, copies, x = 50, 20, wide_ranging()  # 1000 draws, as many at a time as a cache holds
     one = unit(stochastically(x, recipe))  # equal in all copies, since scales are not drawn
-    clamped = x.double().abs().minimum(one * element_of(recipe).largest)
+    clamped = x.double().abs().minimum(one * facts(recipe).element.largest)
     y = torch.where(one > 0, clamped / one, 0)
     lower, upper = neighbours(y, recipe)
     total = torch.zeros_like(y)
@@ -104,9 +104,7 @@ def test_elements_become_either_neighbour_and_on_average_the_value(recipe: Any) 
     assert abs(ratio) <= bound
 
 
-@pytest.mark.parametrize(
-    ("name", "smallest_normal"), [("float8_row", 2.0**-6), ("mxfp8_row", 2.0**-6), ("nvfp4_row", 1.0)]
-)
+@pytest.mark.parametrize(("name", "smallest_normal"), [("float8_row", 2.0**-6), ("mxfp8", 2.0**-6), ("nvfp4", 1.0)])
 def test_the_values_of_the_test_above_reach_into_the_subnormals(name: str, smallest_normal: float) -> None:
     y = wide_ranging().double().abs() / unit(quantize(wide_ranging(), RECIPES[name]))
     assert ((y > 0) & (y < smallest_normal)).sum() > 100
@@ -158,7 +156,7 @@ def test_zeros_stay_zeros_and_keep_their_signs(recipe: Any) -> None:
     assert (q.dequantize() == 0).all()
 
 
-@pytest.mark.parametrize("name", ["mxfp8_row", "mxfp8_row_e5m2", "mxfp8_square", "float8_tensor_power_of_two"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp8_square", "float8_tensor_power_of_two"])
 def test_representable_values_are_not_moved(name: str) -> None:
     """Where scales are powers of two the decoded values are on the grid exactly."""
     q = quantize(weight(), RECIPES[name])

@@ -33,7 +33,7 @@ from qtensor import (
     quantize_,
     quantized_model_init,
 )
-from tests.dcp_adapters.cases import RECIPES, assert_holds, bits, held, local_of, values
+from tests.dcp_adapters.cases import EVERY, RECIPES, assert_holds, bits, held, local_of, values
 from tests.dcp_adapters.hf.directories import (
     K,
     dense_tensors,
@@ -456,7 +456,7 @@ def test_dense_files_are_quantized_as_the_full_tensor_is(ranks: int, tmp_path: P
     state = dense_tensors()
     path = write(tmp_path, state, files=2)
     cases = []
-    for recipe in [*RECIPES.values(), Float8DelayedScaling(amax_history_len=4)]:
+    for recipe in EVERY.values():
         recipes = dict.fromkeys(linear_names(), recipe)
         cases.append((str(path), recipes, quantized_reference(state, recipes)))
     run_ranks_each(ranks, cases, _imports)

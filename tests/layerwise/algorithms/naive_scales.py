@@ -9,22 +9,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qtensor import Float8CurrentScaling, NVFP4BlockScaling
+from tests.recipes import E8M0, FP8, FP32, facts
 
 F32 = np.float32
 FLT_MAX = np.finfo(F32).max
 MULTIPLES = np.linspace(0.25, 4, 39)
-ELEMENTS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 8), "e5m2": (ml_dtypes.float8_e5m2, 57344.0, 15)}
 
 Array = Any
 
 
 def block_shape(x: Array, recipe: Any) -> tuple[int, int]:
     """Rows and columns that share a scale."""
-    if isinstance(recipe, Float8CurrentScaling):
-        return (1 if recipe.granularity == "row" else x.shape[0]), x.shape[1]
-    size = 16 if isinstance(recipe, NVFP4BlockScaling) else 32
-    return (size if recipe.blocks == "square" else 1), size
+    known = facts(recipe)
+    if known.block > 1:
+        return known.rows, known.block
+    return (x.shape[0] if known.tensor_wide else 1), x.shape[1]
 
 
 def amaxes(x: Array, recipe: Any) -> Array:
@@ -33,19 +32,19 @@ def amaxes(x: Array, recipe: Any) -> Array:
 
 
 def float8_scale(amax: Array, recipe: Any) -> Array:
-    enc = np.where(amax == 0, F32(1), np.minimum(F32(ELEMENTS[recipe.element][1]) / amax, FLT_MAX)).astype(F32)
+    enc = np.where(amax == 0, F32(1), np.minimum(F32(facts(recipe).element.largest) / amax, FLT_MAX)).astype(F32)
     if recipe.power_of_two:
         enc = np.ldexp(F32(0.5), np.frexp(enc)[1]).astype(F32)
     return enc
 
 
 def mxfp8_code(amax: Array, recipe: Any) -> Array:
-    _, largest, emax = ELEMENTS[recipe.element]
+    element = facts(recipe).element
     if recipe.scale_rounding == "up":
-        mantissa, exponent = np.frexp(amax.astype(F32) * F32(1 / largest))
+        mantissa, exponent = np.frexp(amax.astype(F32) * F32(1 / element.largest))
         exponent = exponent - (mantissa == 0.5)
     else:
-        exponent = np.frexp(amax.astype(F32))[1] - 1 - emax
+        exponent = np.frexp(amax.astype(F32))[1] - 1 - element.exponent
     return np.where(amax == 0, 0, np.clip(exponent + 127, 0, 254))
 
 
@@ -59,10 +58,10 @@ def global_scale(x: Array) -> tuple[Array, Array]:
 def own_scale(x: Array, recipe: Any) -> tuple[Array, Array]:
     """(enc, dec) of Max, one for each block."""
     amax = amaxes(x, recipe)
-    if isinstance(recipe, Float8CurrentScaling):
+    if facts(recipe).scale is FP32:
         enc = float8_scale(amax, recipe)
         return enc, F32(1) / enc
-    if not isinstance(recipe, NVFP4BlockScaling):
+    if facts(recipe).scale is E8M0:
         code = mxfp8_code(amax, recipe)
         return np.ldexp(F32(1), 127 - code), np.ldexp(F32(1), code - 127)
     global_enc, global_dec = global_scale(x)
@@ -78,13 +77,13 @@ def nvfp4_grid(scale: Array, g: Array) -> tuple[Array, Array]:
 def candidate_scales(x: Array, recipe: Any) -> Iterator[tuple[Array, Array]]:
     """(enc, dec) of every candidate of the definition, one for each block."""
     amax = amaxes(x, recipe)
-    if isinstance(recipe, NVFP4BlockScaling):
+    if facts(recipe).scale is FP8:
         for code in range(1, 127):
             scale = np.uint8(code).view(ml_dtypes.float8_e4m3fn).astype(F32)
             yield nvfp4_grid(np.full_like(amax, scale), global_scale(x)[1])
         return
     for multiple in MULTIPLES:
-        if isinstance(recipe, Float8CurrentScaling):
+        if facts(recipe).scale is FP32:
             enc = float8_scale(amax * F32(multiple), recipe)
             yield enc, F32(1) / enc
         else:
@@ -96,9 +95,8 @@ def errors(x: Array, recipe: Any, enc: Array, dec: Array, hessian: Array | None 
     """fp64, of each block, as one scale each of `enc`, `dec` gives."""
     rows, columns = block_shape(x, recipe)
     enc, dec = (np.repeat(np.repeat(each, rows, axis=0), columns, axis=1) for each in (enc, dec))
-    nvfp4 = isinstance(recipe, NVFP4BlockScaling)
-    dtype, largest = (ml_dtypes.float4_e2m1fn, 6.0) if nvfp4 else ELEMENTS[recipe.element][:2]
-    decoded = np.clip(x * enc, F32(-largest), F32(largest)).astype(dtype).astype(F32) * dec
+    element = facts(recipe).element
+    decoded = np.clip(x * enc, F32(-element.largest), F32(element.largest)).astype(element.dtype).astype(F32) * dec
     error = decoded.astype(np.float64) - x.astype(np.float64)
     if hessian is None:
         terms = error**2

@@ -189,7 +189,7 @@ def test_every_scale_gets_the_ratio_that_inputs_themselves_choose(recipe: Any) -
         assert decision.weight is None
 
 
-@pytest.mark.parametrize("name", ["nvfp4_row", "nvfp4_square", "float8_row", "float8_row_e5m2", "float8_tensor"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_square", "float8_row", "float8_row_e5m2", "float8_tensor"])
 def test_an_outlier_that_hardly_any_input_meets_is_clipped(name: str) -> None:
     recipe = RECIPES[name]
     x, weight = torch.ones(20, K), weights_for(5)[0].float()

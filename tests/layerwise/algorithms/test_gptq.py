@@ -13,19 +13,11 @@ from layerwise.algorithms import gptq
 from layerwise.algorithms.algorithm import HESSIAN, Decision, Group, Inputs, Linear
 from layerwise.algorithms.gptq import GPTQ
 from layerwise.algorithms.mse import Mse
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.formats import format_of, shared_amax
 from qtensor.recipes import Recipe
+from tests.recipes import E8M0, MAIN, facts
 
-RECIPES: dict[str, Recipe] = {
-    "float8-tensor": Float8CurrentScaling(granularity="tensor"),
-    "float8-row": Float8CurrentScaling(granularity="row"),
-    "mxfp8-row": MXFP8BlockScaling(),
-    "mxfp8-square": MXFP8BlockScaling(blocks="square"),
-    "nvfp4-row": NVFP4BlockScaling(),
-    "nvfp4-square": NVFP4BlockScaling(blocks="square"),
-}
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+every_recipe = pytest.mark.parametrize("recipe", MAIN.values(), ids=MAIN)
 K = 96
 
 
@@ -129,7 +121,7 @@ def test_scales_of_mse(recipe: Recipe) -> None:
     for decision, mse in zip(GPTQ(scales="mse").decide(group, recipe), from_mse, strict=True):
         for name, value in mse.quantizer.items():
             assert torch.equal(decision.quantizer[name].float(), value.float()), name
-    if not isinstance(recipe, MXFP8BlockScaling):  # among its scales, powers of two, none is better than Max's here
+    if facts(recipe).scale is not E8M0:  # among its scales, powers of two, none is better than Max's here
         (from_max, _) = GPTQ().decide(group, recipe)
         found = from_mse[0].quantizer
         assert any(not torch.equal(from_max.quantizer[name].float(), value.float()) for name, value in found.items())
@@ -173,7 +165,7 @@ def test_it_computes_in_one_way_whatever_the_caller_has_set(monkeypatch: pytest.
 
     inverse_factor = gptq._inverse_factor
     monkeypatch.setattr(gptq, "_inverse_factor", watched)
-    recipe = RECIPES["nvfp4-row"]
+    recipe = MAIN["nvfp4"]
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     found = []
     group = _group(recipe, _randn(64, 256) * 0.02, hessian=_hessian(256))
@@ -196,7 +188,7 @@ def test_it_computes_in_one_way_whatever_the_caller_has_set(monkeypatch: pytest.
 
 
 def test_the_block_is_a_matter_of_speed() -> None:
-    recipe = RECIPES["nvfp4-row"]
+    recipe = MAIN["nvfp4"]
     weight, hessian = _randn(64, K) * 0.02, _hessian()
     stored = []
     for block, act_order in product((1, 7, 32, 200), (False, True)):
@@ -208,7 +200,7 @@ def test_the_block_is_a_matter_of_speed() -> None:
 
 
 def test_columns_that_never_saw_input_are_rounded_to_nearest_and_take_no_error() -> None:
-    recipe = RECIPES["mxfp8-row"]
+    recipe = MAIN["mxfp8"]
     silent = [0, 5, 40, 95]
     weight, hessian = _randn(64, K) * 0.02, _hessian(silent=silent)
     hessian[5, 6] = hessian[6, 5] = 1e-3  # what a sum leaves whose diagonal vanished beside larger values
@@ -224,7 +216,7 @@ def test_columns_that_never_saw_input_are_rounded_to_nearest_and_take_no_error()
 
 
 def test_without_a_token_it_rounds_to_nearest_and_says_so() -> None:
-    recipe = RECIPES["nvfp4-row"]
+    recipe = MAIN["nvfp4"]
     weight = _randn(32, K).bfloat16()
     (decision,) = GPTQ().decide(_group(recipe, weight), recipe)
     assert decision.weight is None
@@ -239,7 +231,7 @@ def _indefinite(strength: float) -> Tensor:
 
 
 def test_damping_is_raised_and_said() -> None:
-    recipe = RECIPES["mxfp8-row"]
+    recipe = MAIN["mxfp8"]
     weight = _randn(32, K)
     for strength, warning in ((1.05, "0.1"), (1.5, "1"), (5.0, "10")):
         (first, second) = GPTQ().decide(_group(recipe, weight, weight, hessian=_indefinite(strength)), recipe)
@@ -253,7 +245,7 @@ def test_damping_is_raised_and_said() -> None:
 
 
 def test_what_can_not_be_factorised_raises_by_name() -> None:
-    recipe = RECIPES["mxfp8-row"]
+    recipe = MAIN["mxfp8"]
     group = _group(recipe, _randn(32, K), _randn(32, K), hessian=_indefinite(50.0))
     message = (
         r"^layers.0.w0.weight, layers.0.w1.weight: the Hessian of their input \(400 tokens of 96 columns\) is not "

@@ -301,7 +301,7 @@ def test_the_clip_is_the_mean_ratio_of_scales() -> None:
 
 
 def test_local_hessian_falls_back_to_the_weights_and_says_so() -> None:
-    recipe, x = RECIPES["nvfp4_row"], trained()
+    recipe, x = RECIPES["nvfp4"], trained()
     expected, found = decided(Mse(), x, recipe), decided(LocalHessian(), x, recipe)
     for name, part in expected.quantizer.items():
         assert same_bytes(found.quantizer[name], part), name
@@ -316,8 +316,8 @@ def test_what_the_algorithms_are() -> None:
     assert [kind().needs for kind in (Max, Mse, LocalHessian)] == [frozenset(), frozenset(), frozenset({LOCAL_HESSIAN})]
     assert [kind().to_json() for kind in (Max, Mse)] == [{"type": "Max"}, {"type": "Mse"}]
     x = trained()
-    several = Group((linear(x, RECIPES["nvfp4_row"]), linear(x * 2, RECIPES["nvfp4_row"])), inputs_with(hessian()))
+    several = Group((linear(x, RECIPES["nvfp4"]), linear(x * 2, RECIPES["nvfp4"])), inputs_with(hessian()))
     for algorithm in (Max(), Mse(), LocalHessian()):
-        one, two = algorithm.decide(several, RECIPES["nvfp4_row"])
+        one, two = algorithm.decide(several, RECIPES["nvfp4"])
         assert same_bytes(one.quantizer["scale"], two.quantizer["scale"])
         assert one.quantizer["global_scale"] * 2 == two.quantizer["global_scale"]

@@ -15,10 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from layerwise.resume import weight_sums
-from layerwise.resume.fingerprint import Fingerprint, data_digest, weights_digest
+from layerwise.resume.fingerprint import Fingerprint, data_digest
+from layerwise.resume.weight_sums import weights_digest
 from qtensor import (
-    Float8CurrentScaling,
-    Float8DelayedScaling,
     MXFP8BlockScaling,
     MXFP8Tensor,
     NVFP4BlockScaling,
@@ -26,13 +25,7 @@ from qtensor import (
     quantize_,
 )
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
-
-RECIPES = {
-    "float8": Float8CurrentScaling(granularity="tensor"),
-    "delayed": Float8DelayedScaling(amax_history_len=4),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-}
+from tests.recipes import ROW, WITH_HISTORY
 
 
 def dense() -> dict[str, Tensor]:
@@ -54,7 +47,7 @@ def dense() -> dict[str, Tensor]:
 
 def quantized() -> dict[str, Tensor]:
     x = torch.randn(7, 64, generator=torch.Generator().manual_seed(3))
-    return {name: quantize(x, recipe) for name, recipe in RECIPES.items()}
+    return {name: quantize(x, recipe) for name, recipe in (ROW | WITH_HISTORY).items()}
 
 
 class Net(nn.Module):

@@ -1,0 +1,131 @@
+"""The recipes that tests share, one line each, and what is known of them apart from their code.
+
+A new format is a line in `TABLE`: every suite takes its recipes from here, by what they are and not by their names.
+What is said of a recipe follows from the definition of its format, never from the implementation. Golden files, stored
+layouts and the archives of tests/torch_versions spell their recipes out instead: they must not change with a table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+
+@dataclass(frozen=True)
+class Element:
+    """A low-precision number. With m mantissa bits: relative 2^-(m+1), subnormal half a step of 2^(1 - bias - m)."""
+
+    dtype: Any  # of ml_dtypes
+    bits: int
+    relative: float  # half step of the normals, relative to the power of two below them
+    subnormal: float  # half step of the subnormals
+    largest: float
+
+    @property
+    def exponent(self) -> int:
+        """Of the power of two below the largest value."""
+        return math.frexp(self.largest)[1] - 1
+
+
+E4M3 = Element(ml_dtypes.float8_e4m3fn, 8, 2.0**-4, 2.0**-10, 448.0)
+E5M2 = Element(ml_dtypes.float8_e5m2, 8, 2.0**-3, 2.0**-17, 57344.0)
+E2M1 = Element(ml_dtypes.float4_e2m1fn, 4, 2.0**-2, 0.25, 6.0)
+FP32, E8M0, FP8 = np.float32, ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3fn  # what a scale is stored as
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a recipe.
+
+    Attributes:
+        name: what tests call it.
+        recipe: the recipe.
+        element: of the payload.
+        scale: the dtype, of numpy or ml_dtypes, that scales are stored in.
+        block: how many columns share a scale, and what K must be a multiple of; 1 where a whole row does.
+        square: whether as many rows share it, too.
+        tensor_wide: the part that all elements share, None where there is none.
+        main: whether the suites that take long run it: the plain form of each format.
+        parts: the parts after the payload and the scale.
+        excess: how far past the largest element a value divided by its scale may lie.
+        storages: what quantized_model_init can store it as.
+    """
+
+    name: str
+    recipe: Any
+    element: Element
+    scale: Any
+    block: int = 1
+    square: bool = False
+    tensor_wide: str | None = None
+    main: bool = False
+    parts: tuple[str, ...] = ()
+    excess: float = 1.0
+    storages: tuple[str, ...] = ("quantized", "high_precision")
+
+    @property
+    def rows(self) -> int:
+        """How many rows share a scale, and so what a cut between shards must be a multiple of."""
+        return self.block if self.square else 1
+
+    @property
+    def history(self) -> bool:
+        """Whether the bytes depend on earlier writes; it is otherwise a recipe like any other."""
+        return "amax_history" in self.parts
+
+    def stored_bytes(self, rows: int, columns: int) -> int:
+        """Of a whole tensor: its elements and scales, 4 for a global scale, 4 a step of history."""
+        wide = self.tensor_wide == "scale"
+        scales = 1 if wide else rows * (columns // self.block if self.block > 1 else 1)
+        others = {"global_scale": 4, "amax_history": 4 * getattr(self.recipe, "amax_history_len", 0)}
+        payload = rows * columns * self.element.bits // 8
+        return payload + scales * np.dtype(self.scale).itemsize + sum(others[part] for part in self.parts)
+
+
+# "floor" lets the mantissa run to 2 (512 of 448, 65536 of 57344: 8/7).
+FLOOR = MXFP8BlockScaling(scale_rounding="floor")
+# An NVFP4 scale is rounded to E4M3: 2^-4.
+NVFP4 = {"tensor_wide": "global_scale", "parts": ("global_scale",), "excess": 1 + 2.0**-4, "main": True}
+DELAYED = {"tensor_wide": "scale", "parts": ("amax_history",), "storages": ("quantized",)}
+POWER_OF_TWO = Float8CurrentScaling(granularity="tensor", power_of_two=True)
+
+TABLE = (
+    Facts("float8_row", Float8CurrentScaling(), E4M3, FP32, main=True),
+    Facts("float8_row_e5m2", Float8CurrentScaling(element="e5m2"), E5M2, FP32),
+    Facts("float8_tensor", Float8CurrentScaling(granularity="tensor"), E4M3, FP32, tensor_wide="scale", main=True),
+    Facts("float8_tensor_power_of_two", POWER_OF_TWO, E4M3, FP32, tensor_wide="scale"),
+    Facts("float8_delayed", Float8DelayedScaling(amax_history_len=4), E4M3, FP32, **DELAYED),
+    Facts("mxfp8", MXFP8BlockScaling(), E4M3, E8M0, block=32, main=True),
+    Facts("mxfp8_e5m2", MXFP8BlockScaling(element="e5m2"), E5M2, E8M0, block=32),
+    Facts("mxfp8_floor", FLOOR, E4M3, E8M0, block=32, excess=8 / 7),
+    Facts("mxfp8_square", MXFP8BlockScaling(blocks="square"), E4M3, E8M0, block=32, square=True, main=True),
+    Facts("nvfp4", NVFP4BlockScaling(), E2M1, FP8, block=16, **NVFP4),
+    Facts("nvfp4_square", NVFP4BlockScaling(blocks="square"), E2M1, FP8, block=16, square=True, **NVFP4),
+)
+_FACTS = {each.recipe: each for each in TABLE}
+
+
+def facts(recipe: Any) -> Facts:
+    """What is known of a recipe of the table, whatever its layer's inputs are quantized as."""
+    return _FACTS[dataclasses.replace(recipe, activations=None)]
+
+
+def recipes(wanted: Callable[[Facts], bool]) -> dict[str, Any]:
+    """Name -> recipe of those of the table that are wanted."""
+    return {each.name: each.recipe for each in TABLE if wanted(each)}
+
+
+# One form of each format a granularity, in the order in which suites number their weights.
+ROW = recipes(lambda each: each.main and not each.square)
+SQUARE = recipes(lambda each: each.main and each.square)
+MAIN = ROW | SQUARE
+TENSOR_WIDE = recipes(lambda each: each.main and each.tensor_wide is not None)
+WITH_HISTORY = recipes(lambda each: each.history)
