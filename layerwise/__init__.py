@@ -22,9 +22,9 @@ from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.calibrate import calibrate
-from layerwise.events import Event
 from layerwise.report.report import Report
-from layerwise.result import CalibrationResult
+from layerwise.running.events import Event
+from layerwise.running.result import CalibrationResult
 
 __all__ = [
     "AWQ",

@@ -88,7 +88,7 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
     for members in sharing(group.linears) if _served(recipe) is None else [[i] for i in range(len(group.linears))]:
         linears = [group.linears[i] for i in members]
         weights = [finite(one.weight) for one in linears]
-        best = [torch.ones_like(_amax(w, recipe, one.amax)) for w, one in zip(weights, linears, strict=True)]
+        best = [torch.ones_like(_deciding_amax(w, recipe, one.amax)) for w, one in zip(weights, linears, strict=True)]
         least: list[Tensor] = []
         for ratio in ratios:
             errors = []
@@ -111,7 +111,7 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
 def clipped_quantizer(w: Tensor, recipe: Recipe, amax: Tensor | None, ratios: Tensor) -> Quantizer:
     """The quantizer of w with every amax that decides one of its scales multiplied by its ratio (one, or one each)."""
     fmt = format_of(recipe)
-    limits = _amax(w, recipe, amax) * ratios
+    limits = _deciding_amax(w, recipe, amax) * ratios
     if not _served(recipe):  # the shared amax is the one that decides
         return fmt.quantizer(w, recipe, limits)
     spread = _spread(limits, w.shape[-1])
@@ -124,7 +124,7 @@ def _served(recipe: Recipe) -> int | None:
     return spec.block if spec.per_row else None
 
 
-def _amax(w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
+def _deciding_amax(w: Tensor, recipe: Recipe, amax: Tensor | None) -> Tensor:
     """What decides each scale: [], [N, 1] or [N, K // block]."""
     block = _served(recipe)
     if not block:

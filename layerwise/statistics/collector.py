@@ -26,16 +26,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK, Inputs
-from layerwise.statistics.arithmetic import full_precision
+from layerwise.algorithms.arithmetic import full_precision
+from layerwise.stages.targets import linear_names
 from layerwise.statistics.exact_sum import ExactSum, totals
 from layerwise.statistics.watching import Product, Targets, Watch
-from layerwise.targets import linear_names
 
 SAMPLE_ROWS = 16  # kept of an input in each of the first batches
 SAMPLE_BATCHES = 4
 _SHOWN = 5  # linears that one message names
 
 Names = tuple[str, ...]
+Groups = Sequence[tuple[Names, Inputs | None]]  # linears that take one input, and its statistics
 
 
 @dataclass(eq=False)
@@ -176,7 +177,7 @@ class Collector:
         if not product.rows.numel():
             return
         x = product.x
-        key = _key(seen, product)
+        key = _input_key(seen, product)
         # Statistics outlive the batch: no inference tensors, which could not be added to later.
         with torch.inference_mode(mode=False), torch.no_grad(), full_precision(x.device):
             if key not in seen:
@@ -311,7 +312,7 @@ def partition(keys: Sequence[Names], names: Sequence[str]) -> list[tuple[Names, 
     return [(tuple(members), list(fate)) for fate, members in groups.items()]
 
 
-def _key(seen: Mapping[tuple[int, ...], _Seen], product: Product) -> tuple[int, ...]:
+def _input_key(seen: Mapping[tuple[int, ...], _Seen], product: Product) -> tuple[int, ...]:
     """Which input of the batch a product takes: an object as it is at this moment."""
     x = product.x
     if not x.is_inference():

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from layerwise.targets import linear_names
+from layerwise.stages.targets import linear_names
 
 _PLAIN = (Tensor, Parameter)
 

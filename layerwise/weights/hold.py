@@ -8,7 +8,7 @@ Inside `hold` and `working` every target is a plain dense parameter, whatever it
 dequantized into a working copy, and gets its calibrated bytes afterwards (shards.py).
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -17,31 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_hooks.unshard import holding
-from layerwise.targets import Target
+from layerwise.stages.stage import Stage
+from layerwise.stages.targets import Target
 from qtensor.tensor import QuantizedTensor
 
 
 class Weights(Protocol):
     """Brings in the weights of a stage. Called by all ranks alike."""
 
-    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> AbstractContextManager[None]:
-        """Context manager in which the parameters of `module`, less those of `without`, are full and plain to use."""
-
-
-def modules_of(module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str, nn.Module]:
-    """Fqn -> module of a stage, in the order of the tree."""
-    left_out = {id(child) for layer in without for child in layer.modules()}
-    return {fqn: child for fqn, child in module.named_modules() if id(child) not in left_out}
-
-
-def params_of(name: str, module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str, Tensor]:
-    """Fqn in the model -> parameter of a stage `name`, as it stands."""
-    return {
-        ".".join(filter(None, (name, fqn, attribute))): param
-        for fqn, child in modules_of(module, without).items()
-        for attribute, param in child._parameters.items()
-        if param is not None
-    }
+    def hold(self, stage: Stage) -> AbstractContextManager[None]:
+        """Context manager in which the parameters of the stage are full and plain to use."""
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
@@ -62,9 +47,10 @@ class Sharded:
         self.model = model
 
     @contextmanager
-    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
+    def hold(self, stage: Stage) -> Iterator[None]:
         """One all-gather for each FSDP module of the stage; changes are stored unless the body raises."""
-        groups = [child for child in modules_of(module, without).values() if isinstance(child, FSDPModule)]
+        module = stage.module
+        groups = [child for child in stage.modules().values() if isinstance(child, FSDPModule)]
         # A layer is called by its forward, past FSDP's hooks; what is in it, and the root, are called as modules.
         called = [group for group in groups if group is not module or module is self.model]
         with holding(module, groups, writeback=True):
@@ -101,12 +87,12 @@ class Resident:
         self.device = device
 
     @contextmanager
-    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
+    def hold(self, stage: Stage) -> Iterator[None]:
         """Moves the stage there and back; Parameter objects stay the same.
 
         After an exception the values are those before, too, but for what a callback wrote into an embedding's table.
         """
-        owners = modules_of(module, without).values()
+        owners = stage.modules().values()
         places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
         tables = {id(owner.weight) for owner in owners if isinstance(owner, nn.Embedding)}
         tensors = {id(one): one for owner in owners for one in tensors_of(owner) if self._moves(one, tables)}
