@@ -27,11 +27,11 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.cli.inspect import kind_of
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
 from dcp_adapters.stored.durable import give_name, refuse_taken
+from dcp_adapters.stored.inspect import kind_of
 from dcp_adapters.stored.progress import Advance, unseen
 from dcp_adapters.words import matches
 from qtensor.formats import APPEARANCE_DTYPES, block_multiple, specs_of

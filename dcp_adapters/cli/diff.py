@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.cli.inspect import kind_of
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, StoredTensor
 from dcp_adapters.stored.errors import Error, ErrorSum
+from dcp_adapters.stored.inspect import kind_of
 from dcp_adapters.stored.progress import Advance, unseen
 from dcp_adapters.tables import table
 from dcp_adapters.words import in_order

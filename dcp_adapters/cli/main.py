@@ -19,13 +19,13 @@ import torch
 from dcp_adapters.cli.convert import convert_checkpoint, plan_conversion
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.help_texts import HELP, MAIN
-from dcp_adapters.cli.inspect import inspect_checkpoint
 from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.recipe_names import DTYPES, SHORT_NAMES, recipe_label, target_named
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
+from dcp_adapters.stored.inspect import inspect_checkpoint
 from dcp_adapters.stored.progress import Advance, progress
 from dcp_adapters.stored.verify import verify
 from dcp_adapters.tables import human_bytes, table
