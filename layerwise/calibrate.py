@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_hooks.alike import alike, is_first
+from fsdp_hooks.across_ranks import is_first, raise_together
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.gptq import GPTQ
@@ -98,7 +98,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     """
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     watched = on_event is not None or type(algorithm) not in OWN_ALGORITHMS
-    with alike(group):  # files may be missing on some ranks
+    with raise_together(group):  # files may be missing on some ranks
         options = Options(
             recipe=recipe,
             algorithm=algorithm,

@@ -32,7 +32,7 @@ from dcp_adapters.hf.sources import Joined, Source, source_of
 from dcp_adapters.hf.writing import begun_directory, publish, write_files
 from dcp_adapters.stored.durable import refuse_taken
 from dcp_adapters.stored.progress import progress as bar
-from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
+from fsdp_hooks.across_ranks import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide
 

@@ -27,7 +27,7 @@ from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.manifest import Manifest
-from fsdp_hooks.alike import on_all, rank_of
+from fsdp_hooks.across_ranks import on_all, rank_of
 from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
 

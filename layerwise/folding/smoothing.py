@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fsdp_hooks.alike import alike
+from fsdp_hooks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import Algorithm, Group, Linear
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify
@@ -78,7 +78,7 @@ def smooth(stage: Stage, groups: Groups, method: Method, replay: Replay, identit
     notes: dict[str, Mapping[str, float | str]] = {}
     factors: dict[str, Tensor] = {}
     now = list(groups)
-    with alike(method.group):
+    with raise_together(method.group):
         for index, producer in found.items():
             names, inputs = groups[index]
             linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_hooks.alike import alike
+from fsdp_hooks.across_ranks import raise_together
 from layerwise.folding.probing import Producer, choose, producers_of, propose
 from layerwise.stages.stage import Method, Stage
 
@@ -82,7 +82,7 @@ def _answers(
         )
         for one in producers
     ]
-    with alike(group):
+    with raise_together(group):
         answers = torch.stack([propose(names, everything, probed, run) for run in runs]).amin(dim=0)
     if group is not None and answers.numel():
         shared = answers.int().to(stage.targets[0].param.device)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from layerwise.inputs.batches import Data, batches_of
 from layerwise.inputs.calls import Output, Statics, restore_container
 from layerwise.inputs.parent_run import BatchProgress, ParentRun
-from layerwise.inputs.shared_objects import Common
+from layerwise.inputs.shared_objects import SharedObjects
 from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
 from layerwise.inputs.stores import Store
 from layerwise.inputs.structure import flatten
@@ -62,7 +62,7 @@ class Recorder:
         self._store = Store(inputs_on)
         self._statics = Statics(self._store)
         self._run: ParentRun | None = None
-        self._common = Common([fqn for fqn, _ in self.layers])
+        self._shared = SharedObjects([fqn for fqn, _ in self.layers])
         try:
             batches = batches_of(model, data, self._statics.keep)
         except BaseException:
@@ -120,7 +120,7 @@ class Recorder:
                     self._run.commit()
                 progress.met = {}
         for progress in self._progress:
-            self._common.meet(progress.sights)
+            self._shared.meet(progress.sights)
             progress.sights = []
         self._statics.forget()
 
@@ -140,7 +140,7 @@ class Recorder:
             RuntimeError: it was not prepared, or is done.
             NotImplementedError: layers changed an object that is the same for several batches.
         """
-        self._common.check()
+        self._shared.check()
         progress = self._progress[batch]
         call = progress.calls[index] if index < len(progress.calls) else None
         if call is None:
@@ -197,7 +197,7 @@ class Recorder:
             for source in [source for source in progress.outputs if source < index]:
                 if progress.last_use.get(source, -1) <= index:
                     del progress.outputs[source]
-        self._common.check()
+        self._shared.check()
         self._statics.forget()
 
     def run_tail(self, batch: int) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local
 from dcp_adapters.load.placements import placement_problem
-from fsdp_hooks.alike import device_of, is_first, ranks_of
+from fsdp_hooks.across_ranks import device_of, is_first, ranks_of
 from fsdp_hooks.scale_sync import local_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
 

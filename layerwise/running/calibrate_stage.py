@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdp_hooks.alike import alike, check_same
+from fsdp_hooks.across_ranks import check_same, raise_together
 from fsdp_hooks.digest import digest
 from layerwise.algorithms.algorithm import HESSIAN, Decision, Group, Inputs, Linear
 from layerwise.algorithms.arithmetic import full_precision
@@ -73,12 +73,12 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     collector, identities = _observe(stage, replay, method, yardstick)
     groups = collector.reduce(method.group)
     tell("calibrate")
-    with alike(method.group):
+    with raise_together(method.group):
         before.check_unwritten(method.algorithm)
     smoothed = smooth(stage, groups, method, replay, identities)
     yardstick.refer(collector, smoothed.factors)
     decisions = _decide(stage, replay, smoothed.groups, method)
-    with alike(method.group):
+    with raise_together(method.group):
         before.check_unwritten(method.algorithm)
         quantizers, weights = _round(stage.targets, decisions, method.recipe)
         for target in stage.targets:
@@ -88,7 +88,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     check_same(method.group, outcome, f"calibrate: {stage.title}")
     installed = Snapshot(stage, watched=method.watched)
     tell("write")
-    with alike(method.group):
+    with raise_together(method.group):
         for batch in range(len(replay) if method.quantized_onward else min(1, len(replay))):
             output = replay.run(batch)
             yardstick.compare(batch, output)
@@ -96,7 +96,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
                 replay.keep(batch, output)
     notes = {name: {**smoothed.notes.get(name, {}), **decision.notes} for name, decision in decisions.items()}
     measured = yardstick.measured(smoothed.groups, notes, stage.index if stage.name else None, method.group)
-    with alike(method.group):
+    with raise_together(method.group):
         installed.check_installed()
     written = {*before.written(), *smoothed.written} - {target.name for target in stage.targets}
     changed = {name: param.detach() for name, param in stage.params().items() if name in written}
@@ -112,7 +112,7 @@ def _observe(stage: Stage, replay: Replay, method: Method, yardstick: Yardstick)
     needs = algorithm.needs - ({HESSIAN} if algorithm.one_at_a_time else set())
     collector = Collector({target.name: target.param for target in stage.targets}, needs)
     identities: list[Tensor | int] = []
-    with alike(method.group):
+    with raise_together(method.group):
         for batch in range(len(replay)):
             with collector.batch():
                 output = replay.run(batch)
@@ -144,13 +144,13 @@ def _decide(stage: Stage, replay: Replay, groups: Groups, method: Method) -> dic
         decisions.update(zip(names, own, strict=True))
 
     if not algorithm.one_at_a_time:
-        with alike(method.group):
+        with raise_together(method.group):
             for names, inputs in groups:
                 decide(names, inputs)
         return decisions
     for names, statistics in groups:
         inputs = None if statistics is None else _with_hessian(stage, replay, method, names)
-        with alike(method.group):
+        with raise_together(method.group):
             decide(names, inputs)
     return decisions
 
@@ -158,7 +158,7 @@ def _decide(stage: Stage, replay: Replay, groups: Groups, method: Method) -> dic
 def _with_hessian(stage: Stage, replay: Replay, method: Method, names: tuple[str, ...]) -> Inputs | None:
     """The statistics of one group's input, from all batches once more, with its Hessian."""
     collector = Collector({target.name: target.param for target in stage.targets}, frozenset({HESSIAN}), only=names)
-    with alike(method.group):
+    with raise_together(method.group):
         for batch in range(len(replay)):
             with collector.batch():
                 replay.run(batch)

@@ -79,8 +79,8 @@ def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe)
     amax = outcome.input_amax[target.name]
     if amax is None:
         kind = target.module_name.rpartition(".")[2]
-        alike = [outcome.input_amax[t.name] for t in stage.targets if t.module_name.rpartition(".")[2] == kind]
-        known = [value for value in alike if value is not None]
+        others = [outcome.input_amax[t.name] for t in stage.targets if t.module_name.rpartition(".")[2] == kind]
+        known = [value for value in others if value is not None]
         own = [record.weight_amax for record in outcome.measured.records if record.name in target.linears()]
         amax = max(known or own)
     per_tensor = (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_hooks.alike import alike, any_of
+from fsdp_hooks.across_ranks import any_of, raise_together
 from layerwise.folding.smoothing import smooths
 from layerwise.inputs.batches import batches_on
 from layerwise.inputs.recorder import Recorder
@@ -61,7 +61,7 @@ class Run:
             with self.outside:
                 if any_of(self.group, callable(data)):  # a rank without data may give none
                     self._hold_outside()
-                with alike(self.group):
+                with raise_together(self.group):
                     self.recorder = inputs.enter_context(self._recorded(data))
                 self._check_data()
                 if directory is not None:
@@ -123,7 +123,7 @@ class Run:
             replay = self._begin(stage, turn)
             if first and isinstance(self.plan.weights, OnDisk):
                 outcome.install(stage)
-            with alike(self.group):
+            with raise_together(self.group):
                 for batch in range(len(replay)):
                     replay.keep(batch, replay.run(batch))
         self._end(stage)
@@ -137,7 +137,7 @@ class Run:
             self._hold_outside()
         if any_of(self.group, bool(stage.name) and self.recorder.needs_parent(stage.index)):
             self._hold_outside()
-            with alike(self.group):
+            with raise_together(self.group):
                 self.recorder.prepare(stage.index)
         elif not self.plan.whole and self.plan.stages[-1].name:
             self._release_outside()
@@ -164,7 +164,7 @@ class Run:
 
     def _hold(self, stage: Stage, held: ExitStack) -> None:
         """Hold a part of the model; what is no gather may fail on some ranks (a file, memory)."""
-        with alike(None if isinstance(self.plan.weights, Sharded) else self.group):
+        with raise_together(None if isinstance(self.plan.weights, Sharded) else self.group):
             held.enter_context(self.plan.weights.hold(stage))
 
     def _release_outside(self) -> None:
@@ -173,21 +173,21 @@ class Run:
 
     def _tell(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
         """One event of a stage; what a callback raises on one rank, all of them raise."""
-        with alike(self.group):
+        with raise_together(self.group):
             self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
 
     def _tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
         """One event of a stage whose result stands, so that no change of its weights would be in it."""
         before = Snapshot(stage, watched=self.method.watched)
         self._tell(stage, kind, data)
-        with alike(self.group):
+        with raise_together(self.group):
             before.check_finished(kind)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _resume(self, checkpoint: CalibrationCheckpoint, weights: Mapping[str, int]) -> None:
         """Load the outcomes that a checkpoint has."""
-        with alike(self.group):
+        with raise_together(self.group):
             hashes = self.recorder.batch_hashes()
         digest, count = data_digest(hashes, self.group)
         found = checkpoint.open(
