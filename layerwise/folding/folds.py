@@ -92,9 +92,9 @@ def _applicable(one: Fold) -> Tensor:
     """The factors of a fold, checked; behind a norm, those that its rounded gain amounts to."""
     producer, factors = one.producer, one.factors.float()
     if factors.shape != (producer.channels,) or not bool((torch.isfinite(factors) & (factors > 0)).all()):
+        found = f"{tuple(factors.shape)} from {float(factors.min()):.3g} to {float(factors.max()):.3g}"
         raise ValueError(
-            f"factors for {producer.name}: found {_range(factors)}, expected {producer.channels} finite, positive "
-            "factors"
+            f"factors for {producer.name}: found {found}, expected {producer.channels} finite, positive factors"
         )
     if producer.kind == "linear":
         return factors
@@ -102,10 +102,6 @@ def _applicable(one: Fold) -> Tensor:
     gain = shift + producer.weight.float()
     left = shift + (gain / factors - shift).to(producer.weight.dtype).float()
     return torch.where(gain * left > 0, gain / left, torch.ones_like(gain))
-
-
-def _range(factors: Tensor) -> str:
-    return f"{tuple(factors.shape)} from {float(factors.min()):.3g} to {float(factors.max()):.3g}"
 
 
 def transformed(inputs: Inputs, factors: Tensor) -> Inputs:

@@ -125,7 +125,8 @@ class ParentRun:
         """
         if not self.calls:
             raise self._refusal()
-        if self.stop > self.first and self._spoiled():
+        # the parent changed, later on, an object that it had called a layer with
+        if self.stop > self.first and any(not seen.holds() for seen in self.captured):
             self.progress.cautious = True
             return
         for index, call in enumerate(self.calls, start=self.first):
@@ -257,10 +258,6 @@ class ParentRun:
             known = CacheState(value)
             self.progress.batch.caches.append(known)
         return known
-
-    def _spoiled(self) -> bool:
-        """Whether the parent changed, later on, an object that it had called a layer with."""
-        return any(not seen.holds() for seen in self.captured)
 
     def _refusal(self, name: str = "", leaf: Any = None) -> NotImplementedError:
         fqn = self.fqns[self.first]

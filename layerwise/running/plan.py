@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,32 +126,12 @@ class Plan:
             ],
         }
 
-    def named_weights(self) -> Mapping[str, Tensor]:
-        """All parameters and buffers at rest, by fqn; those on disk are read when they are asked for."""
-        names = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        if isinstance(self.weights, OnDisk):
-            return _Read(names, self.weights)
+    def named_weights(self) -> dict[str, Tensor]:
+        """All parameters and buffers at rest, by fqn; those on disk are on the meta device."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward leaves some gathered, such as a root's own
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-
-
-class _Read(Mapping[str, Tensor]):
-    """Parameters, read from disk one at a time."""
-
-    def __init__(self, params: Mapping[str, Tensor], weights: OnDisk) -> None:
-        self.params, self.weights = params, weights
-
-    def __getitem__(self, name: str) -> Tensor:
-        param = self.params[name]
-        return self.weights.read(param) if param.is_meta else param
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.params)
-
-    def __len__(self) -> int:
-        return len(self.params)
 
 
 def planned(  # noqa: PLR0913 - keyword-only

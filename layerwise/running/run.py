@@ -242,7 +242,9 @@ class Run:
 
     def _digest(self) -> dict[str, int]:
         """The digests of the model's weights; call it while everything is sharded."""
-        return weights_digest(self.plan.named_weights(), self.group)
+        weights = self.plan.weights
+        read = weights.read if isinstance(weights, OnDisk) else None
+        return weights_digest(self.plan.named_weights(), self.group, read)
 
 
 @contextmanager
