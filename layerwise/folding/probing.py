@@ -35,7 +35,7 @@ from qtensor.formats import APPEARANCE_DTYPES
 # In this order, so that the least answer over ranks is theirs together: a NO anywhere refuses, a YES needs one rank.
 NO, YES, ABSTAIN = 0, 1, 2
 
-Run = Callable[[], Sequence[Tensor]]
+RunLayer = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def _scalable(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def propose(
-    groups: Sequence[Sequence[str]], weights: Mapping[str, Tensor], producers: Sequence[Producer], run: Run
+    groups: Sequence[Sequence[str]], weights: Mapping[str, Tensor], producers: Sequence[Producer], run: RunLayer
 ) -> Tensor:
     """What this rank's batches say about every group and candidate; no collective.
 
@@ -164,7 +164,7 @@ def _worth_probing(group: Sequence[str], weights: Mapping[str, Tensor], producer
 class _Probing:
     """Runs of the layer under changed weights, and what they have shown so far."""
 
-    def __init__(self, weights: Mapping[str, Tensor], run: Run) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], run: RunLayer) -> None:
         self.weights, self.run = weights, run
         self.plain = _copies(run())
         self.repeatable = _same_bytes(self.plain, run())

@@ -24,8 +24,6 @@ from qtensor.float8 import Float8CurrentScaling
 from qtensor.formats import tensor_wide
 from qtensor.recipes import Recipe
 
-LAYER_INPUTS = ("unquantized", "quantized")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -52,15 +50,15 @@ class Options:
             )
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"calibrate: expected a recipe, such as NVFP4BlockScaling(), got {self.recipe!r}")
-        for name, choices in (("inputs", ("dynamic", "static")), ("inputs_on", INPUTS_ON)):
+        for name, choices in (
+            ("inputs", ("dynamic", "static")),
+            ("inputs_on", INPUTS_ON),
+            ("layer_inputs", (None, "unquantized", "quantized")),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"calibrate: {name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}"
                 )
-        if self.layer_inputs not in (None, *LAYER_INPUTS):
-            raise ValueError(
-                f"calibrate: layer_inputs={self.layer_inputs!r} is not one of None, 'unquantized', 'quantized'"
-            )
         if type(self.save_every) is not int or self.save_every < 1:
             raise ValueError(f"calibrate: save_every={self.save_every!r} is not a positive number of layers")
         if self.inputs != "static":

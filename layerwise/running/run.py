@@ -69,7 +69,7 @@ class Run:
                     self._resume(self.checkpoint, weights)
                 for stage in self.plan.stages if self.resumed < len(self.plan.stages) else ():
                     if stage.index < self.resumed:
-                        self._replay(stage)
+                        self._take_finished(stage)
                     else:
                         self._calibrate(stage)
                         self._save(stage)
@@ -114,7 +114,7 @@ class Run:
         self.outcomes.append(outcome_of(stage, calibrated, writes_weights=self.writes))
         self.outcomes[-1].apply(stage, installed)
 
-    def _replay(self, stage: Stage) -> None:
+    def _take_finished(self, stage: Stage) -> None:
         """Take a finished stage's turn: its outputs, and its result into the model."""
         outcome, first = self.outcomes[stage.index], self.method.quantized_onward
         if first:

@@ -29,7 +29,7 @@ from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, SUB_
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.stages.targets import linear_names
 from layerwise.statistics.exact_sum import ExactSum, totals
-from layerwise.statistics.watching import Product, Targets, Watch
+from layerwise.statistics.watching import Product, Watch, WeightsByStorage
 
 SAMPLE_ROWS = 16  # kept of an input in each of the first batches
 SAMPLE_BATCHES = 4
@@ -87,7 +87,7 @@ class _Accumulated:
 
 
 @dataclass(frozen=True)
-class _Report:
+class _Counts:
     """What ranks tell each other about one group of names."""
 
     tokens: int
@@ -109,7 +109,7 @@ class Collector:
     def __init__(
         self, targets: Mapping[str, Tensor], needs: frozenset[str], *, only: Collection[str] | None = None
     ) -> None:
-        self._targets = Targets(targets)
+        self._targets = WeightsByStorage(targets)
         self._needs = needs
         self._linears = {fqn: linear_names(fqn, weight.shape) for fqn, weight in targets.items()}
         places = {fqn: (weight.shape[-1], weight.device) for fqn, weight in targets.items()}
@@ -188,7 +188,7 @@ class Collector:
                 wide = _wide(product.rows)
                 sums[HESSIAN] = wide.t() @ wide
 
-    def _gather(self, group: dist.ProcessGroup | None) -> tuple[dict[Names, _Report], dict[str, str]]:
+    def _gather(self, group: dist.ProcessGroup | None) -> tuple[dict[Names, _Counts], dict[str, str]]:
         own = {
             names: (one.tokens, one.broken, one.broken_batches, max((s.broken for s in one.sums.values()), default=0))
             for names, one in self._accumulated.items()
@@ -203,9 +203,9 @@ class Collector:
             unfollowed |= functions
             for names, values in theirs.items():
                 counts[names] = [a + b for a, b in zip(counts.get(names, (0, 0, 0, 0)), values, strict=True)]
-        return {names: _Report(*values) for names, values in counts.items()}, unfollowed
+        return {names: _Counts(*values) for names, values in counts.items()}, unfollowed
 
-    def _check(self, reports: Mapping[Names, _Report], unfollowed: Mapping[str, str]) -> None:
+    def _check(self, reports: Mapping[Names, _Counts], unfollowed: Mapping[str, str]) -> None:
         """Raise what is wrong with the data of some rank."""
         problems = []
         for names, report in sorted(reports.items(), key=lambda item: self._order[item[0][0]]):

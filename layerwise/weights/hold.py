@@ -29,12 +29,6 @@ class Weights(Protocol):
         """Context manager in which the parameters of the stage are full and plain to use."""
 
 
-def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers registered in one module itself."""
-    yield from (param for param in module._parameters.values() if param is not None)
-    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
-
-
 class Sharded:
     """Weights under FSDP2.
 
@@ -57,27 +51,18 @@ class Sharded:
             for group in called:
                 group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
                 group.set_modules_to_forward_prefetch([])
-            if module is self.model and called:
-                _show_all_modules(module)
+            if module is self.model and called:  # FSDP meets its root with all modules in their places
+                module.forward = lambda *args, **kwargs: None  # an attribute of this one, in front of its class's
+                try:
+                    module()
+                finally:
+                    del module.forward
             try:
                 yield
             finally:
                 for group in called:
                     if group is not self.model:
                         group.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
-
-
-def _show_all_modules(root: nn.Module) -> None:
-    """Let FSDP meet its root with all modules in their places, by a forward that does nothing."""
-    root.forward = _nothing  # an attribute of this one module, in front of its class's
-    try:
-        root()
-    finally:
-        del root.forward
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 class Resident:
@@ -95,7 +80,8 @@ class Resident:
         owners = stage.modules().values()
         places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
         tables = {id(owner.weight) for owner in owners if isinstance(owner, nn.Embedding)}
-        tensors = {id(one): one for owner in owners for one in tensors_of(owner) if self._moves(one, tables)}
+        registered = (one for owner in owners for own in (owner._parameters, owner._buffers) for one in own.values())
+        tensors = {id(one): one for one in registered if one is not None and self._moves(one, tables)}
         homes = {key: tensor.data for key, tensor in tensors.items()}
         with self._quantized_there(owners):
             try:
