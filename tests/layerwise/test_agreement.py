@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerwise import GPTQ, Max, calibrate
-from layerwise.resume.fingerprint import weights_digest
+from layerwise.resume.weight_sums import weights_digest
 from qtensor import MXFP8BlockScaling
 from tests.layerwise.families import assert_same
 from tests.ranks import run_ranks

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from layerwise.resume import weight_sums
-from layerwise.resume.fingerprint import Fingerprint, data_digest, weights_digest
+from layerwise.resume.fingerprint import Fingerprint, data_digest
+from layerwise.resume.weight_sums import weights_digest
 from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
