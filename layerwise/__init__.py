@@ -1,17 +1,18 @@
 """Layerwise calibration: quantize a model layer by layer, sharded, resumable on any number of ranks.
 
-    calibrate -> plan -> run -> stage -> outcome -> result    the way of a call, a module each
+    calibrate    the call: plan -> run -> result, modules of running/
+
+Folders, each of which knows those above it only:
 
     algorithms/   what decides about weights: pure mathematics
-    inputs/       what layers are called with: recorded from the model, replayed batch by batch
+    stages/       what of a model is calibrated together: layers, weights to quantize, stages
+    weights/      how a stage gets its weights and gives them back, and whether somebody wrote into them
     statistics/   what reaches linears: watched, summed exactly, reduced over ranks
+    inputs/       what layers are called with: recorded from the model, replayed batch by batch
     folding/      where column factors can go: found by probing, and folded
-    weights/      how a stage gets its weights and gives them back
-    resume/       what a run is, and its state on disk
     report/       what became of each linear, in figures
-
-Beside them: targets (which weights), guard (who wrote into them), events (what a callback is told), alike (ranks go on
-together or raise together).
+    resume/       what a run is, and its state on disk
+    running/      a run: planned, agreed on by all ranks, taken through its stages
 """
 
 from layerwise.algorithms.algorithm import Algorithm, Decision, Group, Inputs, Linear, Smoothing
@@ -22,9 +23,9 @@ from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.calibrate import calibrate
-from layerwise.events import Event
 from layerwise.report.report import Report
-from layerwise.result import CalibrationResult
+from layerwise.running.events import Event
+from layerwise.running.result import CalibrationResult
 
 __all__ = [
     "AWQ",

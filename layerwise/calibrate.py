@@ -1,26 +1,22 @@
 """`calibrate`: from a model and some data to quantized weights, one layer held at a time, resumable anywhere.
 
-    plan       options, layers and targets; refused here if anything does not fit                     (plan.py)
-    agreement  all ranks are about to do the same                                                     (agreement.py)
-    batches    what the model is called with, normalised and kept                                     (inputs/)
-    run        each stage held -> calibrated -> released -> own rows kept -> shards -> checkpoint     (run.py, stage.py)
-    result     quantized weights beside the shards, and a report                                      (result.py)
+    plan       options, layers and targets; refused here if anything does not fit
+    agreement  all ranks are about to do the same
+    run        batches recorded; each stage held -> calibrated -> released -> own rows kept -> shards -> checkpoint
+    result     quantized weights beside the shards, and a report
 
-Ranks go through the same stages together; how many batches each of them has is its own affair.
+Each is a module of running/. Ranks go through the same stages together; how many batches each has is its own affair.
 """
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp_hooks.alike import alike, is_first
-from layerwise.agreement import check_agreed
+from fsdp_hooks.across_ranks import is_first, raise_together
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.gptq import GPTQ
@@ -28,11 +24,11 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
-from layerwise.events import Event, observing
-from layerwise.inputs.passes import Batches
-from layerwise.plan import Options, Plan, planned
-from layerwise.result import CalibrationResult, result_of
-from layerwise.run import Run
+from layerwise.running.agreement import check_agreed
+from layerwise.running.events import Event, observing
+from layerwise.running.plan import Options, planned
+from layerwise.running.result import CalibrationResult, result_of
+from layerwise.running.run import Run
 from qtensor.recipes import Recipe
 
 MAX = Max()
@@ -102,7 +98,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     """
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     watched = on_event is not None or type(algorithm) not in OWN_ALGORITHMS
-    with alike(group):  # files may be missing on some ranks
+    with raise_together(group):  # files may be missing on some ranks
         options = Options(
             recipe=recipe,
             algorithm=algorithm,
@@ -114,54 +110,8 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             weights=weights,
         )
         plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
-    decides = {
-        "stages": [stage.name for stage in plan.stages],
-        "targets": [target.name for stage in plan.stages for target in stage.targets],
-        "inputs": inputs,
-        "layer_inputs": "quantized" if options.quantized_onward else "unquantized",
-    }
-    check_agreed(group, _told(plan, decides, options, checkpoint=checkpoint_dir is not None))
-    bar = progress and is_first(group)
-    with (
-        _evaluating(model),
-        observing(on_event, len(plan.stages), bar=bar) as observer,
-        Batches(plan, () if data is None else data, options) as batches,
-    ):
-        run = Run(plan, observer, batches)
-        run.finish(checkpoint_dir, save_every, decides)
-    return result_of(plan.stages, run.outcomes, recipe, range(run.resumed), static=inputs == "static")
-
-
-def _told(plan: Plan, decides: Mapping[str, Any], options: Options, *, checkpoint: bool) -> dict[str, list[str]]:
-    """What all ranks have to do alike; each item in words."""
-    text = {
-        name: json.dumps(made.to_json())
-        for name, made in (("recipe", options.recipe), ("algorithm", options.algorithm))
-    }
-    text |= {"inputs": decides["inputs"], "layer_inputs": decides["layer_inputs"]}
-    text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
-    named: Iterable[tuple[str, Tensor]] = plan.model.named_parameters()
-    if checkpoint:  # which has their digests
-        named = [*named, *plan.model.named_buffers()]
-    return {
-        "the options": [f"{name}={value}" for name, value in text.items()],
-        "the layers and their order": decides["stages"],
-        "the weights to quantize and their order": decides["targets"],
-        "the model's parameters and their order": [
-            f"{name} {value.dtype} {list(value.shape)}" for name, value in named
-        ],
-    }
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout and gradients; afterwards every module trains again that did before."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        # inference tensors could not be added to later
-        with torch.inference_mode(mode=False), torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    check_agreed(group, plan.told(checkpoint=checkpoint_dir is not None))
+    with observing(on_event, len(plan.stages), bar=progress and is_first(group)) as observer:
+        run = Run(plan, observer)
+        run.calibrate_stages(() if data is None else data, checkpoint_dir)
+    return result_of(plan, run.outcomes, range(run.resumed))

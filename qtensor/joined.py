@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.alike import device_of
+from fsdp_hooks.across_ranks import device_of
 from fsdp_hooks.torch_private import make_wrapper
 from qtensor.contents import bytes_of, initial_value, lens_of
 from qtensor.formats import describe

@@ -1,6 +1,6 @@
 """The packages import each other in one direction, importing them does nothing else, and what they export is known.
 
-fsdp_hooks <- qtensor <- dcp_adapters <- layerwise
+fsdp_hooks <- qtensor <- dcp_adapters <- layerwise, and so do the folders inside a package (FOLDERS)
 """
 
 import ast
@@ -20,6 +20,17 @@ ALLOWED: dict[str, set[str]] = {
     "qtensor": {"fsdp_hooks"},
     "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "jinja2", "rich", "tqdm", "xxhash"},
     "layerwise": {"fsdp_hooks", "qtensor", "dcp_adapters", "safetensors", "rich", "tqdm", "xxhash", "matplotlib"},
+}
+
+# package -> its folders, from the lowest on ("." is the modules beside __init__): each may import those before it
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "fsdp_hooks": (".",),
+    "qtensor": (".",),
+    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "cli.report", "cli"),
+    "layerwise": (
+        *("algorithms", "stages", "weights", "statistics", "inputs", "folding", "report", "resume", "running"),
+        ".",
+    ),
 }
 
 PUBLIC: dict[str, list[str]] = {
@@ -117,6 +128,71 @@ def test_the_check_sees_an_import_that_goes_the_other_way(tmp_path: Path, packag
     (tmp_path / package).mkdir()
     (tmp_path / package / "new.py").write_text(f"import torch\nimport math\n{line}\n", encoding="utf-8")
     assert violations(tmp_path, package) == [f"{package}/new.py: {found}"]
+
+
+def imported_modules(root: Path, package: str, source: str) -> Iterator[str]:
+    """Names below the package of all modules of it that a file imports; "__init__" for what the package exports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            names = [f"{package}.{alias.name}" for alias in node.names]
+        else:
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.split(".")[0] == package:
+                path = root.joinpath(*name.split("."))
+                there = name != package and (path.is_dir() or path.with_suffix(".py").is_file())
+                yield name.removeprefix(f"{package}.") if there else "__init__"
+
+
+def folder_of(root: Path, package: str, module: str) -> str:
+    """The folder of a module of a package, "." for one beside __init__."""
+    folder = module if (root / package).joinpath(*module.split(".")).is_dir() else module.rpartition(".")[0]
+    return folder or "."
+
+
+def upward_imports(root: Path, package: str) -> list[str]:
+    """Imports of a folder that is higher, as "file: module"; the package's own __init__ and __main__ may have any."""
+    found = []
+    for file in sorted((root / package).rglob("*.py")):
+        path = file.relative_to(root / package)
+        if str(path) in ("__init__.py", "__main__.py"):
+            continue
+        own = ".".join(path.parts[:-1]) or "."
+        assert own in FOLDERS[package], f"{package}/{path} is in a folder that has no place in FOLDERS"
+        lower = FOLDERS[package][: FOLDERS[package].index(own) + 1]
+        found += [
+            f"{package}/{path.as_posix()}: {module}"
+            for module in imported_modules(root, package, file.read_text(encoding="utf-8"))
+            if module == "__init__" or folder_of(root, package, module) not in lower
+        ]
+    return found
+
+
+@every_package
+def test_folders_import_one_way(package: str) -> None:
+    assert upward_imports(REPO, package) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "found"),
+    [
+        ("inputs/new.py", "from layerwise.running.plan import Plan", "running.plan"),
+        ("inputs/new.py", "if True:\n    import layerwise.running.plan", "running.plan"),
+        ("inputs/new.py", "def f():\n    from layerwise.running import plan", "running"),
+        ("running/new.py", "from layerwise import calibrate", "calibrate"),
+        ("running/new.py", "from layerwise import Max", "__init__"),
+        ("inputs/new.py", "from layerwise.inputs.old import x\nfrom layerwise.stages.stage import Stage", ""),
+    ],
+)
+def test_the_check_sees_an_import_that_goes_up(tmp_path: Path, path: str, line: str, found: str) -> None:
+    there = ("calibrate.py", "running/plan.py", "inputs/old.py", "stages/stage.py", path)
+    for name in ("__init__.py", *there):
+        file = tmp_path / "layerwise" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(line if name == path else "import layerwise\n" * (name == "__init__.py"), encoding="utf-8")
+    assert upward_imports(tmp_path, "layerwise") == ([f"layerwise/{path}: {found}"] if found else [])
 
 
 @every_package

@@ -19,7 +19,6 @@ import torch
 from dcp_adapters.cli.convert import convert_checkpoint, plan_conversion
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.help_texts import HELP, MAIN
-from dcp_adapters.cli.inspect import inspect_checkpoint
 from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
 from dcp_adapters.hf.export import export_hf
@@ -29,6 +28,7 @@ from dcp_adapters.hf.verify import verify_directory
 from dcp_adapters.recipe_names import DTYPES, recipe_label, short_names, target_named
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
+from dcp_adapters.stored.inspect import inspect_checkpoint
 from dcp_adapters.stored.progress import Advance, progress
 from dcp_adapters.stored.verify import verify
 from dcp_adapters.tables import human_bytes, table

@@ -33,7 +33,7 @@ from dcp_adapters.hf.writing import begun_directory, publish, write_files
 from dcp_adapters.source import Source
 from dcp_adapters.stored.durable import gone_on_error, refuse_taken
 from dcp_adapters.stored.progress import progress as bar
-from fsdp_hooks.alike import on_all, on_first, rank_of, ranks_of
+from fsdp_hooks.across_ranks import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide
 

@@ -25,7 +25,7 @@ from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.words import in_lines
-from fsdp_hooks.alike import on_all, rank_of
+from fsdp_hooks.across_ranks import on_all, rank_of
 
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
 CONVERT = 'import with on_mismatch="convert"'

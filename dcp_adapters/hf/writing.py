@@ -26,7 +26,7 @@ from dcp_adapters.source import Source
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, sync
 from dcp_adapters.stored.part_values import holds_nan
 from dcp_adapters.stored.progress import Advance
-from fsdp_hooks.alike import on_all, rank_of, ranks_of
+from fsdp_hooks.across_ranks import on_all, rank_of, ranks_of
 from qtensor.formats import adopt
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group
+from layerwise.algorithms.arithmetic import full_precision, one_thread
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
-from layerwise.statistics.arithmetic import full_precision, one_thread
 from qtensor.formats import format_of
 from qtensor.recipes import Recipe
 

@@ -53,10 +53,10 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
     for one in folds:
         factors = _applicable(one)
         applied.append(factors)
-        assert columns.keys().isdisjoint(map(_key, one.weights)), "a weight takes one input, so it is in one group"
-        columns |= {_key(w): factors for w in one.weights}
-        channels |= {_key(t): (one.producer, factors) for t in one.producer.tensors}
-        written |= {_key(t): (one.producer.name, t) for t in (*one.weights, *one.producer.tensors)}
+        assert columns.keys().isdisjoint(map(_place_of, one.weights)), "a weight takes one input, so it is in one group"
+        columns |= {_place_of(w): factors for w in one.weights}
+        channels |= {_place_of(t): (one.producer, factors) for t in one.producer.tensors}
+        written |= {_place_of(t): (one.producer.name, t) for t in (*one.weights, *one.producer.tensors)}
     values = []
     for key, (name, tensor) in written.items():
         value = tensor.float() * columns[key] if key in columns else tensor.float()
@@ -75,7 +75,7 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
     return applied
 
 
-def _key(tensor: Tensor) -> Key:
+def _place_of(tensor: Tensor) -> Key:
     """The same for a parameter and its detached alias: both may be named, and each must be written once."""
     return tensor.data_ptr(), tuple(tensor.shape)
 
@@ -83,7 +83,7 @@ def _key(tensor: Tensor) -> Key:
 def _divided_channels(producer: Producer, tensor: Tensor, value: Tensor, factors: Tensor) -> Tensor:
     """`value` (the producer's tensor, its columns scaled where it is a target too) with its channels divided."""
     spread = factors.reshape(-1, *[1] * (value.ndim - 1))
-    if producer.kind == "offset" and _key(tensor) == _key(producer.weight):
+    if producer.kind == "offset" and _place_of(tensor) == _place_of(producer.weight):
         return (1 + value) / spread - 1
     return value / spread
 
@@ -92,9 +92,9 @@ def _applicable(one: Fold) -> Tensor:
     """The factors of a fold, checked; behind a norm, those that its rounded gain amounts to."""
     producer, factors = one.producer, one.factors.float()
     if factors.shape != (producer.channels,) or not bool((torch.isfinite(factors) & (factors > 0)).all()):
+        found = f"{tuple(factors.shape)} from {float(factors.min()):.3g} to {float(factors.max()):.3g}"
         raise ValueError(
-            f"factors for {producer.name}: found {_range(factors)}, expected {producer.channels} finite, positive "
-            "factors"
+            f"factors for {producer.name}: found {found}, expected {producer.channels} finite, positive factors"
         )
     if producer.kind == "linear":
         return factors
@@ -102,10 +102,6 @@ def _applicable(one: Fold) -> Tensor:
     gain = shift + producer.weight.float()
     left = shift + (gain / factors - shift).to(producer.weight.dtype).float()
     return torch.where(gain * left > 0, gain / left, torch.ones_like(gain))
-
-
-def _range(factors: Tensor) -> str:
-    return f"{tuple(factors.shape)} from {float(factors.min()):.3g} to {float(factors.max()):.3g}"
 
 
 def transformed(inputs: Inputs, factors: Tensor) -> Inputs:

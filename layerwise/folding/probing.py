@@ -35,7 +35,7 @@ from qtensor.formats import APPEARANCE_DTYPES
 # In this order, so that the least answer over ranks is theirs together: a NO anywhere refuses, a YES needs one rank.
 NO, YES, ABSTAIN = 0, 1, 2
 
-Run = Callable[[], Sequence[Tensor]]
+RunLayer = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def _scalable(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def propose(
-    groups: Sequence[Sequence[str]], weights: Mapping[str, Tensor], producers: Sequence[Producer], run: Run
+    groups: Sequence[Sequence[str]], weights: Mapping[str, Tensor], producers: Sequence[Producer], run: RunLayer
 ) -> Tensor:
     """What this rank's batches say about every group and candidate; no collective.
 
@@ -112,7 +112,7 @@ def propose(
         ValueError: the weights of a group have different K.
     """
     answers = torch.full((len(groups), len(producers)), NO, dtype=torch.int8, device="cpu")
-    asked = [(i, j) for i, group in enumerate(groups) for j in _candidates(group, weights, producers)]
+    asked = [(i, j) for i, group in enumerate(groups) for j in _worth_probing(group, weights, producers)]
     if not asked:
         return answers
     probing = _Probing(weights, run)
@@ -132,7 +132,7 @@ def choose(answers: Tensor, producers: Sequence[Producer]) -> dict[int, Producer
     return dict(sorted(chosen.items()))
 
 
-def _candidates(group: Sequence[str], weights: Mapping[str, Tensor], producers: Sequence[Producer]) -> list[int]:
+def _worth_probing(group: Sequence[str], weights: Mapping[str, Tensor], producers: Sequence[Producer]) -> list[int]:
     """Indices of the producers worth probing: every norm with K channels, and the linears with K that are nearest.
 
     Names only save probes here (a layer with 128 experts would need 128 x 128): of the linears, those in the smallest
@@ -164,10 +164,10 @@ def _candidates(group: Sequence[str], weights: Mapping[str, Tensor], producers: 
 class _Probing:
     """Runs of the layer under changed weights, and what they have shown so far."""
 
-    def __init__(self, weights: Mapping[str, Tensor], run: Run) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], run: RunLayer) -> None:
         self.weights, self.run = weights, run
         self.plain = _copies(run())
-        self.repeatable = _same(self.plain, run())
+        self.repeatable = _same_bytes(self.plain, run())
         self.seen: dict[tuple[str, ...], bool] = {}
 
     def answer(self, group: Sequence[str], producer: Producer) -> int:
@@ -190,7 +190,7 @@ class _Probing:
         changes = [(w, w * (1 / probe).to(w.dtype)) for w in members]
         changes += [(t, _scaled_channels(producer, t, probe)) for t in producer.tensors]
         with _changed(changes):
-            if not _same(before, self.run()):
+            if not _same_bytes(before, self.run()):
                 return NO
         for name, weight in self.weights.items():
             if name in group or weight.ndim < 2 or weight.shape[-1] != producer.channels or not _scalable(weight):
@@ -206,7 +206,7 @@ class _Probing:
         """Whether scaling the columns of some weights alone changes the output."""
         if key not in self.seen:
             with _changed([(w, w * factors.to(w.dtype)) for w in weights]):
-                self.seen[key] = not _same(before, self.run())
+                self.seen[key] = not _same_bytes(before, self.run())
         return self.seen[key]
 
 
@@ -242,7 +242,7 @@ def _copies(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [output.detach().clone() for output in outputs]
 
 
-def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+def _same_bytes(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Whether both hold the same bytes (a NaN equals itself, 0 and -0 differ)."""
     return len(left) == len(right) and all(
         a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))

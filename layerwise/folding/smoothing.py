@@ -5,24 +5,21 @@
 Groups whose input nothing can be divided for keep their weights and statistics.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fsdp_hooks.alike import alike
-from layerwise.algorithms.algorithm import Algorithm, Group, Inputs, Linear
+from fsdp_hooks.across_ranks import raise_together
+from layerwise.algorithms.algorithm import Algorithm, Group, Linear
+from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify
-from layerwise.folding.places import Pair, pairs_of, places
+from layerwise.folding.where_to_fold import where_to_fold
+from layerwise.inputs.replay import Replay
 from layerwise.inputs.structure import flatten
-from layerwise.statistics.arithmetic import full_precision
-
-if TYPE_CHECKING:
-    from layerwise.stage import Method, Passes, Stage
-
-Groups = Sequence[tuple[tuple[str, ...], Inputs | None]]
+from layerwise.stages.stage import Method, Pair, Stage
+from layerwise.stages.targets import shared_amaxes
+from layerwise.statistics.collector import Groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,23 +46,14 @@ def smooths(algorithm: Algorithm) -> bool:
     return type(algorithm).smooth is not Algorithm.smooth
 
 
-def smooth(  # noqa: PLR0913 - what a stage knows by then
-    stage: "Stage",
-    groups: Groups,
-    amaxes: Mapping[str, Tensor | None],
-    method: "Method",
-    passes: "Passes",
-    *,
-    identities: Sequence[int],
-) -> Smoothed:
+def smooth(stage: Stage, groups: Groups, method: Method, replay: Replay, identities: Sequence[int]) -> Smoothed:
     """Fold what the algorithm's `smooth` finds into the stage, in place.
 
     Args:
         stage: held.
         groups: names of linears, and the statistics of their input.
-        amaxes: by name, what decides the shared scale of the weight as it is.
-        method: its algorithm finds the factors.
-        passes: to probe and verify on.
+        method: its algorithm finds the factors; learns where they can go.
+        replay: to probe and verify on.
         identities: of the stage's output for each of this rank's batches.
 
     Raises:
@@ -75,14 +63,22 @@ def smooth(  # noqa: PLR0913 - what a stage knows by then
         return Smoothed(groups)
 
     def run(batch: int) -> list[Tensor]:
-        return [leaf for leaf in flatten(passes.run(batch))[0] if isinstance(leaf, Tensor)]
+        return [leaf for leaf in flatten(replay.run(batch))[0] if isinstance(leaf, Tensor)]
 
     weights = {target.name: target.param for target in stage.targets if len(target.shape) == 2}
+    amaxes = shared_amaxes(stage.targets, method.recipe)
     foldable = {index: own for index, (own, inputs) in enumerate(groups) if inputs is not None and {*own} <= {*weights}}
-    found = places(stage, foldable, method.known, run, identities=identities, group=method.group)
+    found = where_to_fold(stage, foldable, method, run, identities=identities)
+    pairs = tuple(
+        (tuple(name.removeprefix(stage.prefix) for name in foldable[index]), producer.name, producer.kind)
+        for index, producer in found.items()
+    )
+    method.known.learn(stage, pairs)
     folds: dict[int, Fold] = {}
     notes: dict[str, Mapping[str, float | str]] = {}
-    with alike(method.group):
+    factors: dict[str, Tensor] = {}
+    now = list(groups)
+    with raise_together(method.group):
         for index, producer in found.items():
             names, inputs = groups[index]
             linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
@@ -91,26 +87,17 @@ def smooth(  # noqa: PLR0913 - what a stage knows by then
             if smoothing is not None:
                 folds[index] = Fold(producer, tuple(weights[name] for name in names), smoothing.factors)
                 notes |= dict.fromkeys(names, smoothing.notes)
-        applied = _fold(stage, folds, partial(run, 0) if passes.batches else list)
-    factors: dict[str, Tensor] = {}
-    now = list(groups)
-    for index, given in applied.items():
-        names, inputs = groups[index]
-        assert inputs is not None
-        factors |= dict.fromkeys(names, given)
-        now[index] = names, transformed(inputs, given)
+        if folds:
+            before = [leaf.clone() for leaf in run(0)] if len(replay) else []
+            applied = fold(tuple(folds.values()))
+            dtype = next(iter(folds.values())).weights[0].dtype
+            allowed = tolerance(dtype, len(folds), max(one.numel() for one in applied))
+            verify(before, run(0) if len(replay) else [], allowed, stage.title)
+            for index, given in zip(folds, applied, strict=True):
+                names, inputs = groups[index]
+                assert inputs is not None
+                factors |= dict.fromkeys(names, given)
+                now[index] = names, transformed(inputs, given)
     tensors = {id(tensor) for one in folds.values() for tensor in (*one.weights, *one.producer.tensors)}
     written = frozenset(name for name, param in stage.params().items() if id(param) in tensors)
-    return Smoothed(now, factors, notes, written, pairs_of(stage, foldable, found))
-
-
-def _fold(stage: "Stage", folds: Mapping[int, Fold], run: Callable[[], list[Tensor]]) -> dict[int, Tensor]:
-    """Fold all, and see that the stage computes what it did. Returns the factors as applied."""
-    if not folds:
-        return {}
-    before = [leaf.clone() for leaf in run()]
-    applied = dict(zip(folds, fold(tuple(folds.values())), strict=True))
-    columns = max(factors.numel() for factors in applied.values())
-    dtype = next(iter(folds.values())).weights[0].dtype
-    verify(before, run(), tolerance(dtype, len(folds), columns), stage.name or "the model")
-    return applied
+    return Smoothed(now, factors, notes, written, pairs)

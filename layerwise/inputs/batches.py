@@ -98,6 +98,13 @@ def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], Kept]) -> 
     return batches
 
 
+def batches_on(device: torch.device, data: Iterable[Any]) -> Iterator[Any]:
+    """The batches with their tensors on a device, one by one."""
+    for batch in data:
+        leaves, structure = flatten(batch)
+        yield rebuild(structure, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
 def _calls_of(data: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     if isinstance(data, Tensor | Mapping | str | bytes):
         raise TypeError(

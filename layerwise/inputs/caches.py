@@ -38,7 +38,8 @@ class CacheState:
         layers = getattr(cache, "layers", None)
         self._layers = [(layer, _copied(vars(layer))) for layer in layers] if isinstance(layers, list) else None
         self._length = None if self._layers is not None else cache.get_seq_length()
-        self._were = [(tensor, _mark(tensor)) for tensor in self.tensors()]
+        # What shows a write: its version, or, as torch counts no writes of inference tensors, its values.
+        self._were = [(one, one.clone() if one.is_inference() else version(one)) for one in self.tensors()]
 
     def tensors(self) -> list[Tensor]:
         """The past it holds, layer by layer, where the cache lets one see its layers."""
@@ -51,7 +52,7 @@ class CacheState:
         Raises:
             NotImplementedError: the past itself was overwritten, as caches of a fixed size do.
         """
-        if any(_written(tensor, was) for tensor, was in self._were):
+        if any(version(one) != was if isinstance(was, int) else not torch.equal(one, was) for one, was in self._were):
             raise NotImplementedError(
                 f"a {type(self.cache).__name__} with a past is written in place by the layers, so the same batch "
                 "cannot be run twice on it; pass a cache that grows by appending (DynamicCache)"
@@ -64,15 +65,6 @@ class CacheState:
         for layer, state in self._layers:
             layer.__dict__.clear()
             layer.__dict__.update(_copied(state))
-
-
-def _mark(tensor: Tensor) -> Tensor | int:
-    """What shows a write: its version, or, as torch counts no writes of inference tensors, its values."""
-    return tensor.clone() if tensor.is_inference() else version(tensor)
-
-
-def _written(tensor: Tensor, was: Tensor | int) -> bool:
-    return version(tensor) != was if isinstance(was, int) else not torch.equal(tensor, was)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

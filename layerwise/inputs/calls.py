@@ -74,7 +74,11 @@ class Call:
             value = kept.tensor() if isinstance(kept, Kept) else kept
             floating = isinstance(value, Tensor) and value.is_floating_point()
             taken[key] = value.to(cast) if cast is not None and floating else value
-        self._restore_containers()
+        if self.before is None:
+            self.before = self.containers()
+        for container, state in self.before:
+            if not same_state(state_of_container(container), state):
+                restore_container(container, state)
         keys = [source if isinstance(source, Link) else id(source) for source in self.sources]
         args, kwargs = rebuild(self.structure, [taken[key] for key in keys])
         return args, kwargs
@@ -91,14 +95,6 @@ class Call:
         before = {id(leaf) for _, state in self.before or () for leaf in flatten(state)[0]}
         for _, state in self.containers():
             yield from (leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor) and id(leaf) not in before)
-
-    def _restore_containers(self) -> None:
-        if self.before is None:
-            self.before = self.containers()
-        else:
-            for container, state in self.before:
-                if not same_state(state_of_container(container), state):
-                    restore_container(container, state)
 
 
 def state_of_container(value: Any) -> Any:
@@ -137,8 +133,8 @@ class Output:
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in kept:
                 kept[id(leaf)] = store.keep(leaf)
-        shape = Shape(structure, tuple(map(_spec, leaves)))
-        return cls(shape, [kept.get(id(leaf), leaf) for leaf in leaves])
+        specs = tuple(TensorSpec.of(leaf) or (leaf if is_value(leaf) else type(leaf)) for leaf in leaves)
+        return cls(Shape(structure, specs), [kept.get(id(leaf), leaf) for leaf in leaves])
 
     def values(self) -> list[Any]:
         """Its leaves, tensors in memory of their own."""
@@ -160,7 +156,12 @@ class Shape:
 
     def placeholders(self, origin: int, zeros: dict[Any, Tensor]) -> list[Any]:
         """Leaves that can be told apart from all others, where they are not mere values."""
-        return [_placeholder(spec, origin, zeros) for spec in self.specs]
+        return [
+            spec.placeholder(origin, zeros)
+            if isinstance(spec, TensorSpec)
+            else (_Object(origin) if isinstance(spec, type) else spec)
+            for spec in self.specs
+        ]
 
 
 class _Object:
@@ -176,16 +177,6 @@ class _Object:
 def is_value(leaf: Any) -> bool:
     """Whether a leaf has no identity that matters."""
     return isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None)
-
-
-def _spec(leaf: Any) -> Any:
-    return TensorSpec.of(leaf) or (leaf if is_value(leaf) else type(leaf))
-
-
-def _placeholder(spec: Any, origin: int, zeros: dict[Any, Tensor]) -> Any:
-    if isinstance(spec, TensorSpec):
-        return spec.placeholder(origin, zeros)
-    return _Object(origin) if isinstance(spec, type) else spec
 
 
 class Statics:

@@ -14,7 +14,7 @@ from fsdp_hooks.torch_private import hook_tables
 FSDP = "torch.distributed.fsdp."
 
 
-def called(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def call_without_fsdp(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What `layer(*args, **kwargs)` returns, its forward hooks included, but for those of FSDP."""
     for hook, with_kwargs in _hooks(layer, "forward_pre_hooks"):
         changed = hook(layer, args, kwargs) if with_kwargs else hook(layer, args)
@@ -33,8 +33,8 @@ def _hooks(layer: nn.Module, kind: str) -> list[tuple[Any, bool]]:
     """Each hook of a kind in its order, and whether it gets keyword arguments."""
     tables = hook_tables(layer)
     with_kwargs = tables[f"{kind}_with_kwargs"]
-    return [(hook, key in with_kwargs) for key, hook in tables[kind].items() if not _of_fsdp(hook)]
-
-
-def _of_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(FSDP)
+    return [
+        (hook, key in with_kwargs)
+        for key, hook in tables[kind].items()
+        if not str(getattr(hook, "__module__", "")).startswith(FSDP)
+    ]

@@ -23,6 +23,7 @@ from layerwise.inputs.batches import Batch
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.calls import Call, Fixed, Link, Output, Shape, Statics, is_value, same_state, state_of_container
 from layerwise.inputs.contents import content_hash
+from layerwise.inputs.shared_objects import Sight
 from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
 from layerwise.inputs.stores import Kept, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
@@ -55,27 +56,8 @@ class BatchProgress:
     live: dict[tuple[int, str], Any] = field(default_factory=dict)
     met: dict[str, Kept] = field(default_factory=dict)
     left: list[tuple[Any, Any]] = field(default_factory=list)
-    sights: list["Sight"] = field(default_factory=list)
+    sights: list[Sight] = field(default_factory=list)
     cautious: bool = False
-
-
-@dataclass
-class Sight:
-    """An object that stand-ins were called with in this run: what layers get instead, and what it held then.
-
-    content: a hash of it; None where it is not looked at, since it was met in an earlier run.
-    """
-
-    value: Any
-    live: Any
-    state: Any
-    where: tuple[int, str] = (0, "")
-    content: int | None = None
-
-    def holds(self) -> bool:
-        """Whether nobody changed it since, nor filled a tensor in it."""
-        same = same_state(state_of_container(self.value), self.state)
-        return same and (self.content is None or content_hash(self.value) == self.content)
 
 
 class ParentRun:
@@ -143,7 +125,8 @@ class ParentRun:
         """
         if not self.calls:
             raise self._refusal()
-        if self.stop > self.first and self._spoiled():
+        # the parent changed, later on, an object that it had called a layer with
+        if self.stop > self.first and any(not seen.holds() for seen in self.captured):
             self.progress.cautious = True
             return
         for index, call in enumerate(self.calls, start=self.first):
@@ -210,8 +193,8 @@ class ParentRun:
     def _shape(self, index: int) -> Shape | None:
         """That of this layer's output; while it is unknown, of the last layer of the same class, or of the last."""
         shapes = self.progress.shapes
-        alike = [other for other in shapes if self.kinds[other] is self.kinds[index]]
-        return shapes.get(index) or (shapes[max(alike or shapes)] if shapes else None)
+        same_class = [other for other in shapes if self.kinds[other] is self.kinds[index]]
+        return shapes.get(index) or (shapes[max(same_class or shapes)] if shapes else None)
 
     # -- what a stand-in is called with ------------------------------------------------------------------------
 
@@ -275,10 +258,6 @@ class ParentRun:
             known = CacheState(value)
             self.progress.batch.caches.append(known)
         return known
-
-    def _spoiled(self) -> bool:
-        """Whether the parent changed, later on, an object that it had called a layer with."""
-        return any(not seen.holds() for seen in self.captured)
 
     def _refusal(self, name: str = "", leaf: Any = None) -> NotImplementedError:
         fqn = self.fqns[self.first]

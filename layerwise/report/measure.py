@@ -6,7 +6,7 @@ W are the weights as they were when their scales were decided (after folding, be
 the same function. Each rank measures what it has; a figure of a report, not an input of any decision.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.alike import device_of
-from layerwise.algorithms.algorithm import Inputs
+from fsdp_hooks.across_ranks import device_of
+from layerwise.algorithms.arithmetic import full_precision
 from layerwise.inputs.structure import flatten
 from layerwise.report.report import LinearReport, decibels
-from layerwise.statistics.arithmetic import full_precision
-from layerwise.statistics.collector import Collector
-from layerwise.targets import Target
+from layerwise.stages.targets import Target
+from layerwise.statistics.collector import Collector, Groups
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,6 @@ class Measured:
 
     records: tuple[LinearReport, ...] = ()
     output_snr: float | None = None
-
-
-def matrices(target: Target) -> Iterable[tuple[str, Tensor]]:
-    """(name, [N, K]) of the 2-D weights of a target as they stand, aliases."""
-    weight = target.param.detach()
-    return zip(target.linears(), weight.unbind(0) if weight.ndim == 3 else (weight,), strict=True)
 
 
 class Yardstick:
@@ -56,7 +49,7 @@ class Yardstick:
     def refer(self, collector: Collector, factors: Mapping[str, Tensor]) -> None:
         """Take the weights as they stand for what is right; `factors` are what inputs have been divided by since."""
         for target in self.targets:
-            for name, weight in matrices(target):
+            for name, weight in target.matrices():
                 self.amax[name] = weight.abs().amax()
                 rows = collector.samples(name)
                 if rows is not None:
@@ -72,7 +65,7 @@ class Yardstick:
 
     def measured(
         self,
-        groups: Sequence[tuple[tuple[str, ...], Inputs | None]],
+        groups: Groups,
         notes: Mapping[str, Mapping[str, Any]],
         layer: int | None,
         group: dist.ProcessGroup | None,
@@ -81,7 +74,7 @@ class Yardstick:
         names = [name for target in self.targets for name in target.linears()]
         energies = {name: torch.zeros(2, dtype=torch.float64, device="cpu") for name in names}
         for target in self.targets:
-            for name, weight in matrices(target):
+            for name, weight in target.matrices():
                 if name in self.rows:
                     energies[name] = _energies(self.products[name], _product(self.rows[name], weight))
         together = torch.stack([self.energies, *energies.values()])  # [1 + linears, 2]
@@ -90,25 +83,21 @@ class Yardstick:
             dist.all_reduce(together, group=group)
         inputs = {name: statistics for own, statistics in groups for name in own}
         snr = [decibels(signal, noise) if signal else None for signal, noise in together.tolist()]
-        records = [
-            LinearReport(
-                layer=layer,
-                name=name,
-                weight_amax=float(self.amax[name]),
-                snr_db=snr[1 + index],
-                **_noted(inputs[name], notes[name]),
+        records = []
+        for name, own_snr in zip(names, snr[1:], strict=True):
+            statistics = inputs[name]
+            records.append(
+                LinearReport(
+                    layer=layer,
+                    name=name,
+                    tokens=0 if statistics is None else statistics.tokens,
+                    weight_amax=float(self.amax[name]),
+                    input_amax=None if statistics is None else float(statistics.amax),
+                    snr_db=own_snr,
+                    **{key: notes[name].get(key) for key in ("clip", "alpha", "warning")},
+                )
             )
-            for index, name in enumerate(names)
-        ]
         return Measured(tuple(records), snr[0])
-
-
-def _noted(inputs: Inputs | None, notes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "tokens": 0 if inputs is None else inputs.tokens,
-        "input_amax": None if inputs is None else float(inputs.amax),
-        **{key: notes.get(key) for key in ("clip", "alpha", "warning")},
-    }
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:

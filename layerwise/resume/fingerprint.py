@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from fsdp_hooks.alike import on_all
+from fsdp_hooks.across_ranks import on_all
 
 
 def _versions() -> dict[str, str]:

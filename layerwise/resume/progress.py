@@ -116,7 +116,9 @@ def read_progress(directory: Path) -> tuple[Progress | None, list[str]]:
 def write_progress(directory: Path, progress: Progress) -> None:
     """Commit: durable when it returns, and the old or the new progress at any moment before. Rank 0 only."""
     record = json.loads(json.dumps(progress.to_json()))  # so that its digest is that of what will be read
-    data = json.dumps({"version": FORMAT, "digest": _digest(FORMAT, record), "progress": record}, indent=1).encode()
+    data = json.dumps(
+        {"version": FORMAT, "digest": _record_digest(FORMAT, record), "progress": record}, indent=1
+    ).encode()
     for name in (PROGRESS, BACKUP):
         temporary = directory / f"{name}.{progress.run.split()[0]}.tmp"
         with temporary.open("wb") as stream:
@@ -144,7 +146,7 @@ def _parsed(data: bytes, file: Path) -> Progress:
         )
     if version != FORMAT:
         raise _DamagedError(f"format version {version!r}")
-    if digest != _digest(version, record):
+    if digest != _record_digest(version, record):
         raise _DamagedError("its digest is another one")
     try:
         return Progress.from_json(record)
@@ -152,6 +154,6 @@ def _parsed(data: bytes, file: Path) -> Progress:
         raise _DamagedError(f"{type(error).__name__}: {error}") from error
 
 
-def _digest(version: int, record: Any) -> str:
+def _record_digest(version: int, record: Any) -> str:
     text = json.dumps([version, record], sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())

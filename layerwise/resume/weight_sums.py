@@ -8,7 +8,7 @@ the mesh: how often is known from the number of elements that were counted.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local
 from dcp_adapters.load.placements import placement_problem
-from fsdp_hooks.alike import device_of, is_first, ranks_of
+from fsdp_hooks.across_ranks import device_of, is_first, ranks_of
 from fsdp_hooks.digest import GOLDEN, LOW, MIX
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
@@ -41,12 +41,16 @@ class _Piece:
 
 
 @torch.no_grad()
-def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, int]:
+def weights_digest(
+    named: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None = None,
+    read: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, int]:
     """64 bits for each tensor of a state dict, the same for every sharding and on all ranks.
 
     Call it on all ranks of the group (None: the default one, if there is one) with the same names, in whatever order.
     Replicas are taken to be equal; of a plain tensor rank 0's values count. A quantized tensor's digest is that of its
-    parts and its recipe.
+    parts and its recipe. With `read`, what is on the meta device has the values that it returns, one tensor at a time.
 
     Raises:
         ValueError: a tensor is placed so that its pieces are no boxes of it; or pieces are missing, since the group
@@ -56,6 +60,8 @@ def weights_digest(named: Mapping[str, Tensor], group: dist.ProcessGroup | None 
     kinds: dict[str, list[Any]] = {}  # of the quantized ones
     for name in sorted(named):  # sums are matched by their place
         value = named[name]
+        if read is not None and value.is_meta:
+            value = read(value)
         problem = placement_problem(value)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")

@@ -18,7 +18,7 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader
-from fsdp_hooks.alike import is_first, on_all, on_first, rank_of, ranks_of
+from fsdp_hooks.across_ranks import is_first, on_all, on_first, rank_of, ranks_of
 from layerwise.resume.progress import Window
 
 PROBE = ".probe-"
@@ -31,7 +31,7 @@ def write_window(directory: Path, state: Mapping[str, Any], group: dist.ProcessG
     Raises:
         RuntimeError: some rank failed; the same text on all of them.
     """
-    with _alike(), _quiet():
+    with _dcp():
         dcp.save(
             dict(state),
             storage_writer=AtomicFileSystemWriter(directory),  # stock's syncs neither all of `.metadata` nor names
@@ -59,7 +59,7 @@ def read_window(directory: Path, targets: Mapping[str, Any], group: dist.Process
     Raises:
         RuntimeError: some rank failed; the same text on all of them.
     """
-    with _alike(), _quiet():
+    with _dcp():
         dcp.load(
             dict(targets),
             storage_reader=SafeFileSystemReader(directory),
@@ -163,19 +163,16 @@ def _fault(file: Path, expected: str) -> str | None:
 
 
 @contextmanager
-def _alike() -> Iterator[None]:
-    """DCP's exception, which is no Exception and the same on all ranks, as one that tells each rank's error."""
-    try:
-        yield
-    except CheckpointException as error:
-        failures = sorted(error.failures.items())
-        text = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failures)
-        raise RuntimeError(text) from error
+def _dcp() -> Iterator[None]:
+    """DCP's exception, which is no Exception and the same on all ranks, as one that tells each rank's error.
 
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what DCP says about saving and loading in a single process, which is meant."""
+    Without what DCP says about saving and loading in a single process, which is meant.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            failures = sorted(error.failures.items())
+            text = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failures)
+            raise RuntimeError(text) from error

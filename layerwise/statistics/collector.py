@@ -26,16 +26,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK, Inputs
-from layerwise.statistics.arithmetic import full_precision
+from layerwise.algorithms.arithmetic import full_precision
+from layerwise.stages.targets import linear_names
 from layerwise.statistics.exact_sum import ExactSum, totals
-from layerwise.statistics.watching import Product, Targets, Watch
-from layerwise.targets import linear_names
+from layerwise.statistics.watching import Product, Watch, WeightsByStorage
 
 SAMPLE_ROWS = 16  # kept of an input in each of the first batches
 SAMPLE_BATCHES = 4
 _SHOWN = 5  # linears that one message names
 
 Names = tuple[str, ...]
+Groups = Sequence[tuple[Names, Inputs | None]]  # linears that take one input, and its statistics
 
 
 @dataclass(eq=False)
@@ -69,25 +70,24 @@ class _Accumulated:
     amax: Tensor | None = None
     sums: dict[str, ExactSum] = field(default_factory=dict)
 
-    def add(self, measured: _Measured) -> None:
-        self.tokens += measured.tokens
-        self.broken += measured.broken
-        self.broken_batches += measured.broken > 0
-        if measured.amax is not None:
-            self.amax = measured.amax if self.amax is None else torch.maximum(self.amax, measured.amax)
-        for what, value in measured.sums.items():
-            self.sums.setdefault(what, ExactSum(value.shape, value.device)).add(value)
-
-    def merge(self, other: "_Accumulated") -> None:
+    def add(self, other: "_Measured | _Accumulated") -> None:
+        """Add what was measured in one batch, or in the batches of another group."""
         self.tokens += other.tokens
+        self.broken += other.broken
+        self.broken_batches += other.broken > 0
         if other.amax is not None:
             self.amax = other.amax if self.amax is None else torch.maximum(self.amax, other.amax)
         for what, value in other.sums.items():
-            self.sums.setdefault(what, ExactSum(value.shape, value.device)).merge(value)
+            if what not in self.sums:
+                self.sums[what] = ExactSum(value.shape, value.device)
+            if isinstance(value, ExactSum):
+                self.sums[what].merge(value)
+            else:
+                self.sums[what].add(value)
 
 
 @dataclass(frozen=True)
-class _Report:
+class _Counts:
     """What ranks tell each other about one group of names."""
 
     tokens: int
@@ -109,17 +109,16 @@ class Collector:
     def __init__(
         self, targets: Mapping[str, Tensor], needs: frozenset[str], *, only: Collection[str] | None = None
     ) -> None:
-        self._targets = Targets(targets)
+        self._targets = WeightsByStorage(targets)
         self._needs = needs
         self._linears = {fqn: linear_names(fqn, weight.shape) for fqn, weight in targets.items()}
-        self._columns = {name: targets[fqn].shape[-1] for fqn, names in self._linears.items() for name in names}
-        self._device = {name: targets[fqn].device for fqn, names in self._linears.items() for name in names}
-        unknown = needs - {COLUMNS, LOCAL_HESSIAN, HESSIAN}
-        unknown |= set(only or ()) - self._columns.keys()
+        places = {fqn: (weight.shape[-1], weight.device) for fqn, weight in targets.items()}
+        self._places = {name: places[fqn] for fqn, names in self._linears.items() for name in names}  # K and device
+        unknown = (needs - {COLUMNS, LOCAL_HESSIAN, HESSIAN}) | (set(only or ()) - self._places.keys())
         if unknown:
             raise ValueError(f"no statistic and no linear of these targets: {', '.join(sorted(unknown))}")
-        self._only = frozenset(self._columns if only is None else only)
-        self._order = {name: index for index, name in enumerate(self._columns)}
+        self._only = frozenset(self._places if only is None else only)
+        self._order = {name: index for index, name in enumerate(self._places)}
         self._accumulated: dict[Names, _Accumulated] = {}
         self._samples: dict[str, list[Tensor]] = {}
         self._unfollowed: dict[str, str] = {}
@@ -164,10 +163,9 @@ class Collector:
         taken = [self._merged(names, keys) for names, keys in parts]
         self._accumulated.clear()
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._agree_on_amax([names for names, _ in parts], taken, group)
+            names = [names for names, _ in parts]
             tokens = [sum(reports[key].tokens for key in keys) for _, keys in parts]
-            results = self._inputs(taken, tokens, group)
-        inputs = dict(zip((names for names, _ in parts), results, strict=True))
+            inputs = dict(zip(names, self._inputs(names, taken, tokens, group), strict=True))
         starved = self._order.keys() - {name for names in inputs for name in names}
         groups = [*inputs.items(), *(((name,), None) for name in starved)]
         return sorted(groups, key=lambda item: self._order[item[0][0]])
@@ -176,7 +174,7 @@ class Collector:
         if not product.rows.numel():
             return
         x = product.x
-        key = _key(seen, product)
+        key = _input_key(seen, product)
         # Statistics outlive the batch: no inference tensors, which could not be added to later.
         with torch.inference_mode(mode=False), torch.no_grad(), full_precision(x.device):
             if key not in seen:
@@ -190,7 +188,7 @@ class Collector:
                 wide = _wide(product.rows)
                 sums[HESSIAN] = wide.t() @ wide
 
-    def _gather(self, group: dist.ProcessGroup | None) -> tuple[dict[Names, _Report], dict[str, str]]:
+    def _gather(self, group: dist.ProcessGroup | None) -> tuple[dict[Names, _Counts], dict[str, str]]:
         own = {
             names: (one.tokens, one.broken, one.broken_batches, max((s.broken for s in one.sums.values()), default=0))
             for names, one in self._accumulated.items()
@@ -205,16 +203,15 @@ class Collector:
             unfollowed |= functions
             for names, values in theirs.items():
                 counts[names] = [a + b for a, b in zip(counts.get(names, (0, 0, 0, 0)), values, strict=True)]
-        return {names: _Report(*values) for names, values in counts.items()}, unfollowed
+        return {names: _Counts(*values) for names, values in counts.items()}, unfollowed
 
-    def _check(self, reports: Mapping[Names, _Report], unfollowed: Mapping[str, str]) -> None:
+    def _check(self, reports: Mapping[Names, _Counts], unfollowed: Mapping[str, str]) -> None:
         """Raise what is wrong with the data of some rank."""
         problems = []
         for names, report in sorted(reports.items(), key=lambda item: self._order[item[0][0]]):
             if report.broken:
-                values, batches = _count(report.broken, "value"), _count(report.broken_batches, "batch", "es")
-                verb = "is" if report.broken == 1 else "are"
-                what = f"its input holds {values} that {verb} not finite in {batches}"
+                values = f"{_count(report.broken, 'value')} that {'is' if report.broken == 1 else 'are'} not finite"
+                what = f"its input holds {values} in {_count(report.broken_batches, 'batch', 'es')}"
             elif report.overflowing:
                 what = f"the squares of its input overflow fp32 in {_count(report.overflowing, 'batch', 'es')}"
             else:
@@ -243,52 +240,46 @@ class Collector:
             merged = _Accumulated()
             for key in keys:
                 if key in self._accumulated:
-                    merged.merge(self._accumulated[key])
+                    merged.add(self._accumulated[key])
         wanted = self._needs if not self._only.isdisjoint(names) else self._needs - {HESSIAN}
-        k, device = self._columns[names[0]], self._device[names[0]]
+        k, device = self._places[names[0]]
         shapes = {COLUMNS: (k,), LOCAL_HESSIAN: (-(-k // SUB_BLOCK), SUB_BLOCK, SUB_BLOCK), HESSIAN: (k, k)}
         # one order on all ranks; without the Hessian of a part that nobody asked for
         empty = {what: ExactSum(shapes[what], device) for what in sorted(wanted)}
         merged.sums = {what: merged.sums.get(what, none) for what, none in empty.items()}
         return merged
 
-    def _agree_on_amax(
-        self, groups: Sequence[Names], taken: Sequence[_Accumulated], group: dist.ProcessGroup | None
-    ) -> None:
-        """Make the amaxes those of all ranks, by one all-reduce."""
-        amaxes = []
-        for names, one in zip(groups, taken, strict=True):
-            size = 1 + (self._columns[names[0]] if COLUMNS in self._needs else 0)
-            none = torch.zeros(size, dtype=torch.float32, device=self._device[names[0]])
-            amaxes.append(none if one.amax is None else one.amax)
-        if not amaxes:
-            return
-        message = torch.cat(amaxes)
-        if group is not None:
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-        for one, amax in zip(taken, message.split([amax.numel() for amax in amaxes]), strict=True):
-            one.amax = amax.clone()
-
     def _inputs(
-        self, taken: Sequence[_Accumulated], tokens: Sequence[int], group: dist.ProcessGroup | None
+        self,
+        groups: Sequence[Names],
+        taken: Sequence[_Accumulated],
+        tokens: Sequence[int],
+        group: dist.ProcessGroup | None,
     ) -> list[Inputs]:
-        """The totals over all ranks, divided by the tokens."""
-        sums, factors = [], []
-        for one, count in zip(taken, tokens, strict=True):
-            for what, value in one.sums.items():
-                sums.append(value)
-                factors.append((2 if what == HESSIAN else 1) / count)
+        """The amaxes of all ranks, by one all-reduce, and the totals over all ranks, divided by the tokens."""
+        amaxes: list[Tensor] = []
+        for names, one in zip(groups, taken, strict=True):
+            k, device = self._places[names[0]]
+            none = torch.zeros(1 + k * (COLUMNS in self._needs), dtype=torch.float32, device=device)
+            amaxes.append(none if one.amax is None else one.amax)
+        if amaxes:
+            message = torch.cat(amaxes)
+            if group is not None:
+                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+            amaxes = list(message.split([own.numel() for own in amaxes]))
+        sums = [value for one in taken for value in one.sums.values()]
+        factors = [
+            (2 if what == HESSIAN else 1) / count for one, count in zip(taken, tokens, strict=True) for what in one.sums
+        ]
         results = iter(totals(sums, group, factors))
         inputs = []
-        for one, count in zip(taken, tokens, strict=True):
-            assert one.amax is not None
+        for one, amax, count in zip(taken, amaxes, tokens, strict=True):
             found = {what: next(results) for what in one.sums}
-            columns = one.amax[1:].clone() if COLUMNS in found else None
             inputs.append(
                 Inputs(
                     count,
-                    one.amax[0].clone(),
-                    column_amax=columns,
+                    amax[0].clone(),
+                    column_amax=amax[1:].clone() if COLUMNS in found else None,
                     column_mean=found.get(COLUMNS),
                     local_hessian=found.get(LOCAL_HESSIAN),
                     hessian=found.get(HESSIAN),
@@ -311,7 +302,7 @@ def partition(keys: Sequence[Names], names: Sequence[str]) -> list[tuple[Names, 
     return [(tuple(members), list(fate)) for fate, members in groups.items()]
 
 
-def _key(seen: Mapping[tuple[int, ...], _Seen], product: Product) -> tuple[int, ...]:
+def _input_key(seen: Mapping[tuple[int, ...], _Seen], product: Product) -> tuple[int, ...]:
     """Which input of the batch a product takes: an object as it is at this moment."""
     x = product.x
     if not x.is_inference():

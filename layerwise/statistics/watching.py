@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from layerwise.targets import linear_names
+from layerwise.stages.targets import linear_names
 
 _PLAIN = (Tensor, Parameter)
 
@@ -65,14 +65,14 @@ class Product:
 
 
 @dataclass(frozen=True, eq=False)
-class _Target:
+class _Weight:
     fqn: str
     names: tuple[str, ...]
     offset: int  # elements, within the storage
     shape: tuple[int, int, int]  # experts (1 for a 2-D weight), N, K
 
 
-class Targets:
+class WeightsByStorage:
     """Weights that can be found by where views of them lie.
 
     Args:
@@ -80,7 +80,7 @@ class Targets:
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._by_storage: dict[int, list[_Target]] = {}
+        self._by_storage: dict[int, list[_Weight]] = {}
         for fqn, weight in weights.items():
             if type(weight) not in _PLAIN or weight.ndim not in (2, 3) or not weight.is_contiguous():
                 raise ValueError(
@@ -88,14 +88,14 @@ class Targets:
                     "expected a plain contiguous [N, K] or [E, N, K]; gather it with unsharded() first"
                 )
             shape = (math.prod(weight.shape[:-2]), weight.shape[-2], weight.shape[-1])
-            target = _Target(fqn, linear_names(fqn, weight.shape), int(weight.storage_offset()), shape)
+            target = _Weight(fqn, linear_names(fqn, weight.shape), int(weight.storage_offset()), shape)
             others = self._by_storage.setdefault(weight.untyped_storage().data_ptr(), [])
             for other in others:
                 if other.offset == target.offset:
                     raise ValueError(f"{fqn} and {other.fqn} are the same weight; name one of them")
             others.append(target)
 
-    def locate(self, x: Any) -> _Target | None:
+    def locate(self, x: Any) -> _Weight | None:
         """The target in whose storage x lies, None for any other tensor."""
         if type(x) not in _PLAIN:
             return None
@@ -105,7 +105,7 @@ class Targets:
                 return target
         return None
 
-    def names(self, target: _Target, form: Tensor) -> tuple[str, ...] | None:
+    def names(self, target: _Weight, form: Tensor) -> tuple[str, ...] | None:
         """The linears that a view [.., n, K] of a target consists of, in order; None where it is none of whole rows."""
         _, n, k = target.shape
         expert, within = divmod(int(form.storage_offset()) - target.offset, n * k)
@@ -131,7 +131,7 @@ class Watch(TorchFunctionMode):
         unfollowed: fqn -> the function that took a target otherwise.
     """
 
-    targets: Targets
+    targets: WeightsByStorage
     on_product: Callable[[Product], None]
     unfollowed: dict[str, str] = field(default_factory=dict)
 

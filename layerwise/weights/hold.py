@@ -8,7 +8,7 @@ Inside `hold` and `working` every target is a plain dense parameter, whatever it
 dequantized into a working copy, and gets its calibrated bytes afterwards (shards.py).
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -17,37 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_hooks.unshard import holding
-from layerwise.targets import Target
+from layerwise.stages.stage import Stage
+from layerwise.stages.targets import Target
 from qtensor.tensor import QuantizedTensor
 
 
 class Weights(Protocol):
     """Brings in the weights of a stage. Called by all ranks alike."""
 
-    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> AbstractContextManager[None]:
-        """Context manager in which the parameters of `module`, less those of `without`, are full and plain to use."""
-
-
-def modules_of(module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str, nn.Module]:
-    """Fqn -> module of a stage, in the order of the tree."""
-    left_out = {id(child) for layer in without for child in layer.modules()}
-    return {fqn: child for fqn, child in module.named_modules() if id(child) not in left_out}
-
-
-def params_of(name: str, module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str, Tensor]:
-    """Fqn in the model -> parameter of a stage `name`, as it stands."""
-    return {
-        ".".join(filter(None, (name, fqn, attribute))): param
-        for fqn, child in modules_of(module, without).items()
-        for attribute, param in child._parameters.items()
-        if param is not None
-    }
-
-
-def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers registered in one module itself."""
-    yield from (param for param in module._parameters.values() if param is not None)
-    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+    def hold(self, stage: Stage) -> AbstractContextManager[None]:
+        """Context manager in which the parameters of the stage are full and plain to use."""
 
 
 class Sharded:
@@ -62,36 +41,28 @@ class Sharded:
         self.model = model
 
     @contextmanager
-    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
+    def hold(self, stage: Stage) -> Iterator[None]:
         """One all-gather for each FSDP module of the stage; changes are stored unless the body raises."""
-        groups = [child for child in modules_of(module, without).values() if isinstance(child, FSDPModule)]
+        module = stage.module
+        groups = [child for child in stage.modules().values() if isinstance(child, FSDPModule)]
         # A layer is called by its forward, past FSDP's hooks; what is in it, and the root, are called as modules.
         called = [group for group in groups if group is not module or module is self.model]
         with holding(module, groups, writeback=True):
             for group in called:
                 group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
                 group.set_modules_to_forward_prefetch([])
-            if module is self.model and called:
-                _show_all_modules(module)
+            if module is self.model and called:  # FSDP meets its root with all modules in their places
+                module.forward = lambda *args, **kwargs: None  # an attribute of this one, in front of its class's
+                try:
+                    module()
+                finally:
+                    del module.forward
             try:
                 yield
             finally:
                 for group in called:
                     if group is not self.model:
                         group.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
-
-
-def _show_all_modules(root: nn.Module) -> None:
-    """Let FSDP meet its root with all modules in their places, by a forward that does nothing."""
-    root.forward = _nothing  # an attribute of this one module, in front of its class's
-    try:
-        root()
-    finally:
-        del root.forward
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 class Resident:
@@ -101,15 +72,16 @@ class Resident:
         self.device = device
 
     @contextmanager
-    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
+    def hold(self, stage: Stage) -> Iterator[None]:
         """Moves the stage there and back; Parameter objects stay the same.
 
         After an exception the values are those before, too, but for what a callback wrote into an embedding's table.
         """
-        owners = modules_of(module, without).values()
+        owners = stage.modules().values()
         places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
         tables = {id(owner.weight) for owner in owners if isinstance(owner, nn.Embedding)}
-        tensors = {id(one): one for owner in owners for one in tensors_of(owner) if self._moves(one, tables)}
+        registered = (one for owner in owners for own in (owner._parameters, owner._buffers) for one in own.values())
+        tensors = {id(one): one for one in registered if one is not None and self._moves(one, tables)}
         homes = {key: tensor.data for key, tensor in tensors.items()}
         with self._quantized_there(owners):
             try:

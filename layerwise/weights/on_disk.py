@@ -15,7 +15,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from fsdp_hooks.torch_private import cpu_by_default
-from layerwise.weights.hold import modules_of
+from layerwise.stages.stage import Stage
 
 
 class OnDisk:
@@ -85,12 +85,12 @@ class OnDisk:
         return values.to(self.device, tensor.dtype)
 
     @contextmanager
-    def hold(self, module: nn.Module, without: Sequence[nn.Module] = ()) -> Iterator[None]:
+    def hold(self, stage: Stage) -> Iterator[None]:
         """Fills the stage; on exit the same Parameter objects are there again, on the meta device."""
         stood: list[tuple[dict[str, Any], str, Tensor]] = []
         filled: dict[int, Tensor] = {}
         try:
-            for child in modules_of(module, without).values():
+            for child in stage.modules().values():
                 for attribute, tensor in list(_meta_tensors(child)):
                     if id(tensor) not in filled:
                         values = self.read(tensor)

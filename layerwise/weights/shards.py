@@ -25,18 +25,17 @@ def kept(full: QuantizedTensor, param: Tensor) -> QuantizedTensor | DTensor:
     """This rank's rows of a calibrated weight, on the device of its shard; a copy, a DTensor where the parameter is."""
     start, rows = _own_rows(param)
     parts = {
-        spec.name: _cut(full.parts()[spec.name], start, rows, per_row=spec.per_row).to(_home(param))
+        spec.name: _cut(full.parts()[spec.name], start, rows, per_row=spec.per_row).to(home_of(param))
         for spec in specs_of(full.recipe)
     }
-    own = QuantizedTensor.from_parts(parts, full.recipe, param.dtype)
-    return dtensor_like(own, param) if isinstance(param, DTensor) else own
+    return _beside(param, parts, full.recipe)
 
 
 def kept_quantizer(quantizer: Mapping[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     """This rank's rows of what decides the scales, in the layout of the parameter."""
     start, rows = _own_rows(param)
     return {
-        name: _placed(_cut(value, start, rows, per_row=value.ndim > 0).to(_home(param)), value.shape, param)
+        name: _placed(_cut(value, start, rows, per_row=value.ndim > 0).to(home_of(param)), value.shape, param)
         for name, value in quantizer.items()
     }
 
@@ -48,7 +47,7 @@ def empty_quantizer(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     _, rows = _own_rows(param)
     return {
         name: _placed(
-            torch.empty((rows, *value.shape[1:]) if value.ndim else (), dtype=value.dtype, device=_home(param)),
+            torch.empty((rows, *value.shape[1:]) if value.ndim else (), dtype=value.dtype, device=home_of(param)),
             value.shape,
             param,
         )
@@ -60,18 +59,18 @@ def empty_weight(param: Tensor, recipe: Recipe) -> QuantizedTensor | DTensor:
     """An uninitialised tensor like `kept` gives, to load into."""
     shape = local_of(param).shape
     parts = {
-        spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=_home(param)) for spec in specs_of(recipe)
+        spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=home_of(param)) for spec in specs_of(recipe)
     }
-    own = QuantizedTensor.from_parts(parts, recipe, param.dtype)
-    return dtensor_like(own, param) if isinstance(param, DTensor) else own
+    return _beside(param, parts, recipe)
 
 
-def rounded(dense: Tensor, quantizer: Mapping[str, Tensor], recipe: Recipe, param: Tensor) -> QuantizedTensor | DTensor:
+def rounded_rows(
+    dense: Tensor, quantizer: Mapping[str, Tensor], recipe: Recipe, param: Tensor
+) -> QuantizedTensor | DTensor:
     """Rows `dense` rounded under the same rows of a quantizer, in the layout of the parameter."""
     own = {name: local_of(value) for name, value in quantizer.items()}
     parts = format_of(recipe).encode_with(dense.float(), recipe, own)
-    q = QuantizedTensor.from_parts({name: part.contiguous() for name, part in parts.items()}, recipe, param.dtype)
-    return dtensor_like(q, param) if isinstance(param, DTensor) else q
+    return _beside(param, {name: part.contiguous() for name, part in parts.items()}, recipe)
 
 
 def dense_rows(param: Tensor) -> Tensor:
@@ -93,6 +92,18 @@ def store(result: Tensor, param: Tensor) -> None:
     count_writes([param])
 
 
+def home_of(param: Tensor) -> torch.device:
+    """Where the bytes of the shard are: with CPU offload not where the mesh computes."""
+    local = local_of(param)
+    return torch.device("cpu") if local.is_meta else local.device
+
+
+def _beside(param: Tensor, parts: Mapping[str, Tensor], recipe: Recipe) -> QuantizedTensor | DTensor:
+    """Rows of a quantized weight from their parts, in the layout of the parameter."""
+    own = QuantizedTensor.from_parts(parts, recipe, param.dtype)
+    return dtensor_like(own, param) if isinstance(param, DTensor) else own
+
+
 def _own_rows(param: Tensor) -> tuple[int, int]:
     """First row of the shard in the full weight, and how many it has."""
     if not isinstance(param, DTensor):
@@ -103,12 +114,6 @@ def _own_rows(param: Tensor) -> tuple[int, int]:
 
 def _cut(value: Tensor, start: int, rows: int, *, per_row: bool) -> Tensor:
     return value[start : start + rows].clone() if per_row else value.clone()
-
-
-def _home(param: Tensor) -> torch.device:
-    """Where the bytes of the shard are: with CPU offload not where the mesh computes."""
-    local = local_of(param)
-    return torch.device("cpu") if local.is_meta else local.device
 
 
 def _placed(local: Tensor, shape: torch.Size, param: Tensor) -> Tensor:

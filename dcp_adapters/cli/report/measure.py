@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.checksums import digest_of
-from dcp_adapters.cli.inspect import inspect_checkpoint
 from dcp_adapters.cli.report.channels import Axis, Channels
 from dcp_adapters.cli.report.elements import ElementCounts, counts_elements
 from dcp_adapters.cli.report.records import CheckpointReport, Compared, TensorReport
@@ -29,6 +28,7 @@ from dcp_adapters.cli.report.tiles import Tile, decodable, matrix_shape, tiles
 from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.errors import ErrorSum
+from dcp_adapters.stored.inspect import inspect_checkpoint
 from dcp_adapters.stored.progress import Advance, unseen
 from qtensor.selection import matches
 from qtensor.tensor import QuantizedTensor

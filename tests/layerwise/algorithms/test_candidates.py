@@ -8,10 +8,11 @@ from torch import Tensor
 
 from layerwise.algorithms.candidates import candidates
 from qtensor.formats import encode, format_of, shared_amax
-from tests.qtensor.recipes_under_test import RECIPES, block_of, every_recipe
+from tests.qtensor.recipes_under_test import RECIPES, every_recipe
 from tests.qtensor.test_quantizers import EXPONENTS, spread, values
+from tests.recipes import FP8, facts, recipes
 
-BLOCK_RECIPES = [name for name in RECIPES if name.startswith(("mxfp8", "nvfp4"))]
+BLOCK_RECIPES = list(recipes(lambda each: each.block > 1))
 MULTIPLES = torch.linspace(0.25, 4, 39, dtype=torch.float64)
 
 
@@ -34,7 +35,7 @@ def test_candidates_fall_and_are_like_the_own_quantizer(recipe: Any, elementwise
     assert (dec.diff(dim=0) <= 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("float8")])
+@pytest.mark.parametrize("name", recipes(lambda each: each.block == 1 and not each.history))
 def test_float8_candidates_are_multiples_of_the_amax(name: str) -> None:
     recipe, x = RECIPES[name], values(125)
     amax = shared_amax(x, recipe)
@@ -45,7 +46,7 @@ def test_float8_candidates_are_multiples_of_the_amax(name: str) -> None:
         assert torch.equal(found, expected.clamp(max=torch.finfo(torch.float32).max).float())
 
 
-@pytest.mark.parametrize("name", [name for name in BLOCK_RECIPES if name.startswith("mxfp8")])
+@pytest.mark.parametrize("name", recipes(lambda each: each.scale is E8M0))
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_mxfp8_candidates_are_the_codes_of_the_multiples(name: str, exponent: int) -> None:
     recipe = RECIPES[name]
@@ -61,7 +62,7 @@ def test_mxfp8_candidates_are_the_codes_of_the_multiples(name: str, exponent: in
             assert set(found[:, row, column].tolist()) == set(expected[:, row, column].tolist())
 
 
-@pytest.mark.parametrize("name", ["nvfp4_row", "nvfp4_square"])
+@pytest.mark.parametrize("name", recipes(lambda each: each.scale is FP8))
 def test_nvfp4_candidates_are_all_scales_up_to_one_that_leaves_zeros(name: str) -> None:
     recipe = RECIPES[name]
     fmt, x = format_of(recipe), values()
@@ -83,7 +84,7 @@ def test_nvfp4_candidates_are_all_scales_up_to_one_that_leaves_zeros(name: str) 
 def test_what_is_left_out_of_an_elementwise_search_is_nowhere_nearer(name: str) -> None:
     """Each such scale has another that is kept, mostly its half, under which no element has a larger error."""
     recipe = RECIPES[name]
-    fmt, x, block = format_of(recipe), values(), block_of(recipe)
+    fmt, x, block = format_of(recipe), values(), facts(recipe).block
     x[::2] = fmt.decode(encode(x, recipe, shared_amax(x, recipe)), recipe)[::2]  # many ties
     blocks = x.unflatten(-1, (-1, block))
 
@@ -92,7 +93,7 @@ def test_what_is_left_out_of_an_elementwise_search_is_nowhere_nearer(name: str) 
         return ((fmt.snap(scaled.float(), recipe).double() - scaled) * dec.double().unsqueeze(-1)).abs()
 
     every, kept = tried(x, recipe), tried(x, recipe, elementwise=True)
-    assert kept.shape[0] < every.shape[0] or name.startswith("nvfp4")
+    assert kept.shape[0] < every.shape[0] or facts(recipe).scale is FP8
     left_out = ~(every.unsqueeze(1) == kept).any(dim=1)
     assert left_out.any()
     largest = x.abs().max() * 2.0**-22

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.inputs.layers import find_layers
-from layerwise.inputs.replay import Recorder
+from layerwise.inputs.recorder import Recorder
 from layerwise.inputs.structure import flatten
+from layerwise.stages.layers import find_layers
 
 
 def record(model: nn.Module, data: Any, inputs_on: str = "device") -> Recorder:

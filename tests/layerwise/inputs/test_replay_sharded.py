@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks import unsharded
-from layerwise.inputs.layers import find_layers
-from layerwise.inputs.replay import Recorder
+from layerwise.inputs.recorder import Recorder
 from layerwise.inputs.stand_ins import forward_of
+from layerwise.stages.layers import find_layers
 from tests.fsdp_hooks.cases import Collectives
 from tests.layerwise.inputs.parents import PARENTS
 from tests.layerwise.inputs.replaying import assert_same, id_batches, plain

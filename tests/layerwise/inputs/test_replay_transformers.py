@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from layerwise.inputs.caches import CacheState
-from layerwise.inputs.layers import find_layers
-from layerwise.inputs.replay import Recorder
+from layerwise.inputs.recorder import Recorder
+from layerwise.stages.layers import find_layers
 from tests.layerwise.inputs.replaying import assert_same, plain, replay
 
 if TYPE_CHECKING:

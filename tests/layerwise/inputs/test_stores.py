@@ -22,7 +22,7 @@ from tests.layerwise.inputs.parents import (
 from tests.layerwise.inputs.replaying import assert_same, id_batches, plain, record, replay
 
 if TYPE_CHECKING:
-    from layerwise.inputs.replay import Recorder
+    from layerwise.inputs.recorder import Recorder
 
 
 class Masked(Parent):

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.outcome import Outcome
 from layerwise.report.report import Report
-from layerwise.stage import Stage
-from layerwise.targets import Target
+from layerwise.running.outcome import Outcome
+from layerwise.running.plan import Plan
+from layerwise.stages.stage import Stage
+from layerwise.stages.targets import Target
 from qtensor.float8 import Float8CurrentScaling
 from qtensor.formats import block_multiple, encode, tensor_wide
 from qtensor.recipes import Recipe
@@ -42,18 +43,19 @@ class CalibrationResult:
         return dict(self._entries)
 
 
-def result_of(
-    stages: Sequence[Stage], outcomes: Sequence[Outcome], recipe: Recipe, resumed: Sequence[int], *, static: bool
-) -> CalibrationResult:
-    """The result of all stages."""
+def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -> CalibrationResult:
+    """The result of all stages, of which an earlier run had finished those in `resumed`."""
+    recipe, stages = plan.method.recipe, plan.stages
     entries: dict[str, Tensor] = {}
     starved: list[str] = []
     for stage, outcome in zip(stages, outcomes, strict=True):
         starved += [record.name for record in outcome.measured.records if record.tokens == 0]
         for target in stage.targets:
             entries[target.name] = outcome.weights[target.name]
-            if static:
-                entries[input_scale_name(target)] = _input_scale(outcome, target, stage, recipe)
+            if plan.options.inputs == "static":
+                entries[f"{target.module_name if len(target.shape) == 2 else target.name}.input_scale".lstrip(".")] = (
+                    _input_scale(outcome, target, stage, recipe)
+                )
         entries |= outcome.dense
     report = Report(
         records=tuple(record for outcome in outcomes for record in outcome.measured.records),
@@ -68,20 +70,6 @@ def result_of(
     return CalibrationResult(recipe, report, tuple(starved), entries)
 
 
-def check_static_inputs(recipe: Recipe) -> None:
-    """Raise ValueError for a recipe whose inputs have no scale that could be fixed beforehand."""
-    if not isinstance(recipe, Float8CurrentScaling) and tensor_wide(recipe) is None:
-        raise ValueError(
-            f'calibrate: inputs="static" needs a tensor-wide scale, which {recipe} has none of: inputs are scaled by '
-            'block; use inputs="dynamic"'
-        )
-
-
-def input_scale_name(target: Target) -> str:
-    """Where a result holds the scale of a target's input."""
-    return f"{target.module_name if len(target.shape) == 2 else target.name}.input_scale".lstrip(".")
-
-
 def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe) -> Tensor:
     """fp32 []: the tensor-wide scale that the recipe's formula makes of the largest |input|.
 
@@ -91,8 +79,8 @@ def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe)
     amax = outcome.input_amax[target.name]
     if amax is None:
         kind = target.module_name.rpartition(".")[2]
-        alike = [outcome.input_amax[t.name] for t in stage.targets if t.module_name.rpartition(".")[2] == kind]
-        known = [value for value in alike if value is not None]
+        others = [outcome.input_amax[t.name] for t in stage.targets if t.module_name.rpartition(".")[2] == kind]
+        known = [value for value in others if value is not None]
         own = [record.weight_amax for record in outcome.measured.records if record.name in target.linears()]
         amax = max(known or own)
     per_tensor = (

@@ -1,14 +1,14 @@
 """Steps that may fail or differ on some ranks only, taken so that all ranks go on or all raise.
 
-    on_first   rank 0 of the group takes the step; the others get its value, or its error
-    on_all     every rank takes the step; all get all values, or the error of the first rank that failed
-    alike      a block without collectives that may raise on some ranks
-    any_of     whether something holds on any rank
-    check_same whether all ranks have the same value
+    on_first         rank 0 of the group takes the step; the others get its value, or its error
+    on_all           every rank takes the step; all get all values, or the error of the first rank that failed
+    raise_together   a block without collectives that may raise on some ranks
+    any_of           whether something holds on any rank
+    check_same       whether all ranks have the same value
 
 An error that only one rank sees (a full disk, a batch of its own) would leave the others in their next collective.
 A group of None is the default group for `on_first` and `on_all` (this process alone where there is none), and this
-process alone for `alike` and `any_of`, as for everything that reduces statistics.
+process alone for `raise_together` and `any_of`, as for everything that reduces statistics.
 """
 
 from collections.abc import Callable, Iterator
@@ -103,7 +103,7 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
 
 
 @contextmanager
-def alike(group: dist.ProcessGroup | None) -> Iterator[None]:
+def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A block in which ranks do work of their own, without collectives; if it raises on some, it raises on all.
 
     A rank that failed raises its own error, an interrupt too, the others a RuntimeError with the text of the first that

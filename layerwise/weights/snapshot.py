@@ -10,27 +10,25 @@ Only callbacks and algorithms of somebody else can write where none is expected,
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_hooks.digest import digest
 from fsdp_hooks.torch_private import local_of
 from layerwise.algorithms.algorithm import Algorithm
-from layerwise.weights.hold import params_of
+from layerwise.stages.stage import Stage
 from qtensor.tensor import QuantizedTensor
 
 
-class Guard:
-    """The parameters of a stage at one moment.
+class Snapshot:
+    """The bytes of a stage's parameters at one moment, to be compared with what they are later.
 
     Args:
-        name: fqn of the stage; "" for what is outside of layers.
-        module: its module.
-        without: modules in it that do not belong to it.
+        stage: held or not.
         watched: whether anybody could write; else every answer is that nothing was written.
     """
 
-    def __init__(self, name: str, module: nn.Module, without: tuple[nn.Module, ...], *, watched: bool) -> None:
-        self.name, self.module, self.without, self.watched = name, module, without, watched
+    def __init__(self, stage: Stage, *, watched: bool) -> None:
+        self.stage, self.watched = stage, watched
         self.taken = self._contents() if watched else {}
 
     def written(self) -> list[str]:
@@ -46,7 +44,7 @@ class Guard:
         if changed:
             raise RuntimeError(
                 f"calibrate: {', '.join(changed[:5])} changed while {type(algorithm).__name__} calibrated "
-                f"{self.name or 'the model'}, and it is an algorithm that writes no weights: the change would be lost. "
+                f"{self.stage.title}, and it is an algorithm that writes no weights: the change would be lost. "
                 "Nothing of this layer was stored; set writes_weights = True on an algorithm that writes them, or "
                 "change weights before the calibration"
             )
@@ -56,7 +54,7 @@ class Guard:
         late = self.written()
         if late:
             raise RuntimeError(
-                f"calibrate: {', '.join(late[:5])} in {self.name or 'the model'} changed after the quantized values "
+                f"calibrate: {', '.join(late[:5])} in {self.stage.title} changed after the quantized values "
                 'were there, which would lose the change; change weights before the event "calibrate" has been told'
             )
 
@@ -65,14 +63,14 @@ class Guard:
         changed = self.written()
         if changed:
             raise RuntimeError(
-                f'calibrate: {", ".join(changed[:5])} changed in the event "{kind}", when {self.name or "the model"} '
+                f'calibrate: {", ".join(changed[:5])} changed in the event "{kind}", when {self.stage.title} '
                 'was finished; change weights before the event "calibrate" has been told'
             )
 
     def _contents(self) -> Mapping[str, Tensor]:
         """A digest of every parameter on this rank."""
-        params = params_of(self.name, self.module, self.without)
-        local: dict[str, Any] = {name: local_of(param) for name, param in params.items() if not param.is_meta}
+        params = self.stage.params().items()
+        local: dict[str, Any] = {name: local_of(param) for name, param in params if not param.is_meta}
         return {
             name: digest(held.parts().values() if isinstance(held, QuantizedTensor) else [held])
             for name, held in local.items()

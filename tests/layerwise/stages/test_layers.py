@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerwise.inputs.layers import find_layers
+from layerwise.stages.layers import find_layers
 
 
 class Layer(nn.Module):

@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import local_of
-from layerwise.folding.places import Pair
 from layerwise.report.measure import Measured
 from layerwise.report.report import LinearReport
-from layerwise.stage import Calibrated, Stage
-from layerwise.targets import Target
-from layerwise.weights.shards import empty_quantizer, empty_weight, kept, kept_quantizer, rounded, store
+from layerwise.running.calibrate_stage import Calibrated
+from layerwise.stages.stage import Pair, Stage
+from layerwise.weights.hold import Weights
+from layerwise.weights.on_disk import OnDisk
+from layerwise.weights.shards import (
+    dense_rows,
+    empty_quantizer,
+    empty_weight,
+    home_of,
+    kept,
+    kept_quantizer,
+    rounded_rows,
+    store,
+)
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -99,7 +109,7 @@ def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) ->
             name: held if params[name].is_meta else params[name].detach().clone()
             for name, held in calibrated.changed.items()
         },
-        input_amax={target.name: _largest(calibrated, target) for target in stage.targets},
+        input_amax=calibrated.input_amax,
         gathered={name: str(weight.dtype).removeprefix("torch.") for name, weight in calibrated.weights.items()},
         measured=calibrated.measured,
         pairs=calibrated.pairs,
@@ -117,12 +127,12 @@ def placeholders(stage: Stage, recipe: Recipe, note: Mapping[str, Any], *, write
     params = stage.params()
     return {
         **{target.name: empty_weight(target.param, recipe) for target in stage.targets},
-        **{name: torch.empty_like(params[name], device=_home(params[name])) for name in note["dense"]},
+        **{name: torch.empty_like(params[name], device=home_of(params[name])) for name in note["dense"]},
     }
 
 
 def restored(
-    stage: Stage, recipe: Recipe, note: Mapping[str, Any], state: Mapping[str, Tensor], values: Mapping[str, Tensor]
+    stage: Stage, recipe: Recipe, note: Mapping[str, Any], state: Mapping[str, Tensor], source: Weights
 ) -> Outcome:
     """The outcome of a stage from its saved state.
 
@@ -131,7 +141,7 @@ def restored(
         recipe: the format.
         note: what `Outcome.to_json` gave.
         state: what was loaded into `placeholders`.
-        values: name of a target -> its rows before the calibration, for a state of scales only.
+        source: has the rows of targets before the calibration, for a state of scales only.
     """
     measured = Measured(tuple(LinearReport(**record) for record in note["records"]), note["output_snr"])
     weights = {target.name: state[target.name] for target in stage.targets if target.name in state}
@@ -141,18 +151,9 @@ def restored(
             prefix = f"{target.name}."
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             quantizers[target.name] = own
-            dense = values[target.name].to(getattr(torch, note["gathered"][target.name]))
-            weights[target.name] = rounded(dense, own, recipe, target.param)
+            rows = source.read(target.param) if isinstance(source, OnDisk) else dense_rows(target.param)
+            dense = rows.to(getattr(torch, note["gathered"][target.name]))
+            weights[target.name] = rounded_rows(dense, own, recipe, target.param)
     changed = {name: state[name] for name in note["dense"]}
     pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])
     return Outcome(weights, quantizers, changed, note["input_amax"], note["gathered"], measured, pairs)
-
-
-def _largest(calibrated: Calibrated, target: Target) -> float | None:
-    found = [calibrated.inputs[name] for name in target.linears()]
-    known = [float(inputs.amax) for inputs in found if inputs is not None]
-    return max(known) if known else None
-
-
-def _home(param: Tensor) -> torch.device:
-    return torch.device("cpu") if param.is_meta else param.device

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 import xxhash
 
-from fsdp_hooks.alike import on_all, on_first
+from fsdp_hooks.across_ranks import on_all, on_first
 
 
 def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[str]]) -> None:

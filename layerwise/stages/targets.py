@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from dcp_adapters.hf.names import fused_key
 from fsdp_hooks.torch_private import local_of
 from qtensor.float8_delayed import Float8DelayedScaling
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, tensor_wide
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, shared_amax, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
 from qtensor.selection import check_lists, matches, unmatched
@@ -63,6 +63,11 @@ class Target:
         """The names of those 2-D weights, as statistics and reports have them."""
         return linear_names(self.name, self.shape)
 
+    def matrices(self) -> Iterable[tuple[str, Tensor]]:
+        """(name, [N, K]) of those 2-D weights as they stand, aliases."""
+        weight = self.param.detach()
+        return zip(self.linears(), weight.unbind(0) if weight.ndim == 3 else (weight,), strict=True)
+
 
 def linear_names(fqn: str, shape: Sequence[int]) -> tuple[str, ...]:
     """What the linears of a weight are called: its fqn, with the number of the expert in brackets for a 3-D one."""
@@ -91,7 +96,7 @@ def find_targets(
         raise TypeError(
             "calibrate: Float8DelayedScaling takes its scales from training steps; calibrate with Float8CurrentScaling"
         )
-    candidates = _candidates(model)
+    candidates = _quantizable(model)
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
     free = {name for name, target in candidates.items() if uses[id(target.param)] == 1}
     modules = {candidates[name].module_name for name in candidates}
@@ -117,17 +122,28 @@ def find_targets(
     return chosen
 
 
-def siblings(targets: Iterable[Target], recipe: Recipe) -> list[list[Target]]:
-    """Targets in sets that share a global scale: those an engine fuses, for recipes of blocks under a global scale."""
+def shared_amaxes(targets: Iterable[Target], recipe: Recipe) -> dict[str, Tensor | None]:
+    """What decides the shared scale of every 2-D weight, after agreement between those that share it.
+
+    Those are the weights that an engine fuses, for recipes of blocks under a global scale.
+    """
     sets: dict[tuple[str, ...], list[Target]] = {}
-    shared = tensor_wide(recipe) == "global_scale"
+    by_fused = tensor_wide(recipe) == "global_scale"
     for target in targets:
-        fused = fused_key(target.module_name) if shared else None
+        fused = fused_key(target.module_name) if by_fused else None
         sets.setdefault(fused or (target.name,), []).append(target)
-    return list(sets.values())
+    found: dict[str, Tensor | None] = {}
+    for together in sets.values():
+        own = [shared_amax(target.param.detach().float(), recipe) for target in together]
+        for target, amax in zip(together, own, strict=True):
+            agreed = torch.stack(own).amax() if len(own) > 1 else amax  # type: ignore[arg-type]
+            for index, name in enumerate(target.linears()):
+                per_row = agreed is not None and agreed.ndim == 3  # [E, N, 1]
+                found[name] = agreed[index] if per_row and agreed is not None else agreed
+    return found
 
 
-def _candidates(model: nn.Module) -> dict[str, Target]:
+def _quantizable(model: nn.Module) -> dict[str, Target]:
     found: dict[str, Target] = {}
     for fqn, module in model.named_modules():
         if isinstance(module, NonDynamicallyQuantizableLinear):

@@ -5,13 +5,33 @@ fills that in every forward has the last batch's in it when the first one is rep
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from layerwise.inputs.calls import same_state, state_of_container
 from layerwise.inputs.contents import content_hash
-from layerwise.inputs.parent_run import Sight
 
 
-class Common:
+@dataclass
+class Sight:
+    """An object that stand-ins were called with in this run: what layers get instead, and what it held then.
+
+    content: a hash of it; None where it is not looked at, since it was met in an earlier run.
+    """
+
+    value: Any
+    live: Any
+    state: Any
+    where: tuple[int, str] = (0, "")
+    content: int | None = None
+
+    def holds(self) -> bool:
+        """Whether nobody changed it since, nor filled a tensor in it."""
+        same = same_state(state_of_container(self.value), self.state)
+        return same and (self.content is None or content_hash(self.value) == self.content)
+
+
+class SharedObjects:
     """Objects that were met, and those of them that were met in several batches.
 
     Args:

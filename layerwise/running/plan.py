@@ -1,7 +1,8 @@
 """What a calibration is going to do, decided before anything runs: options, layers, targets, stages."""
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from layerwise.algorithms.algorithm import Algorithm
-from layerwise.inputs.layers import find_layers
 from layerwise.inputs.stores import INPUTS_ON
-from layerwise.result import check_static_inputs
-from layerwise.stage import Method, Stage
-from layerwise.targets import find_targets
+from layerwise.stages.layers import find_layers
+from layerwise.stages.stage import Method, Stage
+from layerwise.stages.targets import find_targets
 from layerwise.weights.hold import Resident, Sharded, Weights
 from layerwise.weights.on_disk import OnDisk
+from qtensor.float8 import Float8CurrentScaling
+from qtensor.formats import tensor_wide
 from qtensor.recipes import Recipe
-
-LAYER_INPUTS = ("unquantized", "quantized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +50,24 @@ class Options:
             )
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"calibrate: expected a recipe, such as NVFP4BlockScaling(), got {self.recipe!r}")
-        for name, choices in (("inputs", ("dynamic", "static")), ("inputs_on", INPUTS_ON)):
+        for name, choices in (
+            ("inputs", ("dynamic", "static")),
+            ("inputs_on", INPUTS_ON),
+            ("layer_inputs", (None, "unquantized", "quantized")),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"calibrate: {name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}"
                 )
-        if self.layer_inputs not in (None, *LAYER_INPUTS):
-            raise ValueError(
-                f"calibrate: layer_inputs={self.layer_inputs!r} is not one of None, 'unquantized', 'quantized'"
-            )
         if type(self.save_every) is not int or self.save_every < 1:
             raise ValueError(f"calibrate: save_every={self.save_every!r} is not a positive number of layers")
-        if self.inputs == "static":
-            check_static_inputs(self.recipe)
+        if self.inputs != "static":
+            return
+        if not isinstance(self.recipe, Float8CurrentScaling) and tensor_wide(self.recipe) is None:
+            raise ValueError(
+                f'calibrate: inputs="static" needs a tensor-wide scale, which {self.recipe} has none of: inputs are '
+                'scaled by block; use inputs="dynamic"'
+            )
 
     @property
     def quantized_onward(self) -> bool:
@@ -76,48 +81,55 @@ class Plan:
 
     Attributes:
         model: all of it.
-        layers: the modules of the layer stages, in their order.
-        stages: the layers, and last, where there are targets or no layers, what is outside.
+        stages: the layers in their order, and last, where there are targets in it or no layers, what is outside.
+        outside: what is outside of the layers, a stage of the run or not.
         method: how each stage is calibrated.
         weights: brings them in.
-        static: the result holds scales of inputs.
+        options: what the run was asked for.
         whole: the weights of some layer belong to a group outside of it, so the outside is held all the time.
     """
 
     model: nn.Module
-    layers: tuple[nn.Module, ...]
     stages: tuple[Stage, ...]
+    outside: Stage
     method: Method
     weights: Weights
-    static: bool
+    options: Options
     whole: bool
 
-    def named_weights(self) -> Mapping[str, Tensor]:
-        """All parameters and buffers at rest, by fqn; those on disk are read when they are asked for."""
-        names = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        if isinstance(self.weights, OnDisk):
-            return _Read(names, self.weights)
+    def decides(self) -> dict[str, Any]:
+        """What decides the outcome beside the weights, the data, the recipe and the algorithm; json-able."""
+        return {
+            "stages": [stage.name for stage in self.stages],
+            "targets": [target.name for stage in self.stages for target in stage.targets],
+            "inputs": self.options.inputs,
+            "layer_inputs": "quantized" if self.options.quantized_onward else "unquantized",
+        }
+
+    def told(self, *, checkpoint: bool) -> dict[str, list[str]]:
+        """What all ranks have to do alike, `checkpoint` with a checkpoint_dir; each item in words."""
+        decides, options = self.decides(), self.options
+        text = {"recipe": json.dumps(options.recipe.to_json()), "algorithm": json.dumps(options.algorithm.to_json())}
+        text |= {"inputs": decides["inputs"], "layer_inputs": decides["layer_inputs"]}
+        text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
+        named: list[tuple[str, Tensor]] = [*self.model.named_parameters()]
+        if checkpoint:  # which has their digests
+            named += self.model.named_buffers()
+        return {
+            "the options": [f"{name}={value}" for name, value in text.items()],
+            "the layers and their order": decides["stages"],
+            "the weights to quantize and their order": decides["targets"],
+            "the model's parameters and their order": [
+                f"{name} {value.dtype} {list(value.shape)}" for name, value in named
+            ],
+        }
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """All parameters and buffers at rest, by fqn; those on disk are on the meta device."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward leaves some gathered, such as a root's own
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-
-
-class _Read(Mapping[str, Tensor]):
-    """Parameters, read from disk one at a time."""
-
-    def __init__(self, params: Mapping[str, Tensor], weights: OnDisk) -> None:
-        self.params, self.weights = params, weights
-
-    def __getitem__(self, name: str) -> Tensor:
-        param = self.params[name]
-        return self.weights.read(param) if param.is_meta else param
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.params)
-
-    def __len__(self) -> int:
-        return len(self.params)
 
 
 def planned(  # noqa: PLR0913 - keyword-only
@@ -150,12 +162,13 @@ def planned(  # noqa: PLR0913 - keyword-only
         own = tuple(target for target in targets if id(target.owner) in owners)
         stages.append(Stage(index, fqn, layer, (), own, _shared(fqn, layer, uses, in_layers)))
     rest = tuple(target for target in targets if id(target.owner) not in inside)
-    modules = tuple(layer for _, layer in named)
+    outside = Stage(len(stages), "", model, tuple(layer for _, layer in named), rest)
     if rest or not stages:
-        stages.append(Stage(len(stages), "", model, modules, rest))
+        stages.append(outside)
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
-    static, whole = options.inputs == "static", _reaches_in(model, modules)
-    return Plan(model, modules, tuple(stages), method, _weights_of(model, options), static, whole)
+    grouped = any(isinstance(module, FSDPModule) for module in model.modules())
+    whole = grouped and not all(isinstance(layer, FSDPModule) for layer in outside.without)
+    return Plan(model, tuple(stages), outside, method, _weights_of(model, options), options, whole)
 
 
 def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -213,9 +226,3 @@ def _weights_of(model: nn.Module, options: Options) -> Weights:
             "weights=<directory of safetensors>, or load them"
         )
     return Resident(options.device)
-
-
-def _reaches_in(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
-    """Whether an FSDP module outside of the layers owns weights inside of one: then it has to be held for them."""
-    grouped = any(isinstance(module, FSDPModule) for module in model.modules())
-    return grouped and not all(isinstance(layer, FSDPModule) for layer in layers)

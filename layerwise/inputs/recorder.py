@@ -1,0 +1,279 @@
+"""What each layer is called with, for every batch, without rerunning the model for every layer.
+
+    with Recorder(model, find_layers(model), data, inputs_on="cpu") as recorder:
+        for i, (fqn, layer) in enumerate(recorder.layers):
+            if recorder.needs_parent(i):             # mostly for the first two layers only
+                recorder.prepare(i)                  # runs the parent, with stand-ins for all layers
+            for b in range(len(recorder)):
+                args, kwargs = recorder.inputs(i, b)
+                recorder.put(i, b, layer.forward(*args, **kwargs))
+            recorder.done(i)                         # frees what no later layer needs
+        for b in range(len(recorder)):
+            recorder.run_tail(b)                     # everything behind the last layer sees its true inputs
+
+`prepare(0)` stops each batch at the first layer. Once that ran, the shape of its output is known, so `prepare(1)` can
+run the parent through placeholders up to the last layer. `put` notices when a layer returns something of another shape
+than its placeholder had, and `needs_parent` of the next layer then says so; likewise where a parent does more between
+two layers than to pass hidden states on (see `ParentRun`).
+
+Nothing here is a collective, and no weight is touched; a rank may have no batches. But the parent's own modules run in
+`Recorder(...)` with a forward_loop, `prepare` and `run_tail`: where they are sharded, hold them gathered around these
+calls, and let all ranks agree on `needs_parent`, which depends on their own batches. Outside these calls the model is
+as it was.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.inputs.batches import Data, batches_of
+from layerwise.inputs.calls import Output, Statics, restore_container
+from layerwise.inputs.parent_run import BatchProgress, ParentRun
+from layerwise.inputs.shared_objects import SharedObjects
+from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
+from layerwise.inputs.stores import Store
+from layerwise.inputs.structure import flatten
+
+
+class Recorder:
+    """Records and replays the calls of all layers of a model.
+
+    Args:
+        model: in eval mode, and if sharded then run once before (FSDP finds its root in the first forward).
+        layers: (fqn, module) in the order of their calls; none to use only `run_tail`, as a plain forward.
+        data: an iterable of batches, or a callable forward_loop(model), see `batches`. All of it is taken at once.
+        inputs_on: where inputs and outputs of layers wait: "device", "cpu" or "disk" (a temporary directory, removed at
+            the end). Tensors inside of mutable containers that layers share stay where they are.
+
+    Raises:
+        ValueError: `inputs_on` is none of the three.
+        TypeError: `data` is no batches.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: list[tuple[str, nn.Module]], data: Data, *, inputs_on: str = "device"
+    ) -> None:
+        self.model = model
+        self.layers = list(layers)
+        self._store = Store(inputs_on)
+        self._statics = Statics(self._store)
+        self._run: ParentRun | None = None
+        self._shared = SharedObjects([fqn for fqn, _ in self.layers])
+        try:
+            batches = batches_of(model, data, self._statics.keep)
+        except BaseException:
+            self._store.close()
+            raise
+        self._progress = [BatchProgress(batch) for batch in batches]
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """How many batches this rank has."""
+        return len(self._progress)
+
+    def batch_hashes(self) -> list[int]:
+        """An unsigned 64-bit hash of what the model is called with, for each batch; the same on every device.
+
+        Raises:
+            TypeError: an argument is an object of which it is not known what decides the outcome.
+        """
+        for number, progress in enumerate(self._progress):
+            if progress.batch.opaque:
+                raise TypeError(
+                    f"batch {number} holds {', '.join(progress.batch.opaque)}: whether another run has the same data "
+                    "can not be told from such an object; pass tensors, numbers and texts, or no checkpoint_dir"
+                )
+        return [progress.batch.hash for progress in self._progress]
+
+    def needs_parent(self, index: int) -> bool:
+        """Whether the parent must run for this layer's inputs to be known, on this rank; `put` its inputs first."""
+        return any(len(progress.calls) <= index for progress in self._progress)
+
+    def prepare(self, index: int) -> None:
+        """Run the parent for all batches that need it; later layers are recorded on the way, as far as possible.
+
+        Raises:
+            NotImplementedError: the model does something between its layers that cannot be replayed, or fills an object
+                that it passes to them again for another batch; names the layer.
+            RuntimeError: the outputs of the layer before were not put.
+        """
+        if not self.needs_parent(index):
+            return
+        with self._stand_ins():
+            for number, progress in enumerate(self._progress):
+                self._check_put(index - 1, number)
+                while len(progress.calls) <= index:
+                    stop = index if progress.cautious else len(self.layers) - 1
+                    self._run = ParentRun(progress, number, self.layers, index, stop)
+                    self._run.execute(self.model, self._statics)
+                    self._run.commit()
+                progress.met = {}
+        for progress in self._progress:
+            self._shared.meet(progress.sights)
+            progress.sights = []
+        self._statics.forget()
+
+    def inputs(
+        self, index: int, batch: int, *, cast: torch.dtype | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Args and kwargs to call a layer's forward with; their tensors may be written in place.
+
+        May be called again for the same layer and batch, before the next layer's.
+
+        Args:
+            index: of the layer.
+            batch: 0 .. len(recorder) - 1.
+            cast: floating tensors come in this dtype, as FSDP's mixed precision would hand them over.
+
+        Raises:
+            RuntimeError: it was not prepared, or is done.
+            NotImplementedError: layers changed an object that is the same for several batches.
+        """
+        self._shared.check()
+        progress = self._progress[batch]
+        call = progress.calls[index] if index < len(progress.calls) else None
+        if call is None:
+            raise RuntimeError(f"inputs of layer {self.layers[index][0]} are not there: not prepared yet, or done")
+
+        def output(source: int) -> Output:
+            self._check_put(source, batch)
+            return progress.outputs[source]
+
+        return call.arguments(output, cast)
+
+    def shared(self, index: int, batch: int) -> tuple[Tensor, ...]:
+        """What a layer, called with its `inputs` just now, put into containers that it shares with later layers."""
+        call = self._progress[batch].calls[index]
+        return () if call is None else tuple(call.written())
+
+    def put(self, index: int, batch: int, output: Any) -> None:
+        """Keep what a layer returned for a batch; replaces what was put before.
+
+        Raises:
+            NotImplementedError: it was computed from a placeholder, which reached the layer hidden inside some object.
+        """
+        if any(isinstance(leaf, Placeholder) for leaf in flatten(output)[0]):
+            raise NotImplementedError(
+                f"layer {self.layers[index][0]} takes hidden states out of an object inside of an argument, where they "
+                "cannot be replaced; the model has to pass them as arguments, or in tuples, lists, dicts or dataclasses"
+            )
+        progress = self._progress[batch]
+        kept = Output.of(output, self._store)
+        progress.outputs[index] = kept
+        call = progress.calls[index]
+        progress.left = [] if call is None else call.containers()
+        progress.shapes[index] = kept.shape
+        if progress.assumed.get(index, kept.shape) != kept.shape:
+            del progress.calls[index + 1 :]  # recorded with a stand-in that returned something else
+
+    def done(self, index: int) -> None:
+        """Free the inputs of a layer, and the outputs that no layer after it takes.
+
+        What layers share is then as the call left it whose output was put, however often the layer was called since.
+
+        Raises:
+            NotImplementedError: layers changed an object that is the same for several batches.
+        """
+        for progress in self._progress:
+            for container, state in progress.left:
+                restore_container(container, state)
+            progress.left = []
+            call = progress.calls[index]
+            # The parent runs again for the next layer, and may call that with a tensor it called this one with.
+            again = len(progress.calls) == index + 1 < len(self.layers)
+            progress.met = call.kept() if call is not None and again else {}
+            progress.calls[index] = None
+            for source in [source for source in progress.outputs if source < index]:
+                if progress.last_use.get(source, -1) <= index:
+                    del progress.outputs[source]
+        self._shared.check()
+        self._statics.forget()
+
+    def run_tail(self, batch: int) -> Any:
+        """Run the parent to its end for one batch, the last layer's stand-in returning what that layer returned.
+
+        Returns:
+            What the model returns. Outputs of earlier layers in it are placeholders.
+
+        Raises:
+            NotImplementedError: a module outside the layers takes the output of a layer that is not the last.
+            RuntimeError: outputs of the last layer were not put.
+        """
+        self._check_put(len(self.layers) - 1, batch)
+        run = self._run = ParentRun(self._progress[batch], batch, self.layers, len(self.layers), len(self.layers))
+        with self._stand_ins(), self._watched(run):
+            try:
+                run.execute(self.model, self._statics)
+            except Exception as error:
+                error.add_note(
+                    "in a forward with stand-ins for its layers, the model has nothing to collect from inside of them; "
+                    "do not ask it for router logits or losses made of them"
+                )
+                raise
+        run.check_tail()
+        return run.result
+
+    def close(self) -> None:
+        """Set caches back, free everything and remove what is on disk; may be called twice."""
+        caches = [state for progress in self._progress for state in progress.batch.caches]
+        self._progress, self._run = [], None
+        self._store.close()
+        for state in caches:
+            with suppress(NotImplementedError):  # said when it was in the way
+                state.restore()
+
+    def _check_put(self, index: int, batch: int) -> None:
+        if index >= 0 and index not in self._progress[batch].outputs:
+            raise RuntimeError(
+                f"the output of layer {self.layers[index][0]} for batch {batch} was not put, or is freed"
+            )
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[None]:
+        def called(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            assert self._run is not None
+            return self._run.called(index, args, kwargs)
+
+        try:
+            with swapped(self.model, [layer for _, layer in self.layers], called):
+                yield
+        finally:
+            self._run = None
+
+    @contextmanager
+    def _watched(self, run: ParentRun) -> Iterator[None]:
+        """Refuse placeholders as inputs of modules, before any other hook sees them."""
+
+        def check(fqn: str) -> Any:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+                for leaf in flatten((args, kwargs))[0]:
+                    if isinstance(leaf, Placeholder):
+                        raise run.after_layers(f"module {fqn}", leaf.origins)
+
+            return hook
+
+        # Only modules that do the work: what holds others may well be handed more than it uses.
+        outside = [
+            (fqn, module) for fqn, module in self.model.named_modules() if not any(True for _ in module.children())
+        ]
+        handles = [
+            module.register_forward_pre_hook(check(fqn), prepend=True, with_kwargs=True)
+            for fqn, module in outside
+            if not isinstance(module, StandIn)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -1,0 +1,261 @@
+"""One calibration on its way: stage after stage, from the plan to the outcomes; finished ones come from a checkpoint.
+
+    batches -> fingerprint -> [resume] -> outside and layer 0 held: record -> layers -> what is outside of them
+
+A stage that a checkpoint has is not calibrated again. Its batches are run once more, for they make the inputs of the
+next: under the weights from before, or under its result, whichever the next stage is calibrated on.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_hooks.across_ranks import any_of, raise_together
+from layerwise.folding.smoothing import smooths
+from layerwise.inputs.batches import batches_on
+from layerwise.inputs.recorder import Recorder
+from layerwise.inputs.replay import LayerReplay, ModelReplay, Replay
+from layerwise.resume.checkpoints import CalibrationCheckpoint
+from layerwise.resume.fingerprint import Fingerprint, data_digest
+from layerwise.resume.weight_sums import weights_digest
+from layerwise.running.calibrate_stage import calibrate_stage
+from layerwise.running.events import Event, Observer
+from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored
+from layerwise.running.plan import Plan
+from layerwise.stages.stage import Stage
+from layerwise.weights.hold import Sharded, working
+from layerwise.weights.on_disk import OnDisk
+from layerwise.weights.snapshot import Snapshot
+
+
+class Run:
+    """A plan in progress.
+
+    Attributes:
+        outcomes: of the stages finished so far, in their order.
+        resumed: how many of them a checkpoint had.
+    """
+
+    def __init__(self, plan: Plan, observer: Observer) -> None:
+        self.plan, self.observer, self.method, self.group = plan, observer, plan.method, plan.method.group
+        self.writes = plan.method.algorithm.writes_weights
+        self.outcomes: list[Outcome] = []
+        self.resumed = 0
+        self.finished = False  # a checkpoint says so
+        self.outside = ExitStack()  # holds what is outside of the layers, as long as it is needed
+        self.held = False
+        self.unsaved: list[Stage] = []
+        self.recorder: Recorder
+        self.checkpoint: CalibrationCheckpoint | None = None
+
+    def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
+        """Go through all stages, from the first that `directory` does not have."""
+        with _evaluating(self.plan.model), ExitStack() as inputs:
+            weights = {} if directory is None else self._digest()
+            with self.outside:
+                if any_of(self.group, callable(data)):  # a rank without data may give none
+                    self._hold_outside()
+                with raise_together(self.group):
+                    self.recorder = inputs.enter_context(self._recorded(data))
+                self._check_data()
+                if directory is not None:
+                    self.checkpoint = CalibrationCheckpoint(directory, self.group)
+                    self._resume(self.checkpoint, weights)
+                for stage in self.plan.stages if self.resumed < len(self.plan.stages) else ():
+                    if stage.index < self.resumed:
+                        self._take_finished(stage)
+                    else:
+                        self._calibrate(stage)
+                        self._save(stage)
+                    self.observer.done()
+            if self.checkpoint is not None and not self.finished:
+                self.checkpoint.finish(self._digest())
+
+    def _recorded(self, data: Any) -> Recorder:
+        """All data of this rank, taken in."""
+        options = self.plan.options
+        if not callable(data) and options.device is not None:
+            data = batches_on(options.device, data)
+        layers = [(stage.name, stage.module) for stage in self.plan.stages if stage.name]
+        return Recorder(self.plan.model, layers, data, inputs_on=options.inputs_on)
+
+    def _check_data(self) -> None:
+        """Refuse or tell that no rank has a batch, where the outcome depends on batches."""
+        if any_of(self.group, len(self.recorder) > 0):
+            return
+        if self.plan.options.inputs == "static":
+            raise ValueError(
+                'calibrate: inputs="static" takes scales from inputs, and no rank has a batch (an iterator that is '
+                'used up has none left); give data, or use inputs="dynamic"'
+            )
+        if self.method.algorithm.needs:
+            warnings.warn(
+                f"calibrate: {type(self.method.algorithm).__name__} fits weights to data, and no rank has a batch (an "
+                "iterator that is used up has none left); they are rounded from the weights alone",
+                stacklevel=4,
+            )
+
+    # -- a stage's turn ------------------------------------------------------------------------------------------------
+
+    def _calibrate(self, stage: Stage) -> None:
+        with ExitStack() as turn:
+            replay = self._begin(stage, turn)
+            calibrated = calibrate_stage(stage, replay, self.method, lambda kind: self._tell(stage, kind))
+            measured = calibrated.measured
+            installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
+            self._tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
+        self._end(stage)
+        self.outcomes.append(outcome_of(stage, calibrated, writes_weights=self.writes))
+        self.outcomes[-1].apply(stage, installed)
+
+    def _take_finished(self, stage: Stage) -> None:
+        """Take a finished stage's turn: its outputs, and its result into the model."""
+        outcome, first = self.outcomes[stage.index], self.method.quantized_onward
+        if first:
+            outcome.apply(stage)
+        with ExitStack() as turn:
+            replay = self._begin(stage, turn)
+            if first and isinstance(self.plan.weights, OnDisk):
+                outcome.install(stage)
+            with raise_together(self.group):
+                for batch in range(len(replay)):
+                    replay.keep(batch, replay.run(batch))
+        self._end(stage)
+        if not first:
+            outcome.apply(stage)
+        self._tell_late(stage, "resumed")
+
+    def _begin(self, stage: Stage, turn: ExitStack) -> Replay:
+        """Record the stage's inputs where they are not known, then gather its weights. Returns what runs it."""
+        if self.plan.whole or not stage.name:
+            self._hold_outside()
+        if any_of(self.group, bool(stage.name) and self.recorder.needs_parent(stage.index)):
+            self._hold_outside()
+            with raise_together(self.group):
+                self.recorder.prepare(stage.index)
+        elif not self.plan.whole and self.plan.stages[-1].name:
+            self._release_outside()
+        at_rest = {name: param.dtype for name, param in stage.params().items()}
+        if stage.name:
+            self._hold(stage, turn)
+        turn.enter_context(working(stage.targets))
+        if not stage.name:
+            return ModelReplay(self.recorder)
+        gathered = {param.dtype for name, param in stage.params().items() if param.dtype != at_rest[name]}
+        return LayerReplay(self.recorder, stage, last=stage is self.plan.stages[-1], cast=next(iter(gathered), None))
+
+    def _end(self, stage: Stage) -> None:
+        """Free what the stage needed; afterwards its parameters are the shards, which results are kept in rows of."""
+        if stage.name:
+            self.recorder.done(stage.index)
+        if not stage.name or self.plan.whole:
+            self._release_outside()
+
+    def _hold_outside(self) -> None:
+        if not self.held:
+            self.held = True
+            self._hold(self.plan.outside, self.outside)
+
+    def _hold(self, stage: Stage, held: ExitStack) -> None:
+        """Hold a part of the model; what is no gather may fail on some ranks (a file, memory)."""
+        with raise_together(None if isinstance(self.plan.weights, Sharded) else self.group):
+            held.enter_context(self.plan.weights.hold(stage))
+
+    def _release_outside(self) -> None:
+        self.held = False
+        self.outside.close()
+
+    def _tell(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
+        """One event of a stage; what a callback raises on one rank, all of them raise."""
+        with raise_together(self.group):
+            self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
+
+    def _tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
+        """One event of a stage whose result stands, so that no change of its weights would be in it."""
+        before = Snapshot(stage, watched=self.method.watched)
+        self._tell(stage, kind, data)
+        with raise_together(self.group):
+            before.check_finished(kind)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _resume(self, checkpoint: CalibrationCheckpoint, weights: Mapping[str, int]) -> None:
+        """Load the outcomes that a checkpoint has."""
+        with raise_together(self.group):
+            hashes = self.recorder.batch_hashes()
+        digest, count = data_digest(hashes, self.group)
+        found = checkpoint.open(
+            Fingerprint(
+                weights=weights,
+                data=digest,
+                batches=count,
+                recipe=self.method.recipe.to_json(),
+                algorithm=self.method.algorithm.to_json(),
+                options=self.plan.decides(),
+            )
+        )
+        if found is None:
+            return
+        self._release_outside()  # what is loaded goes beside the shards
+        self.resumed, self.finished = found.next_layer, found.finished
+        for window in found.windows:
+            noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))
+            states = [
+                placeholders(stage, self.method.recipe, note, writes_weights=self.writes) for stage, note in noted
+            ]
+            checkpoint.load_window(window, {name: value for state in states for name, value in state.items()})
+            for (stage, note), state in zip(noted, states, strict=True):
+                outcome = restored(stage, self.method.recipe, note, state, self.plan.weights)
+                self.outcomes.append(outcome)
+                if smooths(self.method.algorithm):
+                    self.method.known.learn(stage, outcome.pairs)
+        if self.resumed == len(self.plan.stages):
+            for stage, outcome in zip(self.plan.stages, self.outcomes, strict=True):
+                outcome.apply(stage)
+                self._tell_late(stage, "resumed")
+                self.observer.done()
+
+    def _save(self, stage: Stage) -> None:
+        """Commit outcomes to the checkpoint, `save_every` of them at a time; the stage is finished and sharded."""
+        self.unsaved.append(stage)
+        if len(self.unsaved) < self.plan.options.save_every and stage is not self.plan.stages[-1]:
+            return
+        first = self.unsaved[0].index
+        chosen = self.outcomes[first:]
+        if self.checkpoint is not None:
+            window = self.checkpoint.save_window(
+                first,
+                stage.index,
+                {name: value for outcome in chosen for name, value in outcome.saved().items()},
+                [outcome.to_json() for outcome in chosen],
+                names=[one.name for one in self.unsaved],
+            )
+            self._tell_late(stage, "checkpoint", {"directory": window.directory})
+        self.outcomes[first:] = [dataclasses.replace(outcome, quantizers={}) for outcome in chosen]
+        self.unsaved = []
+
+    def _digest(self) -> dict[str, int]:
+        """The digests of the model's weights; call it while everything is sharded."""
+        weights = self.plan.weights
+        read = weights.read if isinstance(weights, OnDisk) else None
+        return weights_digest(self.plan.named_weights(), self.group, read)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model without dropout and gradients; afterwards every module trains again that did before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        # inference tensors could not be added to later
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
