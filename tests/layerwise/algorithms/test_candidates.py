@@ -10,7 +10,7 @@ from layerwise.algorithms.candidates import candidates
 from qtensor.formats import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import RECIPES, every_recipe
 from tests.qtensor.test_quantizers import EXPONENTS, spread, values
-from tests.recipes import FP8, facts, recipes
+from tests.recipes import E8M0, FP8, facts, recipes
 
 BLOCK_RECIPES = list(recipes(lambda each: each.block > 1))
 MULTIPLES = torch.linspace(0.25, 4, 39, dtype=torch.float64)
