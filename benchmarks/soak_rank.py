@@ -79,7 +79,7 @@ def run(conn: Connection, place: Place, job: Save | Load) -> None:
     except BaseException as error:  # noqa: BLE001 - the soak judges it
         conn.send(("raised", f"{type(error).__name__}: {error}"))
     conn.close()
-    os._exit(0)  # a group that lost a rank can not be left in order
+    os._exit(0)  # a group that lost a rank cannot be left in order
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

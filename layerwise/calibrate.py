@@ -92,7 +92,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     Raises:
         ValueError, TypeError: options, patterns, shapes or a checkpoint that do not fit, or are not alike on all ranks;
             nothing has been changed.
-        NotImplementedError: a model whose layers depend on each other in a way that can not be replayed, by name.
+        NotImplementedError: a model whose layers depend on each other in a way that cannot be replayed, by name.
         RuntimeError: weights were changed where the change would be lost; inputs that are not finite; a factorisation
             that failed. Finished layers keep their results, and the model is sharded and usable.
     """

@@ -259,7 +259,7 @@ def check_values(value: torch.Tensor, into: str) -> None:
 
 
 def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, full: bool = True) -> None:
-    """Raise ValueError where `shape` can not be quantized under `recipe`.
+    """Raise ValueError where `shape` cannot be quantized under `recipe`.
 
     `full` also checks the rows of square blocks, for a full tensor; a shard may hold any number of rows.
     """

@@ -39,7 +39,7 @@ APART = frozenset(
 
 
 def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object]) -> None:
-    """Raise where an optimizer of this kind can not step masters of these parameters; what is no tensor torch refuses.
+    """Raise where an optimizer of this kind cannot step masters of these parameters; what is no tensor torch refuses.
 
     Raises:
         ValueError: a parameter is on the meta device.

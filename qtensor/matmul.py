@@ -31,7 +31,7 @@ def t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.transpose.int)
 def transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[.., N, K] -> [.., K, N]; other dims can not be exchanged."""
+    """[.., N, K] -> [.., K, N]; other dims cannot be exchanged."""
     q, ndim = args[0], args[0].ndim
     first, second = (dim % ndim for dim in args[1:3])
     if first == second:

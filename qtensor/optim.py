@@ -243,7 +243,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 chunk, held = [], 0
             chunk.append(param)
             held += count
-        yield chunk  # without parameters a step is one, too
+        yield chunk  # an empty one where there are no parameters: the inner optimizer steps all the same
 
     def _elements(self, params: list[Tensor]) -> int:
         return sum(Room.of(local_of(self._masters[param]).numel()) for param in params)

@@ -21,7 +21,7 @@ INNER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "nadam": (torch.optim.NAdam, {"lr": 0.01}),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
 }
-UNSHARDED = {"adafactor": (torch.optim.Adafactor, {"lr": 0.01})}  # torch's own can not step shards
+UNSHARDED = {"adafactor": (torch.optim.Adafactor, {"lr": 0.01})}  # torch's own cannot step shards
 FORMS = ("torch", "nested", "flattened")
 
 
@@ -44,7 +44,7 @@ def put(form: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: di
 
 
 def copied(value: Any) -> Any:
-    """Like copy.deepcopy, which some torch can not do to DTensors."""
+    """Like copy.deepcopy, which some torch cannot do to DTensors."""
     if isinstance(value, dict):
         return {key: copied(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

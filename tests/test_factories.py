@@ -53,7 +53,7 @@ def offenders(source: str) -> Iterator[tuple[int, str]]:
             continue
         call = calls.get(node)
         if name in FACTORIES:
-            # what is handed on as a function can not be seen to name them; **options can not either
+            # what is handed on as a function cannot be seen to name them; **options cannot either
             missing = FACTORIES[name] - {keyword.arg for keyword in call.keywords if call} if call else FACTORIES[name]
             if missing:
                 yield node.lineno, f"{name} without {' and '.join(sorted(missing))}"

@@ -1,6 +1,6 @@
 """A checkpoint into another format: recipe to recipe, quantized to dense, dense to quantized. Needs no model.
 
-    plan     from the descriptions alone: which tensors change; all that can not be done in one error, nothing written
+    plan     from the descriptions alone: which tensors change; all that cannot be done in one error, nothing written
     write    one tensor at a time: read, convert, write, forget; entries of bytes and all other tensors are copied as
              they are; into a hidden directory beside the destination
     finish   `.metadata`, then the directory gets its name: there is the whole checkpoint or none
@@ -40,7 +40,7 @@ Target = Recipe | torch.dtype
 
 
 class ConversionRefused(ValueError):  # noqa: N818 - what happened to the conversion
-    """It can not be done as asked; nothing has been written."""
+    """It cannot be done as asked; nothing has been written."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def plan_conversion(
         exclude: globs over tensor names that stay as they are.
 
     Raises:
-        ConversionRefused: an include glob matches nothing; there is nothing to convert; selected tensors can not be
+        ConversionRefused: an include glob matches nothing; there is nothing to convert; selected tensors cannot be
             quantized under the recipe (all of them are listed).
     """
     eligible = {name: tensor for name, tensor in tensors.items() if tensor.recipe is not None or isinstance(to, Recipe)}
@@ -142,7 +142,7 @@ def _is(tensor: Entry, to: Target) -> bool:
 
 
 def _obstacle(tensor: Entry, recipe: Recipe) -> str | None:
-    """Why a tensor can not be quantized, None where it can."""
+    """Why a tensor cannot be quantized, None where it can."""
     multiple, shape = column_multiple(recipe), tensor.shape
     if tensor.dtype not in APPEARANCE_DTYPES:
         return f"{tensor.kind}, expected bfloat16, float16 or float32"

@@ -83,7 +83,7 @@ class _Target:
     pattern: re.Pattern[str] | None
 
     def rank(self, module: str) -> int | None:
-        """How exactly it means a module: 0 by name, 1 by pattern, 2 by class, which files do not tell; None not."""
+        """How exactly it means a module: 0 by name, 1 by pattern, 2 by class; None where it does not mean it."""
         if self.pattern is not None:
             return 1 if self.pattern.match(module) else None
         return 0 if self.name == module else 2 if "." not in self.name else None

@@ -122,7 +122,7 @@ def presented(directory: Directory, contents: Contents, wanted: Mapping[str, Ent
         look: reads one of the small tensors.
 
     Raises:
-        ValueError: one error for all weights that can not be presented, each with what was found.
+        ValueError: one error for all weights that cannot be presented, each with what was found.
     """
     return _Presentation(directory, contents, wanted, look).made()
 

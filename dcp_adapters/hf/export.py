@@ -83,7 +83,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     Raises:
         FileExistsError: `out_dir` exists.
         FileNotFoundError: the source, the config or the directory above `out_dir` does not.
-        ValueError: what the layout can not hold, see the message; shards whose tensor-wide scales are not agreed; ranks
+        ValueError: what the layout cannot hold, see the message; shards whose tensor-wide scales are not agreed; ranks
             with different tensors, values or arguments; tensors that the config's directory has and the source does
             not; NaN in a weight.
         TypeError: a source or config of another kind.

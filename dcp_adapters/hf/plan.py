@@ -125,7 +125,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
 
     Raises:
         ValueError: nothing is quantized; a weight or a scheme that the layout does not have; linears that engines
-            fuse and whose formats or global scales differ; a scale that engines can not use. All of a kind are named.
+            fuse and whose formats or global scales differ; a scale that engines cannot use. All of a kind are named.
     """
     quantized = {name: record for name, record in records.items() if record.recipe is not None}
     if not quantized:

@@ -1,6 +1,6 @@
 """HuggingFaceReader: a Hugging Face directory, quantized or dense, as a DCP checkpoint.
 
-    read_metadata   every rank   the headers of all files, nothing else but a few scales; whatever can not be loaded is
+    read_metadata   every rank   the headers of all files, nothing else but a few scales; whatever cannot be loaded is
                                  refused here, before anything is written
     read_data       every rank   of each tensor the slices that the plan asks for, in the order of the plan
 

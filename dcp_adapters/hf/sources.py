@@ -176,7 +176,7 @@ def source_of(value: Any, prefix: str | None, like: Collection[str] | None = Non
         check: compare what is read of a checkpoint with its checksums, where it has some.
 
     Raises:
-        CheckpointUnusable: a checkpoint can not be read.
+        CheckpointUnusable: a checkpoint cannot be read.
         ValueError: as of LiveSource; a directory that is quantized, or holds integers that may be codes.
         TypeError: anything else.
     """

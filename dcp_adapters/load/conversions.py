@@ -5,7 +5,7 @@
     commit         reader       with its last item it is written, or, if its scale is shared, kept until all of those
                                 have arrived; then amaxes are agreed on and the kept ones are written
 
-A rank whose reads fail can not bring its amaxes, and the others would wait for it. So the reduction has a slot which
+A rank whose reads fail cannot bring its amaxes, and the others would wait for it. So the reduction has a slot which
 says that: `failed` takes part in the agreement with nothing but the slot set, and all ranks that share a scale with
 this one raise. The planner calls it for every error it sees; errors that only the reader sees reach it through
 SafeFileSystemReader, and with another reader the others give up after `timeout`. No group of the training is left in

@@ -68,7 +68,7 @@ class Conversion:
         """Decide what to read for a leaf of the target; None where this rank is outside of its mesh.
 
         Raises:
-            ValueError: the leaf is a view that can not be written as a whole.
+            ValueError: the leaf is a view that cannot be written as a whole.
         """
         name, q = source.name, quantized_local(value)
         if q is not None:

@@ -107,7 +107,7 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
     """Look into the archives of tensor chunks, given with their places in the file.
 
     Raises:
-        ValueError: one can not be read, or holds something else than the metadata says.
+        ValueError: one cannot be read, or holds something else than the metadata says.
     """
     with path.open("rb") as stream:
         for index, info in sorted(chunks.items(), key=lambda held: held[1].offset):

@@ -51,7 +51,7 @@ def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
         Whether there was a checkpoint.
 
     Raises:
-        OSError: a file can not be removed, or the metadata not be read; the checkpoint in place is as it was.
+        OSError: a file cannot be removed, or the metadata not be read; the checkpoint in place is as it was.
     """
     directory = _local(checkpoint_id)
     if directory is None or not directory.is_dir():
@@ -90,7 +90,7 @@ def remove_replaced(checkpoint_id: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: it is a URL.
-        OSError: a file can not be removed.
+        OSError: a file cannot be removed.
     """
     if _local(checkpoint_id) is None:
         raise ValueError(f"{checkpoint_id}: expected a local directory; behind URLs saves overwrite files in place")
@@ -164,7 +164,7 @@ def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> No
 
 
 def _named(metadata: Iterable[Path]) -> set[str] | None:
-    """The data files that metadata name, and perhaps more; None where they can not be told.
+    """The data files that metadata name, and perhaps more; None where they cannot be told.
 
     Found in the bytes, where each name stands as it is: nothing is unpickled, and a gigabyte takes seconds.
     """
@@ -175,7 +175,7 @@ def _named(metadata: Iterable[Path]) -> set[str] | None:
         except FileNotFoundError:  # another save commits
             return None
         with stream:
-            if not os.fstat(stream.fileno()).st_size:  # which can not be mapped
+            if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
                 return None
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as stored:
                 found = {match[0].decode() for match in NAMED.finditer(stored)}

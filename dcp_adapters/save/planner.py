@@ -78,7 +78,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Flatten; keep the local parts of quantized leaves, and what stock DCP saves, apart."""
-        self.current: frozenset[int] = frozenset()  # items of an earlier save that is still being written are none now
+        # ids of this save's items, none yet; those of an earlier save, still being written, do not count
+        self.current: frozenset[int] = frozenset()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
         flat, layouts = self.state_dict, Layouts()

@@ -82,7 +82,7 @@ class SnapshotMemory:
 
         Raises:
             TimeoutError: `limit` snapshots are still alive after `patience` seconds.
-            MemoryError, RuntimeError: the memory can not be had, or not be page-locked.
+            MemoryError, RuntimeError: the memory cannot be had, or not be page-locked.
         """
         slab = self._take(nbytes)
         if pinned:

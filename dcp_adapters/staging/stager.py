@@ -77,7 +77,7 @@ class QuantizedStager(AsyncStager):
         """A copy of `state_dict` in host memory: the same containers, names, shapes, dtypes, recipes and placements.
 
         Raises:
-            TypeError: a leaf is a kind of tensor that is not known, or can not be copied.
+            TypeError: a leaf is a kind of tensor that is not known, or cannot be copied.
             ValueError: a leaf has no data (meta device, storage freed), or is a transposed or reshaped view of a
                 quantized weight.
             TimeoutError: max_snapshots snapshots are still in use after wait_timeout seconds.
@@ -94,7 +94,7 @@ class QuantizedStager(AsyncStager):
         """Nothing to wait for: `stage` returns when all is copied."""
 
     def close(self) -> None:
-        """Give the memory back; that of unfinished uploads when they end. The stager can not be used afterwards."""
+        """Give the memory back; that of unfinished uploads when they end. The stager cannot be used afterwards."""
         self._memory.close()
 
     def _copied(self, survey: "Survey") -> list[Tensor]:
@@ -144,7 +144,7 @@ class Survey:
             mapping = OrderedDict if isinstance(value, OrderedDict) else dict
             return lambda copies: mapping((key, rebuild(copies)) for key, rebuild in entries.items())
         named = isinstance(value, tuple) and hasattr(value, "_fields")
-        if isinstance(value, list) or kind is tuple or named:  # no torch.Size, say, which can not hold tensors
+        if isinstance(value, list) or kind is tuple or named:  # no torch.Size, say, which cannot hold tensors
             items = [self.walk(f"{prefix}{i}", item) for i, item in enumerate(value)]
             if named:
                 return lambda copies: kind(*(rebuild(copies) for rebuild in items))

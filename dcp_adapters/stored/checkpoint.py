@@ -31,7 +31,7 @@ BOOKKEEPING = frozenset({MANIFEST, CHECKSUMS})  # entries about the others, no d
 
 
 class CheckpointUnusable(ValueError):  # noqa: N818 - what it says about the checkpoint
-    """There is no checkpoint, or it can not be read."""
+    """There is no checkpoint, or it cannot be read."""
 
 
 class StoredCheckpoint(Stored):
@@ -46,7 +46,7 @@ class StoredCheckpoint(Stored):
         check: compare what is read with the checkpoint's checksums, where it has some.
 
     Raises:
-        CheckpointUnusable: no such directory, no checkpoint, or one whose description can not be read or contradicts
+        CheckpointUnusable: no such directory, no checkpoint, or one whose description cannot be read or contradicts
             itself. While reading: data that is missing, damaged or other than the description says.
     """
 

@@ -4,7 +4,7 @@
     scales         fp32, bf16: finite and positive; one byte (E8M0 as uint8, E4M3): no NaN, no negative (0: zeros)
     amax history   finite and not negative
 
-The part's spec says what its numbers are. Where it can not, because torch has no name for its codes, nothing is told
+The part's spec says what its numbers are. Where it cannot, because torch has no name for its codes, nothing is told
 of the part, and `holds_nan` asks the format.
 
 A NaN in payload or block scale is how the formats store an element that was not finite when it was quantized. Nothing

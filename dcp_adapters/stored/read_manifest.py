@@ -21,7 +21,7 @@ def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifes
     Raises:
         FileNotFoundError: there is no `.metadata`: the directory holds no checkpoint, or one whose saving never
             finished.
-        ValueError: the checkpoint was not saved with QuantizedSavePlanner, or its manifest can not be read.
+        ValueError: the checkpoint was not saved with QuantizedSavePlanner, or its manifest cannot be read.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else SafeFileSystemReader(checkpoint)
     where = getattr(reader, "checkpoint_id", checkpoint)

@@ -6,7 +6,7 @@
     files         there, inside of the directory, long enough; chunks do not share bytes
     chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
 
-Nothing stops at the first fault: what can not be read becomes a finding, and the rest is read. One chunk at a time is
+Nothing stops at the first fault: what cannot be read becomes a finding, and the rest is read. One chunk at a time is
 in memory.
 """
 
@@ -251,7 +251,7 @@ class _Verification:
             return
         table = self.whole(CHECKSUMS)
         if table is None:
-            return  # that it can not be read has been told
+            return  # that it cannot be read has been told
         if table.dtype != torch.uint8 or table.ndim != 2 or table.shape[1] != ROW:
             message = f"it is {table.dtype} {tuple(table.shape)}, expected torch.uint8 with {ROW} columns"
             self.add(METADATA, CHECKSUMS, message)

@@ -88,7 +88,7 @@ class GPTQ(Algorithm):
         """Scales from the weights alone, and the values to round under them; plain rounding where there is no input.
 
         Raises:
-            RuntimeError: the Hessian can not be factorised, or a weight is not finite.
+            RuntimeError: the Hessian cannot be factorised, or a weight is not finite.
         """
         quantizers = self._quantizers(group, recipe)
         if group.inputs is None:

@@ -2,7 +2,7 @@
 
 SmoothQuant and AWQ multiply the columns of weights by factors s [K], for which the input X has to be divided by s. That
 costs nothing where one module makes X, channel by channel, and nobody else sees it: the module's channels are divided
-once and for all. Which module that is can not be read off names. It is probed:
+once and for all. Which module that is cannot be read off names. It is probed:
 
     multiply the channels of a candidate P by powers of two p [K], divide the columns of the group's weights by p
     -> run the layer on a few batches: its output must be the same, BIT FOR BIT

@@ -5,7 +5,7 @@
                               nothing there and returns None; its hooks run, so what FSDP casts is cast.
 
 Iterators are consumed once. A batch is what it is when it comes: its tensors are copied then, whatever is written into
-their memory for the next one. Objects that can not be copied are looked at again when all have come. A filled cache
+their memory for the next one. Objects that cannot be copied are looked at again when all have come. A filled cache
 among the arguments is remembered as it was, see `caches`.
 """
 

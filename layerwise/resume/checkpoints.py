@@ -91,7 +91,7 @@ class CalibrationCheckpoint:
         Raises:
             ValueError: the directory holds another calibration, or one that a newer version of this library has
                 written. Nothing has been changed.
-            OSError: the directory can not be written by some rank, or is not the same one on all ranks.
+            OSError: the directory cannot be written by some rank, or is not the same one on all ranks.
         """
         run = f"{uuid.uuid4().hex[:8]} ({socket.gethostname()}, process {os.getpid()})"
         run, found, damages = on_first(self.group, lambda: (run, *self._read(fingerprint)))

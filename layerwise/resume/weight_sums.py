@@ -1,7 +1,7 @@
 """64-bit digests of weights that do not depend on how they are cut over ranks.
 
 Every rank sums mix(global index, bits) over the elements it holds (`box_sum`); `weights_digest` adds the sums of all
-ranks up in one all-reduce for all weights. A sum modulo 2^64 can not be divided by the number of replicas, so the
+ranks up in one all-reduce for all weights. A sum modulo 2^64 cannot be divided by the number of replicas, so the
 halves of the ranks' sums are added apart, exactly; then each piece that m ranks hold has been counted m times, whatever
 the mesh: how often is known from the number of elements that were counted.
 """

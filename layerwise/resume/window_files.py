@@ -1,7 +1,7 @@
 """One window on disk: a DCP checkpoint, and the size and digest of each of its files.
 
 Digests of whole files find any damage on any number of ranks; the checkpoint's own ones are of chunks, and a rank that
-reads a part of a chunk can not compare it.
+reads a part of a chunk cannot compare it.
 """
 
 import os

@@ -30,7 +30,7 @@ class Options:
     """The options of `calibrate` that say how, checked.
 
     Raises:
-        ValueError, TypeError: one of them is none of what it may be, or they do not fit together.
+        ValueError, TypeError: an argument is not one of the allowed values, or two do not fit together.
     """
 
     recipe: Recipe

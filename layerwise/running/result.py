@@ -73,7 +73,7 @@ def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -
 def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe) -> Tensor:
     """fp32 []: the tensor-wide scale that the recipe's formula makes of the largest |input|.
 
-    An input that no token ever was is given the largest amax of those of the same kind in its stage (other experts), or
+    An input that no token reached is given the largest amax of those of the same kind in its stage (other experts), or
     that of its weight.
     """
     amax = outcome.input_amax[target.name]

@@ -88,7 +88,7 @@ def find_targets(
     Raises:
         ValueError: a pattern of `include` matches nothing or only tied weights, a shape does not fit the recipe, a
             weight is stored quantized under another recipe.
-        TypeError: a string instead of a list of patterns; a weight or a recipe that can not be calibrated.
+        TypeError: a string instead of a list of patterns; a weight or a recipe that cannot be calibrated.
     """
     check_lists("calibrate", include=include, exclude=exclude)
     registered(recipe)

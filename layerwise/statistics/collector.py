@@ -12,7 +12,7 @@ groups are split until every name has had one fate in every batch, and the sums 
 statistic depends on the order of batches or on who ran them. Sums are exact for the same reason (`ExactSum`).
 
 No collective happens inside a batch, so ranks may have any number of batches, none too. What is wrong with the data of
-one rank (values that are not finite, a weight used in a way that can not be followed) is kept until `reduce`, which
+one rank (values that are not finite, a weight used in a way that cannot be followed) is kept until `reduce`, which
 raises it on all ranks alike.
 """
 
@@ -155,7 +155,7 @@ class Collector:
 
         Raises:
             RuntimeError: on all ranks alike, where an input held values that are not finite, or where a weight was used
-                in a way that can not be followed.
+                in a way that cannot be followed.
         """
         reports, unfollowed = self._gather(group)
         self._check(reports, unfollowed)

@@ -34,7 +34,7 @@ class Sharded:
 
     FSDP modules inside a stage (experts wrapped by themselves, say) are called many times in it, so they are told to
     keep what they gathered, and to prefetch nothing, which would be a collective in the loop over batches. Afterwards
-    they reshard after forward. Which policy and prefetches they had before can not be read.
+    they reshard after forward. Which policy and prefetches they had before cannot be read.
     """
 
     def __init__(self, model: nn.Module) -> None:

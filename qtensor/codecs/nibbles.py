@@ -20,7 +20,7 @@ def packed(codes: Tensor) -> Tensor:
 
 def unpacked(payload: Tensor) -> Tensor:
     """The inverse of `packed`: [.., 4 n] -> [.., 8 n]."""
-    # rows are multiples of 8 bytes, but a buffer that holds other things may begin anywhere (a tracer can not ask)
+    # rows are multiples of 8 bytes, but a buffer that holds other things may begin anywhere (a tracer cannot ask)
     if not is_tracing() and payload.storage_offset() % 4:
         payload = payload.clone()
     words = payload.flatten().view(torch.int32).to(torch.int64) & 0xFFFFFFFF

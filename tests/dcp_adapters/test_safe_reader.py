@@ -54,7 +54,7 @@ def every_dtype() -> dict[str, Any]:
     written = {}
     for dtype in sorted(dtypes, key=str):
         if str(dtype).startswith(("torch.bits", "torch.q")):
-            continue  # DCP can not save them
+            continue  # DCP cannot save them
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "B?Complex(Half|32) support is experimental")
             try:

@@ -497,7 +497,7 @@ def test_damage_anywhere_in_a_file_is_told_or_harmless(
     (checkpoint.path / file).write_bytes(bytes(damaged))
     told = {entry for _, entry, _ in found(verify(checkpoint.path))}
     if any(entry.startswith(CHECKSUMS) for entry in told):
-        return  # without its table, changed elements can not be told
+        return  # without its table, changed elements cannot be told
     before = (sound.path / file).read_bytes()
     for index, info in sound.metadata.storage_data.items():
         place = slice(info.offset, info.offset + info.length)
@@ -508,7 +508,7 @@ def test_damage_anywhere_in_a_file_is_told_or_harmless(
 
 
 def elements(index: MetadataIndex, data: bytes) -> bytes | None:
-    """What stock torch reads of a chunk; None where it can not."""
+    """What stock torch reads of a chunk; None where it cannot."""
     if index.offset is None:
         return data
     try:

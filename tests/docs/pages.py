@@ -2,7 +2,7 @@
 
 The ```python blocks of a page are run in order in one namespace, which holds what the page says is yours
 (`build_model`, `path`, ...). A line `...  # train` stands for code of the reader; whoever runs the page says what runs
-in its place, so none is passed over unnoticed. A block that can not run has a comment on the line above its fence:
+in its place, so none is passed over unnoticed. A block that cannot run has a comment on the line above its fence:
 
     <!-- not run: needs a CUDA device -->
 

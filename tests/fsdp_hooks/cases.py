@@ -38,7 +38,7 @@ def rows_for(name: str) -> tuple[int, ...]:
 class Collectives(TorchDispatchMode):
     """Counts the collectives that run inside it, by name, and the bytes that this rank gives to all-gathers.
 
-    torch's CommDebugMode can not be used: it fails when a module's forward is called directly.
+    torch's CommDebugMode cannot be used: it fails when a module's forward is called directly.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What FSDP2 can not do with quantized weights is refused by name, on every rank alike, before any collective."""
+"""What FSDP2 cannot do with quantized weights is refused by name, on every rank alike, before any collective."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_a_dense_state_dict_into_dense_shards_is_agreed_on_too(meta: bool, how: 
 
 
 def loads_fp32(name: str, storage: str) -> None:
-    """Values that bf16 can not hold: quantized from fp32, but stored in bf16 where the shard is dense."""
+    """Values that bf16 cannot hold: quantized from fp32, but stored in bf16 where the shard is dense."""
     net, state = sharded(name, storage=storage), dense_state(name)
     state = {key: value.float() * 1.0009765625 for key, value in state.items()}
     net.load_state_dict(distributed(state, net))

@@ -493,7 +493,7 @@ def _works_under_inference_mode(name: str) -> None:
         assert_same_bytes(full["payload"], quantize(_value(rows), RECIPES[name]).payload, "stored")
 
 
-# On one rank FSDP2 can not unshard twice under it, dense models included.
+# On one rank FSDP2 cannot unshard twice under it, dense models included.
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_inference_mode(world_size: int) -> None:
     run_ranks_each(world_size, ("mxfp8", "nvfp4"), _works_under_inference_mode)

@@ -206,7 +206,7 @@ def test_a_quantized_input_changes_the_output_and_no_gradient(
 @every_recipe
 @both_activations
 def test_a_validation_between_two_steps_changes_nothing(recipe: Any, activations: str | None) -> None:
-    """No operand is cached: what a pass without gradients leaves behind can not be stale in the next step."""
+    """No operand is cached: what a pass without gradients leaves behind cannot be stale in the next step."""
 
     def second_gradients(*, validate: bool) -> tuple[Tensor, ...]:
         module = nn.Linear(96, 64, dtype=torch.bfloat16)

@@ -50,7 +50,7 @@ def measure_checkpoint(
 
     Raises:
         ValueError: no name matches; the two have no tensor of one name.
-        CheckpointUnusable: data can not be read.
+        CheckpointUnusable: data cannot be read.
     """
     found = inspect_checkpoint(checkpoint, match)
     if match and not found.tensors:

@@ -627,7 +627,7 @@ def test_nothing_is_overwritten_and_nothing_half_has_the_name(tmp_path: Path, mo
     with pytest.raises(FileExistsError, match="raced was made by another while this one was written; nothing is"):
         export_hf(model, tmp_path / "raced")
     assert {found.name for found in tmp_path.iterdir()} == {"out", "new", "raced"}
-    monkeypatch.setattr(writing, "_save", lambda *_: None)  # files that rank 0 can not see: a disk of another host
+    monkeypatch.setattr(writing, "_save", lambda *_: None)  # files that rank 0 cannot see: a disk of another host
     with pytest.raises(
         FileNotFoundError, match="another rank wrote it and rank 0 can not see it: out_dir must be shared"
     ):

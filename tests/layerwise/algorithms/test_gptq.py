@@ -1,4 +1,4 @@
-"""GPTQ: the elements that a naive float64 column-by-column implementation chooses, and what it says when it can not."""
+"""GPTQ: the elements that a naive float64 column-by-column implementation chooses, and what it says when it cannot."""
 
 import dataclasses
 from collections.abc import Sequence

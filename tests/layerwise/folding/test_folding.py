@@ -418,7 +418,7 @@ def test_experts_are_scaled_one_and_all() -> None:
 
 
 def test_the_factors_of_an_offset_are_those_its_rounded_gain_leaves() -> None:
-    """A gain of 1/1000 is weight -0.999, which bf16 can not hold: dividing by 1000 must not double or drop it."""
+    """A gain of 1/1000 is weight -0.999, which bf16 cannot hold: dividing by 1000 must not double or drop it."""
     weight = torch.tensor([0.0, 0.5, -0.75, 0.0, -1.0], dtype=torch.bfloat16)
     columns = torch.ones(2, 5)
     gain = 1 + weight.float()
