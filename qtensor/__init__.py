@@ -4,7 +4,7 @@ Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight
 """
 
 from fsdp_hooks.compiled import use_kernels
-from qtensor import linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing them fills the table of handlers
+from qtensor import linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing these fills the table of handlers
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init

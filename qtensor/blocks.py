@@ -1,8 +1,8 @@
 """Arithmetic shared by the formats: finite amax, square blocks, powers of two by their bits.
 
-Everything here is elementwise or a reduction in fp32, in torch ops that give the same bytes eager and compiled, and of
-which inductor makes vector code: a comparison with infinity where isfinite and nan_to_num would become a scalar loop.
-Divisions are tensor by tensor: `448.0 / t` is computed by torch as reciprocal(t) * 448 and rounds twice.
+Everything here is elementwise or a reduction in fp32. The torch ops used give the same bytes eager and compiled, and
+inductor makes vector code of them: a comparison with infinity, for instance, since isfinite and nan_to_num would become
+scalar loops. Divisions are tensor by tensor: torch computes `448.0 / t` as reciprocal(t) * 448, which rounds twice.
 """
 
 import ctypes
@@ -15,21 +15,21 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def fp32(value: float) -> float:
-    """The fp32 number nearest to a constant; no tensor, which would take its precision from whoever imports first."""
+    """The fp32 number nearest to a constant, made without a tensor, whose dtype would depend on torch's defaults."""
     return ctypes.c_float(value).value
 
 
 def quotient(numerator: float, denominator: Tensor) -> Tensor:
-    """Numerator / denominator rounded once, inf where the denominator is 0 or tiny."""
+    """`numerator / denominator`, rounded once; inf where the denominator is 0 or tiny."""
     if denominator.is_cuda and torch.compiler.is_compiling():
-        # Triton's fp32 division is off by an ulp or two; of an fp64 quotient of fp32 numbers the nearest fp32 is exact
+        # Triton's fp32 division is off by an ulp or two; an fp64 quotient of fp32 numbers rounds to the right fp32
         wide = denominator.double()
         return (torch.full_like(wide, numerator) / wide).to(denominator.dtype)
     return torch.full_like(denominator, numerator) / denominator
 
 
 def encoding_scale(largest: float, amax: Tensor) -> Tensor:
-    """What brings an amax to `largest`: largest / amax, at most FLT_MAX; 1 where the amax is 0."""
+    """The factor that brings an amax to `largest`: largest / amax, at most FLT_MAX; 1 where the amax is 0."""
     return torch.where(amax == 0, torch.ones_like(amax), quotient(largest, amax)).clamp(max=FLT_MAX)
 
 
@@ -78,13 +78,13 @@ def scatter_blocks(per_row: Tensor, block: int) -> Tensor:
 
 
 def block_amax(x: Tensor, block: int, *, square: bool) -> Tensor:
-    """[.., K // block]: largest finite |x| of each block, that of a square one in each of its rows."""
+    """[.., K // block]: largest finite |x| of each block, repeated in each row of a square block."""
     amax = finite_magnitude(tile(x, block)).amax(dim=-1)
     return scatter_blocks(amax, block) if square else amax
 
 
 def broken_blocks(whole: Tensor, block: int, *, square: bool) -> Tensor:
-    """[.., blocks, block] of `finite` -> fp32 [.., blocks]: 1 for a block with an element that is not, else 0."""
+    """[.., blocks, block] of `finite` -> fp32 [.., blocks]: 1 where some element of the block is not finite, else 0."""
     broken = (~whole).to(torch.float32).amax(dim=-1)
     return scatter_blocks(broken, block) if square else broken
 
@@ -95,5 +95,5 @@ def power_of_two_floor(x: Tensor) -> Tensor:
 
 
 def canonical_nan(x: Tensor) -> Tensor:
-    """Every NaN replaced by the default one (0x7FC00000): backends convert the NaN of float8 to different ones."""
+    """Replace every NaN by the default one (0x7FC00000): backends convert the NaN of float8 to different ones."""
     return torch.where(x != x, math.nan, x)  # noqa: PLR0124 - isnan, in vector code

@@ -2,10 +2,10 @@
 
     parts            what its recipe says: gathered, stored, sent to other processes
     initial value    in high precision, where it is preserved: a part of its own that is neither gathered nor stored
-    lens, sharding   how they are looked at, and what FSDP2 made of them
+    lens, sharding   how the tensor looks at its parts, and what FSDP2 made of it
 
-Whatever is done to all that a tensor consists of (a copy, a cut, a move, a broadcast) goes over `held`, and so takes a
-preserved initial value along.
+An operation on the whole contents (a copy, a cut, a move, a broadcast) iterates over `held`, and so takes a preserved
+initial value along.
 """
 
 import functools
@@ -27,7 +27,7 @@ INITIAL_VALUE = "_init_value"  # its name among the parts
 
 
 class Preserved:
-    """Holds a preserved initial value. Aliases share it: what is forgotten through one of them is forgotten by all."""
+    """Holds a preserved initial value. Aliases share it: a value forgotten through one is forgotten by all."""
 
     value: Tensor | None = None
 
@@ -45,12 +45,12 @@ def _preserved(q: "QuantizedTensor") -> Preserved:
 
 
 def initial_value(q: "QuantizedTensor") -> Tensor | None:
-    """The high-precision value that q was initialised with, where that is preserved."""
+    """The high-precision value that q was initialised with; None where it is not preserved."""
     return _preserved(q).value
 
 
 def preserve(q: "QuantizedTensor", value: Tensor | None) -> None:
-    """Keep an initial value beside q, aliased; None: forget it."""
+    """Keep an initial value beside q, aliased; None forgets it."""
     _preserved(q).value = value
 
 
@@ -61,7 +61,7 @@ def held(q: "QuantizedTensor") -> dict[str, Tensor]:
 
 
 def held_specs(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> tuple[PartSpec, ...]:
-    """The specs of what q consists of, as of one that appears in `dtype` (None: in its own)."""
+    """The specs of what q consists of, as if its appearance dtype were `dtype` (None: its own)."""
     specs = specs_of(q.recipe)
     return specs if initial_value(q) is None else (*specs, _initial_value_spec(dtype or q.dtype))
 
@@ -85,7 +85,7 @@ def like(  # noqa: PLR0913 - all that an instance consists of
     sharding: Sharding = AT_REST,
     shape: torch.Size | None = None,
 ) -> "QuantizedTensor":
-    """A tensor of the class and recipe of q around other parts; `shape`, where it is known, saves deriving it."""
+    """A tensor of the class and recipe of q around other parts; `shape` is derived from them unless given."""
     return type(q)(parts, q.recipe, dtype or q.dtype, lens=lens, sharding=sharding, shape=shape)
 
 
@@ -96,7 +96,7 @@ def aliased(q: "QuantizedTensor", lens: Lens, shape: torch.Size) -> "QuantizedTe
 
 
 def shared_scale(q: "QuantizedTensor") -> Tensor:
-    """The scale that cuts can share, fp32: [] where it is tensor-wide, else [.., N, 1]."""
+    """The scale that pieces of a cut tensor can share, fp32: [] where it is tensor-wide, else [.., N, 1]."""
     part: Tensor = getattr(q, tensor_wide(q.recipe) or "scale")
     return part
 
@@ -130,9 +130,9 @@ def values_of(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
 def write(q: "QuantizedTensor", dense: Tensor, amax: Tensor | None = None, *, step: bool = False) -> None:
     """Requantize in place from dense values of the same shape.
 
-    `amax` is what the shards agreed on, of as many values as there are shared scales; without it that of the values is
-    taken. `step` says that the values develop from those before, as an optimizer's do: recipes with a history continue
-    it; otherwise it begins anew.
+    `amax` is what the shards agreed on, one value for each shared scale; without it the amax of the values is taken.
+    `step` says that the values continue from the previous ones, as an optimizer's do: a recipe with a history then
+    continues it, and begins it anew otherwise.
     """
     lens = lens_of(q)
     if lens.transposed:
@@ -156,7 +156,7 @@ def write(q: "QuantizedTensor", dense: Tensor, amax: Tensor | None = None, *, st
 
 
 def store(q: "QuantizedTensor", parts: Mapping[str, Tensor]) -> None:
-    """Copy new bytes into all that q consists of; an initial value that is not among them is forgotten.
+    """Copy new bytes into everything q consists of; an initial value that `parts` lack is forgotten.
 
     A view of some rows refuses to change the tensor-wide scale of all rows.
     """

@@ -6,7 +6,7 @@
     q     = RNE(clamp(x * enc, -max_q, max_q))
 
 These are the formulas of TransformerEngine's current-scaling kernels. An element that is not finite becomes NaN and
-spoils nothing else.
+affects no other element.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Float8CurrentScaling(Recipe):
 
     Args:
         element: "e4m3" (largest value 448) or "e5m2" (57344).
-        granularity: "row", one scale for each row ([.., N, 1]), or "tensor", one scale for all ([]).
+        granularity: "row" (one scale for each row, [.., N, 1]) or "tensor" (one scale for all, []).
         power_of_two: round the encoding scale down to a power of two.
         activations: None, or "dynamic": a linear layer quantizes its input too, with one scale a row whatever the
             granularity.
@@ -54,7 +54,7 @@ class Float8CurrentScaling(Recipe):
 
 
 class Float8:
-    """The numerics."""
+    """The numerics of Float8, see `Format`."""
 
     def parts(self, recipe: Float8CurrentScaling) -> tuple[PartSpec, ...]:
         """The parts."""
@@ -91,7 +91,7 @@ class Float8:
         return fp8.snapped(scaled, recipe.element)
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
-        """Payload * scale."""
+        """`payload * scale`."""
         return parts["payload"].float().mul_(parts["scale"])
 
 

@@ -6,12 +6,12 @@
     q       = RNE(clamp(x * enc, -max_q, max_q))
     then the history is rolled by one and this step's amax recorded in front
 
-These are the formulas of TransformerEngine's delayed scaling. The history is a part like the scale: it is agreed over
-the shards, saved, loaded and resharded; only the all-gather leaves it out, for no product needs it.
+These are the formulas of TransformerEngine's delayed scaling. The history is a part like the scale: shards agree on it,
+and it is saved, loaded and resharded. Only the all-gather leaves it out, because no product needs it.
 
-What a step is, decides the caller: MasterWeightOptimizer's writes are steps. Any other write (an initialisation, a
+The caller decides what a step is: MasterWeightOptimizer's writes are steps. Any other write (an initialisation, a
 `copy_` of dense values, an update by an ordinary optimizer) begins the history anew with the amax of what is written,
-so that values of another magnitude are never clamped to an old scale.
+so that values of another magnitude are never clamped under an old scale.
 """
 
 from collections.abc import Mapping

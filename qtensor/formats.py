@@ -1,8 +1,8 @@
 """What a format is: the list of its parts, and pure functions from dense values to parts and back.
 
-A `PartSpec` says how one part extends along the logical shape [.., N, K]; everything that cuts, joins, checks or saves
-parts is derived from it, so no other code needs to know a format by name. A format is one file (float8.py, mxfp8.py,
-nvfp4.py) holding its recipe, its numerics and its tensor class, put together from the numbers in qtensor/codecs;
+A `PartSpec` says how one part extends along the logical shape [.., N, K]; all code that cuts, joins, checks or saves
+parts uses it, so no other code needs to know a format by name. A format is one file (float8.py, float8_delayed.py,
+mxfp8.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from the codecs in qtensor/codecs;
 `register` makes it known.
 """
 
@@ -28,13 +28,13 @@ class PartSpec:
     """How one part follows the logical shape [.., N, K].
 
     Attributes:
-        per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide, fp32: one value of
-            shape [], the shared scale, or, with a `length`, [length].
+        per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide and fp32: the shared
+            scale, one value of shape [], or, with a `length`, a vector [length].
         block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
             means that a whole row shares one element, stored with a last dim of 1.
         ragged: the last block of a row may hold fewer elements; otherwise K is a multiple of `block`.
         gathered: FSDP's all-gather sends it; products need it.
-        codes: what torch calls the numbers of a part that is stored as uint8; None where it has no name for them.
+        codes: torch's dtype for the numbers of a part that is stored as uint8; None where torch has none.
     """
 
     name: str
@@ -48,7 +48,7 @@ class PartSpec:
 
     @property
     def numbers(self) -> torch.dtype | None:
-        """The floating dtype of the part's numbers; None: its format alone can tell what they are."""
+        """The floating dtype of the part's numbers; None where only the format knows what they are."""
         return self.dtype if self.dtype.is_floating_point else self.codes
 
     def shape(self, logical: Sequence[int]) -> tuple[int, ...]:
@@ -58,10 +58,10 @@ class PartSpec:
         return (*logical[:-1], self.columns(0, logical[-1])[1])
 
     def columns(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the part of the logical columns start:stop, which are whole blocks, begins and ends."""
+        """Where the part for the logical columns start:stop begins and ends; these must be whole blocks."""
         if not self.block:
             return 0, 1
-        behind = stop + self.block - 1 if self.ragged else stop  # a tracer could not tell that both come to the same
+        behind = stop + self.block - 1 if self.ragged else stop  # a tracer could not tell that both agree
         return start // self.block, behind // self.block
 
     def extends_along(self, dim: int, ndim: int) -> bool:
@@ -72,24 +72,25 @@ class PartSpec:
 class Format(Protocol):
     """The numerics of one format, stateless: results depend on the arguments alone. `x` is always fp32 [.., N, K].
 
-    A quantizer is what decides every scale, before any element is rounded, as plain tensors by name. With `encode` the
+    A quantizer is a dict of plain tensors that decide every scale before any element is rounded. `encode` here is the
     function below:
 
         encode(x, recipe, amax) == encode_with(x, recipe, quantizer(x, recipe, amax))                 bit for bit
         decode(encode_with(x, recipe, q)) == snap(x * enc, recipe) * dec, enc, dec = grid(recipe, q)  the same, finite x
 
-    A format whose scales some cut of the tensor shares has one method more, `adopt(x, recipe, scale)`, which is
-    `encode` onto a shared scale that is already decided (see the function of that name).
+    A format with scales that the pieces of a cut tensor share has one more method, `adopt(x, recipe, scale)`: `encode`
+    under a shared scale that is already decided (see the function of that name). A format that keeps a history also has
+    `step(x, recipe, amax, scale, history)`, see float8_delayed.py.
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
         """The parts, payload first."""
 
     def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
-        """What decides the scales of x, the shared ones made from `amax`; elements that are not finite do not count."""
+        """What decides the scales of x, ignoring elements that are not finite; shared scales are made from `amax`."""
 
     def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(enc, dec), fp32: what x is multiplied by before rounding, and its elements after it.
+        """(enc, dec), fp32: x is multiplied by enc before rounding, and its elements by dec after it.
 
         One entry for each scale: [], [.., N, 1] or [.., N, K // block].
         """
@@ -97,13 +98,13 @@ class Format(Protocol):
     def encode_with(
         self, x: Tensor, recipe: Any, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Parts of x under any quantizer of its shape; what is not finite in x is marked in them.
+        """Parts of x under any quantizer of its shape; they mark elements of x that are not finite.
 
-        `enc` is that of the quantizer's `grid`, where it is at hand.
+        `enc` is the first result of `grid` for this quantizer, if the caller has it already.
         """
 
     def snap(self, scaled: Tensor, recipe: Any) -> Tensor:
-        """The value of the element nearest to each of `scaled`, ties to even, saturating; fp32, finite or infinite."""
+        """The value of the element nearest to each of `scaled` (never NaN), ties to even, saturating; fp32."""
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Any) -> Tensor:
         """fp32 [.., N, K]. A tensor-wide part may also be given per row ([N, 1, ..]), as a gathered weight has it."""
@@ -133,7 +134,7 @@ class Registration:
     Attributes:
         format: the numerics.
         tensor_class: the class of its quantized tensors.
-        names: short names of common recipes, as one types them on a command line.
+        names: short names of common recipes, for a command line.
         route: the hardware's product; None where every product is emulated.
     """
 
@@ -191,18 +192,18 @@ def part_names() -> set[str]:
 
 
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
-    """Largest finite magnitudes behind the scales that some cut of the tensor shares (see `shares_scale_along`).
+    """Largest finite magnitudes behind the scales that pieces of a cut tensor share (see `shares_scale_along`).
 
     fp32 [] for a tensor-wide scale, [.., N, 1] for one a row; None where every scale belongs to a block.
     """
-    specs = format_of(recipe).parts(recipe)  # not specs_of: a tracer looks through no cache
+    specs = format_of(recipe).parts(recipe)  # not specs_of: a tracer cannot see through its cache
     if not all(spec.per_row for spec in specs):
         return finite_amax(x)
     return None if all(spec.block for spec in specs) else row_amax(x)
 
 
 def encode(x: Tensor, recipe: Recipe, amax: Tensor | None) -> dict[str, Tensor]:
-    """Parts of x (fp32 [.., N, K]), the shared scales made from `amax` (of `shared_amax`, or what was agreed on)."""
+    """Parts of x (fp32 [.., N, K]); shared scales are made from `amax`, that of `shared_amax` or an agreed one."""
     fmt = format_of(recipe)
     return fmt.encode_with(x, recipe, fmt.quantizer(x, recipe, amax))
 
@@ -215,18 +216,18 @@ def adopt(x: Tensor, recipe: Recipe, scale: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def block_multiple(recipe: Recipe) -> int:
-    """What cuts along K must be multiples of: 1, or the elements of a block."""
+    """What cuts along K must be multiples of: the number of elements in a block, or 1."""
     return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block))
 
 
 @functools.cache
 def column_multiple(recipe: Recipe) -> int:
-    """What K must be a multiple of: the elements of a block, unless the last may be smaller."""
+    """What K must be a multiple of: the number of elements in a block, or 1 where the last block may be smaller."""
     return math.lcm(*(spec.block for spec in specs_of(recipe) if spec.per_row and spec.block and not spec.ragged))
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """How many rows one scale spans: those of a square block, else 1."""
+    """How many rows share one block scale: those of a square block, else 1."""
     return block_multiple(recipe) if getattr(recipe, "blocks", "row") == "square" else 1
 
 
@@ -242,7 +243,7 @@ def keeps_history(recipe: Recipe) -> bool:
 
 
 def shares_scale_along(recipe: Recipe, dim: int, ndim: int) -> bool:
-    """Whether the pieces of a tensor cut along `dim` share a scale, which then has to be agreed between them.
+    """Whether the pieces of a tensor cut along `dim` share a scale, on which they must agree then.
 
     True along every dim for a tensor-wide scale, along K for a scale a row, never for scales of blocks.
     """
@@ -250,7 +251,7 @@ def shares_scale_along(recipe: Recipe, dim: int, ndim: int) -> bool:
 
 
 def check_values(value: torch.Tensor, into: str) -> None:
-    """Raise TypeError where a dense tensor can only be codes of a quantization: cast, they would pass for values."""
+    """Raise TypeError where a dense tensor has a one-byte dtype: it can only hold codes, which a cast would misread."""
     if value.dtype.itemsize == 1:
         raise TypeError(
             f"{into} got {value.dtype}: codes without their scale, not values; dequantize them first, or read the "
@@ -286,7 +287,7 @@ def logical_shape(payload: Tensor, recipe: Recipe) -> torch.Size:
 
 
 def part_problems(parts: Mapping[str, Tensor], recipe: Recipe) -> list[str]:
-    """Why `parts` are not those of one tensor under `recipe`, in words; empty where they are."""
+    """Why `parts` are not the parts of one tensor under `recipe`, in words; empty where they are."""
     specs = {spec.name: spec for spec in specs_of(recipe)}
     problems = [f"missing {name!r}" for name in specs.keys() - parts.keys()]
     problems += [f"unexpected {name!r}" for name in parts.keys() - specs.keys()]

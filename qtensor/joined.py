@@ -1,13 +1,13 @@
 """DistributedDataParallel's first broadcast: quantized and dense weights joined, sent part by part, and cut again.
 
-DDP (and whoever else syncs a module's state before training) flattens the parameters of a dtype, broadcasts rank 0's
-and copies the pieces back:
+DDP (like other code that syncs a module's state before training) flattens the parameters of each dtype, broadcasts rank
+0's and copies the pieces back:
 
     view(-1) each -> cat -> c10d.broadcast_ -> slice, view each -> copy_
 
-`Joined` is what stands for the flat tensor: a list of the flat pieces, with no data of its own. A broadcast sends every
-part of a quantized piece as bytes, and a dense piece as it is; a slice is the piece again. So all ranks get rank 0's
-bytes, and what is not part of such a broadcast raises.
+`Joined` stands for the flat tensor: it is a list of the flat pieces, with no data of its own. A broadcast sends every
+part of a quantized piece as bytes, and a dense piece as it is; a slice gives the piece back. So all ranks get rank 0's
+bytes. Any other operation raises.
 """
 
 import hashlib
@@ -53,14 +53,14 @@ class Joined(Tensor):
         if func is c10d.broadcast_.default and isinstance(args[0][0], Joined):
             return args[0], broadcast_flat(func, args[0][0].pieces, args[1:], kwargs or {})
         if func is aten.slice.Tensor and (piece := args[0].piece(*args[1:])) is not None:
-            return func(piece, 0, 0, piece.numel())  # an alias: what is returned must be new
+            return func(piece, 0, 0, piece.numel())  # an alias, because an op must return a new tensor
         raise NotImplementedError(
             f"{func} is not defined for flattened quantized weights that were joined; DistributedDataParallel "
             "broadcasts them, and nothing else is done to them"
         )
 
     def piece(self, dim: int = 0, start: int = 0, end: int = -1, step: int = 1) -> Tensor | None:
-        """The piece that stands at start:end, None where that is not the place of one."""
+        """The piece at start:end; None where no piece begins and ends there."""
         stands = 0
         for piece in self.pieces:
             if (dim, start, end, step) == (0, stands, stands + piece.numel(), 1):

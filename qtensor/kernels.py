@@ -2,15 +2,15 @@
 
 The formats say what the bytes are, in torch ops on fp32 values. Here is how they are run, always to the same bytes:
 
-    large, a compiler at hand    one fused kernel (fsdp_hooks.compiled) that reads the values in the dtype they have and
-                                 writes the parts; of what lies between only block scales and, for packed formats, one
-                                 byte an element are materialised
+    large, with a compiler       one fused kernel (fsdp_hooks.compiled) that reads the values in the dtype they have and
+                                 writes the parts; its only temporaries in memory are block scales and, for packed
+                                 formats, one byte an element
     eager                        chunks of rows that fit into a core's cache, so that no temporary is larger
     traced by torch.compile      the plain definition, which joins the graph
 
 Compiled code sees the values as [rows, blocks, block], so that the last dim is a constant and indices need no division:
 where K itself is the dynamic dim, inductor does not vectorise. It returns the encoding scales of blocks beside the
-parts, though nobody wants them: that makes inductor compute them once a block and not anew for every element.
+parts, though nobody uses them: this makes inductor compute them once a block instead of once an element.
 """
 
 import functools
@@ -53,13 +53,13 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     if tensor_wide(recipe) is None:
         return row_amaxes(x)
     flat = _rows(x)
-    # as one long row, for rows do not matter: equal dims would be special to the compiler
+    # as one long row, since rows do not matter here and the compiler would specialise on equal dims
     found = [_tensor_amax(flat[piece].view(-1)) for piece in _pieces(flat, recipe, _tensor_amax)]
     return found[0] if len(found) == 1 else torch.stack(found).amax()
 
 
 def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, Tensor]:
-    """`formats.encode` of dense values [.., N, K] in any floating dtype; `amax` None: that of the values."""
+    """`formats.encode` of dense values [.., N, K] in any floating dtype; with `amax` None the values' own is taken."""
     if x.is_meta and not is_tracing():
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
     if amax is None:
@@ -72,7 +72,7 @@ def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, T
 
 
 def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
-    """Every row of x quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
+    """Quantize every row of x by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
     if _as_defined(x) or x.is_meta:
         values = x.to(torch.float32)
         return formats.encode(values, recipe, row_amax(values))
@@ -89,12 +89,12 @@ def row_amaxes(x: Tensor) -> Tensor:
 
 
 def shares_amax(recipe: Recipe) -> bool:
-    """Whether `encode` takes an amax; blocks have scales of their own."""
+    """Whether `encode` uses an amax; it does not where every scale belongs to a block."""
     return shares_scale_along(recipe, 1, 2)
 
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
-    """`step` of a format whose recipe keeps a history: parts of x, which develop from the tensor-wide `state`."""
+    """`step` of a format whose recipe keeps a history: parts of x, continued from `state` (amax, scale, history)."""
     if _as_defined(x) or x.is_meta:
         fmt: Any = format_of(recipe)
         return fmt.step(x.to(torch.float32), recipe, *state)  # type: ignore[no-any-return]
@@ -117,7 +117,7 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     pieces = list(_pieces(payload, recipe, kernel))
     tiles = [_tiled(payload[piece], _packed_block(recipe)) for piece in pieces]
     if len(pieces) == 1:
-        # no view, which autograd would not let be written in place
+        # not a view: autograd would refuse in-place writes to one
         return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return]
     values = torch.empty(shape, dtype=dtype, device=payload.device)
     flat = values.view(-1, shape[-1])
@@ -127,7 +127,7 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
-# One for each recipe, purpose and kind of arguments: dynamo compiles only so many variants of one.
+# One for each recipe, purpose and kind of arguments, because dynamo limits the compiled variants of one function.
 
 
 def _amax_of_tensor(x: Tensor) -> Tensor:  # [elements]
@@ -181,17 +181,17 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool) -> Kern
 
 
 def _rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """NaN of fp32 as the default one; which NaN bf16 and fp16 hold is up to the backend's conversion."""
+    """`values` in `dtype`. In fp32 every NaN is the default one; in bf16 and fp16 the backend's conversion decides."""
     return canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
 
 
 def _decoded_specs(recipe: Recipe) -> list[PartSpec]:
-    """Of the parts that values are made of; a history is none."""
+    """The specs of the parts that values are made of; a history is not among them."""
     return [spec for spec in specs_of(recipe) if spec.gathered]
 
 
 def _packed_block(recipe: Recipe) -> int:
-    """Elements of the payload part behind one block scale; 1 without blocks."""
+    """How many elements of the payload part share one block scale; 1 without blocks."""
     return block_multiple(recipe) // specs_of(recipe)[0].block
 
 
@@ -203,15 +203,15 @@ def _name(recipe: Recipe, dtype: torch.dtype) -> str:
 
 
 def _as_defined(x: Tensor) -> bool:
-    """Whether the plain definition has to do: traced, with random numbers for each element, or small enough."""
-    if is_tracing() or is_armed():  # first: a look at the size would put a guard on it into the caller's graph
+    """Whether to run the plain definition: while traced, while rounding stochastically, or for a small x."""
+    if is_tracing() or is_armed():  # asked first: reading the size would put a guard on it into the caller's graph
         return True
     small = min(COMPILED_FROM, CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2)  # a byte may hold two elements
     return x.numel() == 0 or (use_kernels.mode != "compiled" and x.numel() < small)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[.., N, K] -> [rows, K], contiguous, and where 8-byte words may be read."""
+    """[.., N, K] -> [rows, K], contiguous and aligned to 8-byte words."""
     x = x.detach().reshape(-1, x.shape[-1]).contiguous()
     return x.clone() if x.storage_offset() * x.itemsize % 8 else x
 
@@ -224,14 +224,14 @@ def _part_rows(part: Tensor, spec: PartSpec, shape: Sequence[int]) -> Tensor:
 
 
 def _own(argument: Tensor | None, piece: slice) -> Tensor | None:
-    """What belongs to a piece of the rows: rows of what has rows; what is tensor-wide is for all."""
+    """What belongs to a piece of the rows: those rows of an argument with rows, or all of a tensor-wide one."""
     return argument if argument is None or argument.ndim < 2 else argument[piece]
 
 
 def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
-    """[rows, K] -> [rows, blocks, block]; square blocks -> [groups, group, blocks, block], fewer rows: one group.
+    """[rows, K] -> [rows, blocks, block]; for square blocks -> [groups, group, blocks, block].
 
-    A row whose last block holds fewer stays a row.
+    Rows fewer than a group form one group. Rows whose last block holds fewer elements stay [rows, K].
     """
     rows, columns = x.shape
     if columns % block:
@@ -243,7 +243,7 @@ def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
 
 
 def _untiled(x: Tensor, block: int) -> Tensor:
-    """The inverse, to be traced."""
+    """The inverse of `_tiled`, for traced code."""
     if x.ndim == 2:
         return x
     if x.shape[-1] != block:  # a branch on one number makes the block a constant of the compiled code
@@ -252,9 +252,9 @@ def _untiled(x: Tensor, block: int) -> Tensor:
 
 
 def _pieces(flat: Tensor, recipe: Recipe | None, kernel: Kernel) -> Iterator[slice]:
-    """Slices of rows for one call each: all where the kernel is compiled, chunks where it is eager.
+    """Slices of rows for one call each: all rows where the kernel is compiled, chunks where it is eager.
 
-    Square blocks are not split; rows that are too few for a last one come alone.
+    Square blocks are not split; rows left over behind the last whole one come as a slice of their own.
     """
     rows, group = flat.shape[0], 1 if recipe is None else row_multiple(recipe)
     whole = rows - rows % group
@@ -267,7 +267,7 @@ def _pieces(flat: Tensor, recipe: Recipe | None, kernel: Kernel) -> Iterator[sli
 
 
 def _over_rows(kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None) -> dict[str, Tensor]:
-    """The parts of x, of the shapes that the specs say, by one call of the kernel or several."""
+    """The parts of x, in the shapes that the specs say, by one or more calls of the kernel."""
     group = row_multiple(recipe)
     if group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix
         each = [_over_rows(kernel, recipe, matrix, *args) for matrix in x]
@@ -292,5 +292,5 @@ def _over_rows(kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None) 
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """One part of several matrices, [matrices, ..]; as bytes, since autocast stacks no float8."""
+    """One part of several matrices, [matrices, ..]; stacked as bytes, since autocast cannot stack float8."""
     return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

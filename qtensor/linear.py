@@ -5,11 +5,11 @@
     backward   dx = dy @ dequantize(w)               # [T, N] @ [N, K] -> [T, K]
                dw = dy.T @ x                         # [N, T] @ [T, K] -> [N, K], in w.dtype, never quantized
 
-The backward products are the same for all recipes: the rounding of a quantized input is passed straight through, dw is
-made of the input as it came, and gradients are never quantized.
+The backward products are the same for all recipes: gradients pass straight through the rounding of a quantized input,
+dw is computed from the input before rounding, and gradients are never quantized.
 
-What is saved for backward is x and the quantized weight; the dense weight lives inside one product and dies with it.
-The weight reaches this function through __torch_function__, before autograd takes F.linear apart.
+Backward saves x and the quantized weight; a dense weight exists only during one product. The weight reaches this
+function through __torch_function__, before autograd takes F.linear apart.
 """
 
 from typing import Any
@@ -29,14 +29,14 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        """X [.., K], weight [N, K], bias [N] or None -> [.., N]."""
+        """The output [.., N] from x [.., K], weight [N, K] and bias [N] or None."""
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Grad [.., N] -> gradients of x, weight and bias."""
+        """The gradients of x, weight and bias from that of the output, [.., N]."""
         (grad,) = grads
         x, weight = ctx.saved_tensors
         dx = dw = db = None
@@ -61,24 +61,24 @@ def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
 
 
 def _dense(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The dense weight. Its attributes are read past __torch_function__, through which each read would go otherwise."""
+    """The dense weight, with __torch_function__ off, which each read of an attribute would go through otherwise."""
     with without_torch_function():
         return weight.dequantize(dtype)
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """X in the dtype that autocast computes linear layers in, where it is on (the meta device knows no autocast)."""
+    """`x` in the dtype that autocast computes linear layers in, where it is on (the meta device has no autocast)."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's own argument name)
-    """`torch.nn.functional.linear` where one of the arguments is quantized; only the weight may be."""
+    """`torch.nn.functional.linear` where an argument is quantized. Raises TypeError if input or bias is."""
     for name, value in (("input", input), ("bias", bias)):
         if isinstance(value, QuantizedTensor):
             raise TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
     if not torch.is_grad_enabled():
-        return _forward(input, weight, bias)  # type: ignore[arg-type] # the weight it is, after input and bias
+        return _forward(input, weight, bias)  # type: ignore[arg-type] # only the weight is left to be quantized
     return QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-any-return]
 
 

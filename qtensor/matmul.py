@@ -1,10 +1,10 @@
-"""Products that do not come as F.linear: what tensor parallelism, looped experts and bmm send to the op table.
+"""Products that do not arrive as F.linear: tensor parallelism, looped experts and bmm send them to the op table.
 
     DTensor takes F.linear apart before its local tensors see it:   t(w), then mm(x, t(w)) or addmm(bias, x, t(w))
 
-A transposed weight is a view of the same parts (`transposed` in its lens), and an operand of a product is
-dequantized inside that product, so that autograd saves the quantized bytes and no dense weight outlives the product.
-Exact: the dequantized values of a transposed view are the transposed dequantized values.
+A transposed weight is a view of the same parts (`transposed` in its lens). An operand of a product is dequantized
+inside that product, so that autograd saves the quantized bytes and no dense weight outlives the product. This is exact:
+the dequantized values of a transposed view are the transposed dequantized values.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ def _transposed(q: QuantizedTensor) -> QuantizedTensor:
 
 @implements(aten.mm.default)
 def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """[T, K] @ t(w), as the linear layer computes it; or any product with the dequantized values."""
+    """[T, K] @ t(w) as a linear layer computes it if activations="dynamic", else a product of dequantized values."""
     x, weight = args
     if isinstance(weight, QuantizedTensor) and lens_of(weight).transposed and weight.recipe.activations is not None:
         return product(x, _transposed(weight))
@@ -62,7 +62,7 @@ def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @implements(aten.addmm.default)
 def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Bias + x @ t(w)."""
+    """`bias + x @ t(w)`, see `mm`."""
     bias, x, weight = args
     if isinstance(weight, QuantizedTensor) and lens_of(weight).transposed and weight.recipe.activations is not None:
         if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
@@ -79,7 +79,7 @@ if hasattr(aten, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
 
 @implements(*_BATCHED)
 def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Products of a stack of weights [E, N, K], or with a vector: with the dequantized values."""
+    """Products with a stack of weights [E, N, K], or with a vector, of the dequantized values."""
     for operand in args:
         if isinstance(operand, QuantizedTensor) and operand.recipe.activations is not None:
             raise NotImplementedError(

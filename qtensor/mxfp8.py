@@ -5,7 +5,7 @@
     q    = RNE(clamp(x * 2^(127 - code), -max_q, max_q))
 
 Rounding up never saturates an element; it equals TransformerEngine's kernels and torchao's RCEIL mode. Code 0 means
-2^-127; code 255 means NaN and marks a block that held an element that is not finite: the whole block decodes to NaN.
+2^-127. Code 255 means NaN and marks a block with an element that is not finite; the whole block decodes to NaN.
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ class MXFP8Tensor(QuantizedTensor):
 
 
 def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The hardware's product. Square blocks are stored a row at a time, so they are row blocks to it."""
+    """The hardware's product. It reads square blocks as row blocks, since their scales are stored for every row."""
     x_scale, w_scale = (swizzled(parts["scale"]).view(torch.float8_e8m0fnu) for parts in (x, w))
     return scaled_mm(
         x["payload"],  # [M, K]

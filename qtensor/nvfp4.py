@@ -94,7 +94,7 @@ class _NVFP4:
 
 
 def _under_global_scale(x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
-    """The quantizer of x under a global scale (`enc` is what it is the reciprocal of, both [] fp32)."""
+    """The quantizer of x under a global scale = 1 / `enc` (fp32, [] or one a row)."""
     own = block_amax(x, BLOCK, square=recipe.blocks == "square")
     scale = (own * (enc * SIXTH)).clamp(max=LARGEST_SCALE)
     return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": global_scale}
@@ -105,9 +105,9 @@ class NVFP4Tensor(QuantizedTensor):
 
 
 def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The hardware's product of elements and block scales in fp32, the global scales applied to its rows and columns.
+    """The hardware's product of elements and block scales in fp32, then times the global scales by row and column.
 
-    (The hardware takes one global scale for all of an operand: not what quantized rows or a gathered weight have.)
+    (The hardware takes one global scale for a whole operand, but quantized rows and a gathered weight have several.)
     """
     y = scaled_mm(
         x["payload"].view(torch.float4_e2m1fn_x2),  # [M, K // 2]
@@ -128,6 +128,6 @@ register(
     _NVFP4(),
     NVFP4Tensor,
     names={"nvfp4": NVFP4BlockScaling(), "nvfp4-square": NVFP4BlockScaling(blocks="square")},
-    # K counts in packed bytes there, which must come in sixteens.
+    # scaled_mm needs a multiple of 16 packed bytes, which is 32 columns.
     route=Route(multiply=_multiply, capabilities=((10, 0), (11, 0), (12, 0)), columns=32),
 )

@@ -1,6 +1,6 @@
 """The one op table: what every torch operation does to a quantized tensor.
 
-Five behaviours, a group of named functions each:
+Four groups of named functions, and a rule for all other ops:
 
     alias        detach, view, slice, split, select, as_strided ...   same bytes, no copy (cuts across columns copy)
     copy         clone, to, pin_memory, copy_ between equal recipes   same bytes, new storage
@@ -8,9 +8,9 @@ Five behaviours, a group of named functions each:
     requantize   copy_ from other values, zero_, fills and arithmetic in place   dequantize, compute, quantize in place
     anything else raises, listing the op: nothing is dequantized silently
 
-The alias group stands in views.py, the other three here; transposed weights and products in matmul.py; the collectives
-of `full_tensor()`, which gather part by part, in redistribute.py; what optimizers do besides in-place updates, in
-optimizer_ops.py. All enter the table by `implements`.
+The alias group is in views.py, the other three here; transposed weights and products are in matmul.py, the collectives
+of `full_tensor()` and `distribute_tensor()` in redistribute.py, and what optimizers do besides in-place updates in
+optimizer_ops.py. All of them enter the table through `implements`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def implements(*overloads: Any) -> Callable[[Handler], Handler]:
-    """Enter a handler into the table for some overloads; a second entry for one raises."""
+    """Enter a handler into the table for some overloads; raises ValueError where an overload has one already."""
 
     def enter(handler: Handler) -> Handler:
         for overload in overloads:
@@ -51,7 +51,7 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
 
 @implements(aten.clone.default)
 def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A deep copy: all it consists of gets storage of its own, and so loses FSDP's padding."""
+    """A deep copy: parts and initial value get storage of their own, which does not have FSDP's padding."""
     q = args[0]
     parts = {name: part.clone(memory_format=torch.contiguous_format) for name, part in held(q).items()}
     sharding = Sharding(shards=sharding_of(q).shards)
@@ -60,7 +60,7 @@ def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten._to_copy.default)
 def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Moves the parts to a device; a dtype changes the appearance, and a preserved initial value, only."""
+    """Copy the parts, to another device if given; a dtype changes only the appearance and a preserved initial value."""
     q, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in APPEARANCE_DTYPES:
         raise TypeError(
@@ -89,14 +89,14 @@ def is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @implements(aten.copy_.default)
 def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """dst.copy_(src): bytes where both have the same recipe, else requantized, or dequantized into a dense dst."""
+    """dst.copy_(src): copies bytes where both have one recipe, else requantizes; a dense dst gets dense values."""
     dst, src = args[0], args[1]
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(decoded(src), *args[2:])
     same = isinstance(src, QuantizedTensor) and src.recipe.stored == dst.recipe.stored and src.shape == dst.shape
     if same and _alike(lens_of(src), lens_of(dst)) and _scales_fit(dst, src):
         own = held(dst)
-        # with bytes that have no initial value dst forgets its own, from which they do not come
+        # where src has no initial value dst forgets its own, since the new bytes were not made from it
         store(dst, {name: _fit(part, own[name]) for name, part in held(src).items() if name in own})
         return dst
     generator = generator_for([dst])
@@ -113,7 +113,7 @@ def _alike(src: Lens, dst: Lens) -> bool:
 
 
 def _scales_fit(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
-    """Whether dst can store the tensor-wide values of src: those of several shards do not fit where there is one."""
+    """Whether dst can store the tensor-wide values of src: one value in dst cannot stand for several in src."""
     wide = tensor_wide(dst.recipe)
     return wide is None or sharding_of(src).shards == sharding_of(dst).shards or getattr(src, wide).numel() == 1
 
@@ -133,7 +133,10 @@ def _allocate(
     zero: bool,
     sharding: Sharding = AT_REST,
 ) -> QuantizedTensor:
-    """A new tensor of the class of q, all in the right shapes and dtypes. Consumes no random numbers."""
+    """A new tensor of the class of q, its parts in the right shapes and dtypes; draws no random numbers.
+
+    Only codes and other one-byte parts may be uninitialised; wider parts are always zeros.
+    """
     dtype = kwargs.get("dtype") or q.dtype
     if dtype not in APPEARANCE_DTYPES:
         raise TypeError(f"a {type(q).__name__} can appear as bfloat16, float16 or float32, not {dtype}")
@@ -154,7 +157,7 @@ def _allocate(
 
 @implements(aten.empty_like.default)
 def empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Same class, uninitialised bytes (to_empty, staging)."""
+    """Same class, uninitialised (to_empty, staging)."""
     return _allocate(args[0], lens_of(args[0]).described or args[0].shape, kwargs, zero=False)
 
 
@@ -166,10 +169,10 @@ def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.new_zeros.default)
 def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Same class, zeros: how FSDP allocates a padded shard, so the row count is remembered as its padded rows.
+    """Same class, zeros. FSDP allocates a padded shard this way, so the row count is remembered as its padded rows.
 
-    What is tensor-wide is that of q: a shard without rows, into which nothing is copied, agrees with the others from
-    the start.
+    Tensor-wide parts are copied from q, so that a shard without rows, into which nothing is ever copied, agrees with
+    the others from the start.
     """
     q, shape = args[0], tuple(args[1])
     if shape[1:] != tuple(q.shape[1:]):
@@ -193,9 +196,9 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_resharding_to_a_smaller_mesh(q: QuantizedTensor, size: int) -> None:
-    """Raise where a weight just sharded is cut once more, to another number of rows.
+    """Raise where a weight that was just sharded is cut once more, into another number of rows.
 
-    That is what fully_shard(reshard_after_forward=<int>) does.
+    fully_shard(reshard_after_forward=<int>) does this.
     """
     rows = shard_rows(q)
     if rows is not None and size != rows:
@@ -207,7 +210,7 @@ def refuse_resharding_to_a_smaller_mesh(q: QuantizedTensor, size: int) -> None:
 
 @implements(aten.zeros_like.default)
 def zeros_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PLAIN zeros, as optimizers allocate for their state; with `device=` the same class, as blocking stagers do."""
+    """PLAIN zeros, which optimizers ask for as state; with `device=` the same class, which blocking stagers ask for."""
     q = args[0]
     if kwargs.get("device") is not None:
         out = _allocate(q, lens_of(q).described or q.shape, kwargs, zero=True)
@@ -265,18 +268,18 @@ _LERP = {aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar}
 
 
 def _start(q: QuantizedTensor) -> Tensor:
-    """What an update computes on: a preserved initial value, or else the dequantized one."""
+    """What an update computes on: a copy of the preserved initial value, or else the dequantized values."""
     value = initial_value(q)
     return decoded(q) if value is None else value.reshape(q.shape).clone()
 
 
 @implements(*overloads(_IN_PLACE))
 def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """q.op_(...) on the dequantized values, then quantize.
+    """q.op_(...): compute on the dequantized values, then quantize.
 
-    They have the appearance dtype, so that random fills draw what a plain tensor would. A preserved initial value is
-    computed on instead. A plain tensor in front (`plain.add_(q)`) is updated with the dequantized values.
-    Inside stochastic_rounding all but random fills compute in fp32, from the bytes.
+    These have the appearance dtype, so that random fills draw what a plain tensor would. A preserved initial value
+    takes their place. A plain tensor in front (`plain.add_(q)`) is updated with the dequantized values of q.
+    Inside stochastic_rounding everything but random fills is computed in fp32, from the bytes.
     """
     q = args[0]
     if not isinstance(q, QuantizedTensor):
@@ -299,7 +302,7 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The _foreach_ twins: quantized members requantize, plain ones are updated as usual.
 
-    torch counts the in-place writes of the other operations here, but leaves those of a list to their handler.
+    torch counts the writes of other in-place operations itself, but leaves counting those of a list to the handler.
     """
     generator, operands = generator_for(args[0]), args[1:]
     if generator is None:
@@ -318,7 +321,7 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def refuse_data(q: Tensor, value: Tensor) -> None:
-    """Raises: `q.data = value` would exchange an outside without bytes, leave the parts, and so lose the write."""
+    """Raises: `q.data = value` would replace a wrapper that has no bytes, keep the old parts, and so lose the write."""
     what = (
         describe(q.shape, q.recipe)
         if isinstance(q, QuantizedTensor)

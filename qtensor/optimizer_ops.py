@@ -1,7 +1,7 @@
-"""What torch's own optimizers do to a parameter besides updating it in place (which stands in ops.py).
+"""What torch's own optimizers do to a parameter besides updating it in place (for that see ops.py).
 
-    gradient + weight_decay * parameter     a gradient: PLAIN, of the gradient's dtype, with the dequantized weight
-    fused kernels                           raise: they would take the payload for values
+    gradient + weight_decay * parameter     a PLAIN gradient, from the dequantized weight
+    fused kernels                           raise: they would read the payload as values
 
 A part of the op table, see ops.py.
 """
@@ -22,9 +22,9 @@ aten = torch.ops.aten
 
 @implements(aten.add.Tensor, *overloads({"_foreach_add": ("List",)}))
 def decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """plain.add(q, alpha=weight_decay), as SGD and Adam ask for. With a quantized tensor in front it raises.
+    """plain.add(q, alpha=weight_decay), which SGD and Adam call. A quantized tensor in front raises.
 
-    That would be the sum of a weight and something else, and dense: nothing an optimizer needs.
+    Its sum with something else would be dense, and no optimizer needs that.
     """
     for member in [args[0]] if isinstance(args[0], Tensor) else args[0]:
         if isinstance(member, QuantizedTensor):
@@ -39,7 +39,7 @@ def decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default
 )
 def refuse_fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises."""
+    """Raises: fused kernels would read the payload as values."""
     q = next(member for member in args[0] if isinstance(member, QuantizedTensor))
     raise NotImplementedError(
         f"fused=True: fused optimizers can not update {describe(q.shape, q.recipe)}; leave fused out, or use "

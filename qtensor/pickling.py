@@ -1,7 +1,7 @@
 """How a quantized tensor travels through pickle: its parts as bytes, its recipe, and plain values.
 
 Not every supported torch can pickle float8 tensors, so a part is packed as (uint8 [bytes], name of its dtype, shape).
-What else is packed is made of tuples, numbers and words, which torch's weights_only loader knows.
+Everything else but the recipe is packed as plain values, which torch's weights_only loader knows.
 """
 
 import math
@@ -42,7 +42,7 @@ def reduced(q: Any) -> tuple[Any, ...]:
 
 
 def rebuild(packed: dict[str, PackedPart], recipe: Recipe, dtype: torch.dtype, state: dict[str, Any]) -> Any:
-    """The inverse of `reduced`; a function of a module because that is what torch's weights_only loader can allow."""
+    """The inverse of `reduced`; at module level, since torch's weights_only loader can allow only such functions."""
     parts = {name: data.view(getattr(torch, kind)).reshape(shape) for name, (data, kind, shape) in packed.items()}
     lens = Lens(described=state["flat"], transposed=state["transposed"])
     sharding = Sharding(shards=ShardRows(*state["shards"]) if state["shards"] else None)

@@ -6,14 +6,14 @@ The input is quantized on the fly in the weight's format, every row (token) by i
     MXFP8    1x32 blocks
     NVFP4    1x16 blocks under a global scale a row
 
-No amax is taken over several tokens, so the bytes of a token depend on nothing else: not on the batch, its padding, or
-how ranks share it, and no collective is needed.
+No amax is taken over several tokens, so the bytes of a token depend on that token alone: not on the batch, its padding,
+or how ranks share it. No collective is needed.
 
 There are two routes to the product. The hardware's is torch.nn.functional.scaled_mm; a format says in its own file how
-to call it and where its kernels exist (its `Route`), and `scaled_mm_support` tells whether they serve a case, and
-if not why. Everything else is emulated: both operands are decoded to fp32, multiplied in fp32 and rounded once to the
-input's dtype. The two differ by the order and width of the accumulation and by the fp32 rounding of scales, which the
-hardware applies to sums and the emulation to elements. The CPU always emulates.
+to call it and where its kernels exist (its `Route`), and `scaled_mm_support` tells whether they support a case, and
+why if they do not. Everything else is emulated: both operands are decoded to fp32, multiplied in fp32 and rounded once
+to the input's dtype. The two routes differ in the order and width of the accumulation, and in where scales are rounded
+in fp32: the hardware applies them to sums, the emulation to elements. The CPU always emulates.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
 
 
 def quantized_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
-    """The parts of x [.., K], every row quantized by itself: a tensor-wide scale becomes one a row, [.., 1]."""
+    """The parts of x [.., K], every row quantized by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
     return kernels.encode_rows(x, recipe.of_rows)
 
 
@@ -113,8 +113,8 @@ def _unfit_operands(payload: torch.dtype, route: Route, dtype: torch.dtype, rows
 def swizzled(scale: Tensor) -> Tensor:
     """Scales of blocks [rows, blocks], one byte each, in the order the tensor cores read them (SWIZZLE_32_4_4), flat.
 
-    Tiles of 128 rows and 4 blocks, padded with zeros; in a tile row r goes to line r % 32, the four r // 32 side by
-    side. Equals torchao's `to_blocked`.
+    Tiles have 128 rows and 4 blocks, padded with zeros. In a tile, row r goes to line r % 32, where the four rows with
+    that remainder stand side by side. Equals torchao's `to_blocked`.
     """
     rows, blocks = scale.shape
     tiles = -(-rows // 128), -(-blocks // 4)
@@ -124,5 +124,5 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Autocast would round the fp32 operands of the emulation. The meta device knows no autocast."""
+    """Turn off autocast, which would round the fp32 operands of the emulation (the meta device has no autocast)."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -1,11 +1,11 @@
 """Recipes: frozen value objects that say how a tensor is quantized.
 
-A recipe holds numbers and words only - never a process group, a mesh, a rank or a tensor - so it can be hashed,
-compared, pickled, put into JSON and baked into a compiled graph as a constant. The recipe of a format stands in the
-file of that format.
+A recipe holds numbers and strings only (never a process group, a mesh, a rank or a tensor), so it can be hashed,
+compared, pickled, put into JSON and baked into a compiled graph as a constant. The recipe of a format is in the file of
+that format.
 
 Most fields say what the stored bytes are. `activations` says how to compute with them, so no checkpoint holds it:
-recipes that differ in it alone describe the same bytes, and `stored` is what is compared where bytes are moved.
+recipes that differ only in this field describe the same bytes. Code that moves bytes compares `stored`.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class Recipe:
     """Base of all recipes; subclasses are frozen dataclasses (repr=False) that validate themselves on construction.
 
     Args:
-        activations: how a linear layer treats its input. None, it stays as it is and the weight is dequantized;
-            "dynamic", each row (token) is quantized on the fly in the weight's format (see qtensor/products.py).
+        activations: how a linear layer treats its input. None: it stays as it is and the weight is dequantized.
+            "dynamic": each row (token) is quantized on the fly in the weight's format (see qtensor/products.py).
 
     Raises:
         ValueError: for any other value.
@@ -46,18 +46,18 @@ class Recipe:
         check_choice(self, "activations", (None, "dynamic"))
 
     def __repr__(self) -> str:
-        """As a dataclass's, the fields that are not stored last and only where they are not the default."""
+        """Like a dataclass's repr, but `activations` comes last, and only where it is set."""
         described = [f"{name}={getattr(self, name)!r}" for name in _stored_names(type(self))]
         if self.activations is not None:
             described.append(f"activations={self.activations!r}")
         return f"{type(self).__name__}({', '.join(described)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a value: staging and deepcopy need no second one
+        return self  # immutable, so nobody needs a second one
 
     @property
     def stored(self) -> Self:
-        """The recipe of the bytes alone, with activations=None. Equal ones describe the same bytes."""
+        """The recipe with activations=None. Two recipes describe the same bytes where their `stored` are equal."""
         return self if self.activations is None else dataclasses.replace(self, activations=None)
 
     @property
@@ -76,7 +76,7 @@ class Recipe:
         """The recipe of a manifest record; extra keys are ignored.
 
         Raises:
-            ValueError: a type that this version does not know.
+            ValueError: this version does not know the type, or a field has an invalid value.
         """
         kind = Recipe.registry.get(record.get("type", ""))
         if kind is None:

@@ -4,8 +4,8 @@
     distribute_tensor  split -> constant_pad_nd -> scatter_ from rank 0 -> slice
 
 The result of a gather has the bytes of the shards. Its tensor-wide scale is the agreed one, or, where the shards hold
-different ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). What gathers over more than one
-mesh dim, or puts columns together, needs agreed scales.
+different ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). Gathering over more than one mesh
+dim, or putting columns together, needs agreed scales.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ c10d = torch.ops._c10d_functional  # noqa: SLF001 - the namespace of the ops tha
 
 @implements(aten.constant_pad_nd.default)
 def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows of zero bytes behind the last one, which a slice drops again."""
+    """Append rows of zero bytes, which a slice drops again."""
     q, pad = args[0], args[1]
     if any(pad[:-1]) or len(pad) != 2 * q.ndim or pad[-1] < 0 or lens_of(q).described is not None:
         raise NotImplementedError(
@@ -44,7 +44,7 @@ def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.cat.default)
 def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces of one weight put together: what a gather of columns, and a cut along a strided dim, end with.
+    """Put pieces of one weight together: the last step of gathering columns, or of a cut along a strided dim.
 
     Flattened weights are joined for a broadcast, see joined.py.
     """
@@ -73,13 +73,13 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _joined(pieces: list[Tensor], dim: int) -> Tensor:
-    """torch.cat, as bytes: it knows no float8."""
+    """torch.cat, as bytes: it does not support float8."""
     return torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim).view(pieces[0].dtype)
 
 
 @implements(c10d.all_gather_into_tensor.default)
 def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every part gathered as bytes, rank after rank, and waited for."""
+    """Gather every part as bytes, rank after rank, and wait for it."""
     q, ranks, group = args
     if sharding_of(q).shards is not None or lens_of(q).described is not None:
         raise NotImplementedError(
@@ -107,7 +107,7 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(torch.ops.c10d.scatter_.default)
 def scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every part scattered as bytes, and waited for, with what is preserved of an initial value."""
+    """Scatter every part as bytes, and a preserved initial value with them, and wait for them."""
     (out,), pieces, *rest = args
     columns = zip(*(bytes_of(q) for q in (out, *(pieces[0] if pieces else ()))), strict=True)
     for own, *given in columns:
@@ -119,9 +119,9 @@ def scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(torch.ops.c10d.broadcast_.default)
 def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a flattened weight, as DistributedDataParallel sends it (joined.py), part by part.
+    """Broadcast a flattened weight part by part, as DistributedDataParallel asks for (see joined.py).
 
-    Any other raises: a receiver that expects a dense tensor would take parts for values.
+    Any other broadcast raises: a receiver that expects a dense tensor would take parts for values.
     """
     q = next(arg for arg in args[0] if isinstance(arg, QuantizedTensor))
     if _is_flat(q):
@@ -143,12 +143,12 @@ _WAITS = [getattr(c10d, name).default for name in ("wait_tensor", "_wrap_tensor_
 
 @implements(*_WAITS)
 def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Nothing: the parts were waited for."""
+    """Do nothing: the parts have been waited for already."""
     return args[0]
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """`part` with zero bytes for so many more rows; torch.cat knows no float8."""
+    """`part` with `rows` more rows of zero bytes; joined as bytes, since torch.cat does not support float8."""
     more = torch.zeros((rows, *part.shape[1:]), dtype=part.dtype, device=part.device)
     return torch.cat([part.view(torch.uint8), more.view(torch.uint8)]).view(part.dtype)
 

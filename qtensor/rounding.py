@@ -1,7 +1,7 @@
 """How an element is rounded on its way into the payload: to nearest, or stochastically in a write that is `armed`.
 
-The elements in qtensor/codecs hand every value to `onto_grid`, which does nothing unless armed, so that what follows
-rounds to nearest. Compiled code has no trace of it, and armed writes are never compiled.
+The codecs in qtensor/codecs hand every value to `onto_grid`. Unless armed it does nothing, and the conversion that
+follows rounds to nearest. Compiled code has no trace of it, and armed writes are never compiled.
 """
 
 from collections.abc import Iterator
@@ -33,15 +33,15 @@ def armed(generator: torch.Generator | None) -> Iterator[None]:
 
 
 def onto_grid(scaled: Tensor, eps: float, smallest_normal: float) -> Tensor:
-    """`scaled` itself, to be rounded to nearest by what follows; where armed, on the element's grid already.
+    """`scaled` itself, for the caller to round to nearest; where armed, `scaled` rounded onto the element's grid.
 
-    There every value becomes one of its two neighbours, signs kept. Dividing by a step, a power of two, is exact, so a
-    value on the grid (0, say) has nothing left over and stays.
+    Where armed, every value becomes one of its two neighbours on the grid, signs kept. Dividing by a step, which is a
+    power of two, is exact, so a value that is on the grid already (0, say) does not change.
 
     Args:
         scaled: fp32, value / scale, clamped to the largest element.
-        eps: step of the element between 1 and 2.
-        smallest_normal: below it steps stay the same.
+        eps: the element's step between 1 and 2.
+        smallest_normal: below it, steps are all of one size.
     """
     generator = None if is_tracing() else _armed.get()
     if generator is None:
@@ -55,11 +55,11 @@ def onto_grid(scaled: Tensor, eps: float, smallest_normal: float) -> Tensor:
 
 
 def nearest(scaled: Tensor, largest: float, eps: float, smallest_normal: float) -> Tensor:
-    """Each of `scaled` rounded to a number of few bits, ties to even, saturating; fp32, signs of zeros kept.
+    """Each of `scaled` rounded to the nearest element, ties to even, saturating; fp32, signs of zeros kept.
 
-    A step of the number is the power of two below times `eps`, the same everywhere below `smallest_normal`. Beside
-    1.5 * 2^23 steps there are no bits for less than one, so that adding them rounds as the number does, and taking them
-    off is exact. Several times faster than converting to float8 and back.
+    A step of the element is the power of two below the value times `eps`, and of one size below `smallest_normal`. At
+    1.5 * 2^23 steps, fp32 has no bits for less than one step: so adding these rounds to whole steps, and subtracting
+    them again is exact. This is several times faster than converting to float8 and back.
     """
     bounded = scaled.clamp(-largest, largest)
     steps = power_of_two_floor(bounded).clamp_(min=smallest_normal).mul_(eps * 1.5 * 2.0**23)

@@ -7,14 +7,14 @@ the specs of the format:
     q.parts().keys() == names of S                       q.parts()[s].shape == s.shape(q.shape)
     bytes of q       == sum of the bytes of its parts    (no dense copy, no cached transpose)
     q[a:b].parts()   == the same rows of q.parts(), aliased
-    d.dtype == q.dtype == what autograd and FSDP see     q.recipe says all the rest
+    d.dtype == q.dtype == what autograd and FSDP see     q.recipe says everything else
 
 A gathered weight differs in one point: its tensor-wide parts are vectors with one value a shard (see
 fsdp_hooks.all_gather).
 
-What is public here is what users need; for the library's own use there are the functions of contents.py.
+The public methods here are for users; the library itself uses the functions of contents.py.
 
-Which torch operations keep the quantized representation, which requantize and which raise is decided by one table; see
+One table decides which torch operations keep the quantized representation, which requantize and which raise; see
 ops.py.
 """
 
@@ -54,8 +54,8 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     Attributes:
         recipe: the recipe it was quantized with.
         payload: the codes of the elements (see the class of the format for shapes and dtypes of all parts).
-        scale: what they are multiplied by; NVFP4 has a global_scale, too.
-        dtype: what it pretends to be, as its shape is.
+        scale: what the codes are multiplied by; NVFP4 has a global_scale, too.
+        dtype: the appearance dtype, which autograd and FSDP see.
         device: where its parts are.
     """
 
@@ -64,7 +64,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     scale: Tensor
     _lens: Lens
     _preserved: Preserved
-    _init_value = property(initial_value, preserve)  # where torch looks for what `__tensor_flatten__` names
+    _init_value = property(initial_value, preserve)  # torch looks up the names from `__tensor_flatten__` here
 
     def __new__(  # noqa: PLR0913 - everything an instance consists of; internal
         cls,
@@ -77,7 +77,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         shape: torch.Size | None = None,
         preserved: Preserved | None = None,
     ) -> Self:
-        """Internal: wraps parts, an initial value among them, without any check; `from_parts` is the checked way in."""
+        """Internal: wraps parts (and an initial value) without any check; `from_parts` is the checked constructor."""
         payload = parts["payload"]
         outer = logical_shape(payload, recipe) if shape is None else shape
         self: Any = make_wrapper(cls, outer, dtype, payload.device)
@@ -159,7 +159,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     ) -> Any:
         handler = OPS.get(func)
         if handler is None and torch.is_inference_mode_enabled():
-            # composite ops arrive whole there, elsewhere in pieces
+            # in inference mode composite ops arrive whole, otherwise in pieces
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
@@ -172,7 +172,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         if torch.is_inference_mode_enabled() and any(
             isinstance(arg, QuantizedTensor) and not arg.is_inference() for arg in args
         ):
-            # a view must be the kind of tensor its base is, and what is made here would be an inference tensor
+            # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
             with torch.inference_mode(mode=False), torch.no_grad():
                 return handler(func, args, kwargs or {})
         return handler(func, args, kwargs or {})
@@ -215,15 +215,15 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """Raises: a quantized tensor has no storage of its own, only its parts have."""
         if is_tracing() or is_described():
-            # a tracer describes every tensor it meets by its storage, and touches no byte of it
+            # a tracer describes every tensor it meets by its storage, but touches no byte of that
             return super().untyped_storage()
         raise self._without_storage()
 
     def __create_write_items__(self, fqn: str, value: Any) -> Any:
-        """Raises: DCP asks this of a tensor, or of a DTensor around it, that it is about to write as it is.
+        """Raises: DCP calls this on a tensor, or on a DTensor around it, that it is about to write as it is.
 
-        Here, while it plans, every rank learns of it and nothing has been written; further on torch's writer threads
-        lose what they raise, and the save would succeed without the weight.
+        DCP is still planning then: every rank learns of the error, and nothing has been written. An error in torch's
+        writer threads would be lost, and the save would succeed without the weight.
         """
         raise self._without_storage(f"{fqn}: ")
 
@@ -243,7 +243,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Dequantize whose backward hands the gradient of the dense values to the weight."""
+    """Dequantize; backward hands the gradient of the dense values to the weight."""
 
     @staticmethod
     def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
@@ -267,10 +267,10 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
 
     Returns:
         Float8Tensor, MXFP8Tensor or NVFP4Tensor of the same shape, appearance dtype and device, detached from autograd.
-        The formulas stand in the module of the format.
+        The formulas are in the module of the format.
 
     Raises:
-        TypeError: x is quantized already, a DTensor, not floating point, or recipe is no recipe.
+        TypeError: x is quantized already, a DTensor, or not bf16, fp16 or fp32; or `recipe` is not a recipe.
         ValueError: the shape does not fit the blocks.
     """
     registration = registered(recipe)

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
-    """All arguments of an op, whose trailing ones are left out where they have their default."""
+    """All arguments of an op, with `defaults` for the trailing ones that the caller left out."""
     return (*args, *defaults[len(args) :])
 
 
@@ -39,7 +39,7 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same elements in the same order: regrouped where rows stay rows, else seen in another shape, as FSDP asks."""
+    """The same elements in the same order: regrouped where rows stay rows, else seen in another shape (for FSDP)."""
     q, own = args[0], args[0].shape
     lens = lens_of(q)
     if tuple(args[1]) == own or (shape := _resolve(args[1], q.numel())) == own:
@@ -84,7 +84,7 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.split.Tensor)
 def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces of `size` along a dim, the last one shorter: how fully_shard and distribute_tensor cut shards."""
+    """Pieces of `size` along a dim, the last may be shorter. fully_shard and distribute_tensor cut shards this way."""
     q, size, dim = _filled(args, None, None, 0)
     refuse_resharding_to_a_smaller_mesh(q, size)
     total = q.shape[dim]
@@ -117,14 +117,14 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.unbind.int)
 def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All matrices of a stack: what iterating over it gives."""
+    """All matrices of a stack, which iterating over it gives."""
     q, dim = _filled(args, None, 0)
     return [select(func, (q, dim, index), {}) for index in range(q.shape[dim])]
 
 
 @implements(aten.as_strided.default)
 def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first rows of a gathered weight: how FSDP crops its padding."""
+    """The first rows of a gathered weight. FSDP crops its padding this way."""
     q, size, stride, offset = _filled(args, None, None, None, None)
     size = tuple(size)
     plain = tuple(stride) == q.stride() and not offset  # contiguous, whatever the number of rows
@@ -137,14 +137,14 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cropped, wide = cut(q, 0, 0, size[0]), tensor_wide(q.recipe)
     if sharding_of(q).shards is None:
         return cropped
-    # only padding goes: every shard keeps its tensor-wide value, and this is still the whole weight
+    # this removes only padding: every shard keeps its tensor-wide value, and the result is still the whole weight
     parts = cropped.parts() | ({wide: getattr(q, wide)} if wide else {})
     return like(q, parts, lens=lens_of(q), sharding=sharding_of(q))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """What is cut out: `start:end` of the elements along `dim` of a tensor [.., N, K] of this shape."""
+    """What is cut out: elements `start:end` along `dim` of a tensor [.., N, K] of this shape."""
 
     shape: torch.Size
     dim: int
@@ -167,12 +167,12 @@ class _Range:
         return self.dim == 0 and self.start == 0
 
     def splits(self, multiple: int) -> bool:
-        """Whether an end of it falls into the middle of `multiple` elements."""
+        """Whether it begins or ends inside a group of `multiple` elements."""
         return bool(self.start % multiple or (self.end % multiple and self.end != self.shape[self.dim]))
 
 
 def cut(q: QuantizedTensor, dim: int, start: int, end: int, *, severed: bool = False) -> QuantizedTensor:
-    """q[start:end] along `dim`, as a tensor of the same class; `severed`: some columns of it refuse writes.
+    """q[start:end] along `dim`, as a tensor of the same class; with `severed`, a cut of some columns refuses writes.
 
     Raises:
         NotImplementedError: q is a reshaped view, or a single row with a single scale.
@@ -215,7 +215,7 @@ def _check_cut(q: QuantizedTensor, piece: _Range) -> None:
 
 
 def _reach(piece: _Range, row_multiple: int, *, allocated: bool, severed: bool) -> Reach:
-    """What a write into a piece of a tensor of its own may change; `allocated`: the first rows are to be the shard."""
+    """What a write into the piece may change; `allocated`: FSDP allocated the tensor, its first rows are the shard."""
     if piece.along_k:
         return Reach.NOTHING if severed and not piece.whole else Reach.ALL
     if piece.whole or (allocated and piece.leads):
@@ -228,7 +228,7 @@ def _cut_part(part: Tensor, spec: PartSpec, piece: _Range) -> Tensor:
     if not piece.along_k:
         return part.narrow(piece.dim, piece.start, piece.end - piece.start) if spec.per_row else part
     if not spec.extends_along(piece.dim, len(piece.shape)):
-        # a cut along K stands on its own: sharing the scale of its rows would let a write to it reach its siblings
+        # a cut along K owns its parts: with a shared row scale, a write to it would change its siblings
         return part if piece.whole else part.clone()
     first, last = spec.columns(piece.start, piece.end)
     found = part.narrow(piece.dim, first, last - first)
@@ -238,7 +238,7 @@ def _cut_part(part: Tensor, spec: PartSpec, piece: _Range) -> Tensor:
 def _cut_vector(vector: Tensor, shards: ShardRows, start: int, end: int) -> tuple[Tensor, ShardRows | None]:
     """The tensor-wide values of rows start:end of a gathered weight.
 
-    One value, [], where all rows come from one shard or there are none; else the whole vector, and where they stand.
+    One value, [], where all rows come from one shard or there are no rows; else the whole vector and the rows' places.
     """
     first, last = (start + shards.offset) // shards.rows, (max(end - 1, start) + shards.offset) // shards.rows
     if first == last:

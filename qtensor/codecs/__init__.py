@@ -7,7 +7,7 @@ nibbles.py   codes of four bits, two in a byte
 
 What elements have in common:
 
-    encode(scaled, whole, ..)   fp32 values over their scale -> payload; rounds as a write is armed to, and saturates
+    encode(scaled, whole, ..)   fp32 values over their scale -> payload; rounds (stochastically where armed), saturates
     snapped(scaled, ..)         the values of the nearest elements, fp32
 
 `whole` says which elements of the input are finite; the others become NaN, or 0 where the element has no NaN.

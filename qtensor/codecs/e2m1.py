@@ -29,8 +29,8 @@ def snapped(scaled: Tensor) -> Tensor:
 def _nearest_code(scaled: Tensor) -> Tensor:
     """E2M1 code (uint8) nearest to each value of at most 6 in magnitude, ties to the even code.
 
-    From 1 on the code is the upper bits of the fp32 number, rounded there, less the exponent's bias; below it counts
-    halves, which are the last bits of a sum with 2^22.
+    From 1 on, the code is the upper bits of the fp32 number, rounded, less the exponent's bias. Below 1 it is the
+    number of halves, which the last bits of a sum with 2^22 hold.
     """
     magnitude = scaled.abs()
     bits = magnitude.view(torch.int32)
@@ -41,7 +41,7 @@ def _nearest_code(scaled: Tensor) -> Tensor:
 
 
 def _value(codes: Tensor) -> Tensor:
-    """The fp32 values of E2M1 codes, by the same relation of their bits."""
+    """The fp32 values of E2M1 codes; the inverse of `_nearest_code`."""
     codes = codes.to(torch.int32)
     magnitude = codes & 7
     normal = ((magnitude << 22) + (126 << 23)).view(torch.float32)

@@ -3,7 +3,7 @@
 Two rules make the code of a block with elements up to `largest`:
 
     up      exponent of amax / largest, rounded UP to a power of two: no element saturates (torchao's RCEIL)
-    floor   floor(log2 amax) - floor(log2 largest), at least 0: the OCP specification's, elements may saturate
+    floor   floor(log2 amax) - floor(log2 largest), code at least 0: the OCP specification's; elements may saturate
 """
 
 import math
@@ -34,7 +34,7 @@ def power_of_two(code: Tensor) -> Tensor:
 
 
 def grid(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(1 / value, value), fp32, of stored codes that are not NaN."""
+    """(1 / value, value), fp32, for stored codes that are not NaN."""
     code = scale.to(torch.int32)
     return power_of_two(254 - code), power_of_two(code)
 

@@ -11,7 +11,7 @@ assert sys.byteorder == "little", "packing counts on it"
 
 
 def packed(codes: Tensor) -> Tensor:
-    """[.., 8 n] codes, one a byte -> [.., 4 n], eight at a time: in a little-endian word the first is the lowest."""
+    """[.., 8 n] codes, one a byte -> [.., 4 n], eight at a time; the first code is the lowest byte of its word."""
     words = codes.contiguous().view(torch.int64)
     words = (words | (words >> 4)) & 0x00FF00FF00FF00FF
     words = (words | (words >> 8)) & 0x0000FFFF0000FFFF
@@ -20,7 +20,7 @@ def packed(codes: Tensor) -> Tensor:
 
 def unpacked(payload: Tensor) -> Tensor:
     """The inverse of `packed`: [.., 4 n] -> [.., 8 n]."""
-    # rows are multiples of 8 bytes, but a buffer that holds other things may begin anywhere (a tracer cannot ask)
+    # rows are multiples of 8 bytes, but they may begin anywhere in a larger buffer (a tracer cannot ask where)
     if not is_tracing() and payload.storage_offset() % 4:
         payload = payload.clone()
     words = payload.flatten().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
