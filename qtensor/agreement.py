@@ -1,11 +1,11 @@
 """What a quantized shard brings to an agreement on shared scales, and how it adopts the outcome.
 
-The claim is one flat fp32 tensor, so that those of a whole model travel in one all-reduce:
+A claim is one flat fp32 tensor, so that the claims of a whole model travel in one all-reduce:
 
     [scale ..., amax of the preserved initial value ..., scale as it is ..., minus that ..., amax history ...]
 
-A scale is claimed as 0 where every value under it is 0: the scale of zeros says nothing. The largest and the smallest
-scale as they are tell whether all shards agree already; then no byte changes.
+A scale is claimed as 0 where every value under it is 0, because the scale of zeros says nothing. The maxima of "scale
+as it is" and of its negative tell whether all shards agree already; if they do, no byte changes.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from qtensor.tensor import QuantizedTensor
 
 
 def flat_amax(dense: Tensor, recipe: Recipe) -> Tensor | None:
-    """fp32, flat: the amaxes of dense values that decide the scales shards may share; None where they share none."""
+    """fp32, flat: the amaxes of dense values behind the scales that shards may share; None where there are none."""
     amax = kernels.shared_amax(dense, recipe)
     return None if amax is None else amax.reshape(-1)
 
@@ -35,7 +35,7 @@ class RecipeScales:
     shard: Any
 
     def shared_along(self, dim: int) -> bool:
-        """Whether pieces cut along `dim` share a scale: tensor-wide scales along every dim, scales a row along K."""
+        """Whether pieces cut along `dim` share a scale: tensor-wide scales along every dim, row scales along K."""
         return shares_scale_along(self.shard.recipe, dim, self.shard.ndim)
 
 
@@ -60,7 +60,7 @@ class QuantizedScales(RecipeScales):
     def adopt(self, agreed: Tensor) -> None:
         """Re-encode under the agreed scale; shards that agree already keep their bytes.
 
-        With a preserved initial value this is the quantization of the full tensor's value, bit for bit.
+        With a preserved initial value the result is the quantization of the full tensor's value, bit for bit.
         """
         q, scale, value = self.shard, shared_scale(self.shard), initial_value(self.shard)
         claimed, amax, largest, smallest = (
@@ -79,7 +79,7 @@ class QuantizedScales(RecipeScales):
                 continue
             if part.dtype == torch.float32:
                 parts[name].copy_(torch.where(same, parts[name], part))
-            else:  # as bytes, since torch.where knows no float8
+            else:  # as bytes, since torch.where does not support float8
                 own, theirs = parts[name].view(torch.uint8), part.view(torch.uint8)
                 own.copy_(torch.where(same, own, theirs))
         for history in self._history():

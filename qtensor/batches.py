@@ -1,12 +1,12 @@
-"""Many small weights written at once, as an optimizer step on thousands of ranks does, where every shard is small.
+"""Write many small weights at once: in an optimizer step on thousands of ranks every shard is small.
 
-Quantizing one small weight is two dozen tiny operations. Weights of one recipe and shape are stacked, [n, N, K], and
-quantized as one tensor; a scale that is tensor-wide in each of them is handed over, and comes out, once a row:
+Quantizing one small weight takes two dozen tiny operations. Weights of one recipe and shape are stacked, [n, N, K], and
+quantized as one tensor. A scale that is tensor-wide in each weight is passed in and returned as one value for each row:
 
     bytes of write_each(shards, values, amaxes) == bytes of write(shard, value, amax, step=True) for each
 
-What is large, or more than a plain weight (a view, one with an amax history or a preserved initial value), is written
-by itself.
+A large weight, and one that is more than plain (a view, or with an amax history or a preserved initial value), is
+written by itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ def write_each(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], amax
 
 @torch.no_grad()
 def shared_amaxes(shards: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """flat_amax(value, shard.recipe) for each; all of them share scales."""
+    """flat_amax(value, shard.recipe) for each; every shard must be one that shares scales."""
     found: dict[int, Tensor] = {}
     for numbers in _batches(shards, values, [False] * len(shards)):
         if len(numbers) == 1:
@@ -79,9 +79,10 @@ def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Sequence[Tensor | None])
 
 
 def _batches(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], alone: Sequence[bool]) -> Iterator[list[int]]:
-    """Numbers of what is done together: small ones of one kind and shape, those that share no scale apart.
+    """The numbers of the weights in each batch: small ones of one recipe, shape, dtype and device; else a single one.
 
-    (Under tensor parallelism one weight may be cut along its scales and another of that shape not.)
+    Weights that share no scale (`alone`) have batches of their own: under tensor parallelism one weight may be cut
+    along its scales while another of the same shape is not.
     """
     kinds: dict[object, list[int]] = {}
     for number, (shard, value) in enumerate(zip(shards, values, strict=True)):
@@ -97,7 +98,7 @@ def _batches(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], alone:
 
 
 def _is_plain(shard: QuantizedTensor) -> bool:
-    """Whether it is a weight [N, K] of its own, whose bytes a write replaces without further ado."""
+    """Whether it is a weight [N, K] of its own, where a write only has to replace the bytes."""
     return (
         shard.ndim == 2
         and lens_of(shard) == OWN

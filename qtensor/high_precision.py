@@ -1,18 +1,18 @@
 """storage="high_precision": the shard stays dense, and is quantized on its way into the all-gather.
 
     at rest     one plain bf16 / fp16 / fp32 tensor: any torch optimizer, dense checkpoints, exact updates
-    gather      parts of quantize(shard), as if the weight were quantized; the gathered weight is a QuantizedTensor
+    gather      the parts of quantize(shard), as for a quantized weight; the gathered weight is a QuantizedTensor
     backward    a plain gradient, reduce-scattered to the dense shard
 
-A scale that shards share (tensor-wide, or of rows cut along K) needs the amax of all of them. `sync_scales`, once a
-step, finds it for the whole model by one all-reduce and leaves it beside each shard, with the amax of this shard at
-that moment:
+A scale that shards share (tensor-wide, or of rows cut along K) needs the amax over all of them. `sync_scales`, called
+once a step, finds it for the whole model by one all-reduce and leaves it beside each shard, together with the shard's
+own amax at that moment:
 
     amax used in a gather = agreed amax    where the shard's own amax is still what it was at the agreement
                             own amax       elsewhere
 
-so that a value written since never saturates under a stale scale. Without an agreement every shard is quantized under
-a scale of its own; scales travel with the bytes, so the gather is exact either way.
+So a value written after the agreement never saturates under a stale scale. Without an agreement every shard is
+quantized under a scale of its own. Scales travel with the bytes, so the gather is exact either way.
 
 Outside FSDP, `F.linear` quantizes the weight on the spot: the same numbers as under FSDP on one rank.
 """
@@ -49,7 +49,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @dataclass
 class Agreement:
-    """Holds what was agreed on: fp32 [2, shared scales], the amaxes of all shards and this shard's own at that moment.
+    """Holds what was agreed on: fp32 [2, shared scales], the amaxes over all shards and this shard's own at that time.
 
     Aliases share it: a DTensor hands out a new alias of its local tensor each time.
     """
@@ -60,7 +60,7 @@ class Agreement:
 class HighPrecisionWeight(Tensor):
     """A dense tensor [.., K] that FSDP2 gathers quantized.
 
-    F.linear, t() and transpose() quantize it, since they begin products; any other operation sees the dense tensor.
+    F.linear, t() and transpose() quantize it, because they begin products; any other operation sees the dense tensor.
 
     Attributes:
         dense: the values, a plain tensor of this shape, dtype and device.
@@ -101,7 +101,7 @@ class HighPrecisionWeight(Tensor):
     # -- FSDP2 ---------------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
-        """Called by FSDP2 on every rank: the inputs of the quantized shard, and it itself as metadata."""
+        """Called by FSDP2 on every rank: the inputs that the quantized shard gives, and that shard as metadata."""
         q = self.quantized()
         inputs, _ = q.fsdp_pre_all_gather(*args)
         return inputs, q
@@ -148,9 +148,9 @@ class HighPrecisionWeight(Tensor):
             )
         if torch.is_inference_mode_enabled():
             if func not in _KEEPS and (whole := func.decompose(*args, **kwargs)) is not NotImplemented:
-                return whole  # composite ops arrive whole there, elsewhere in pieces
+                return whole  # in inference mode composite ops arrive whole, otherwise in pieces
             if (func in _KEEPS or func in _TRANSPOSES) and not args[0].is_inference():
-                # a view must be the kind of tensor its base is, and what is made here would be an inference tensor
+                # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
                 with torch.inference_mode(mode=False), torch.no_grad():
                     return func(*args, **kwargs)
         if func in _TRANSPOSES:
@@ -168,7 +168,7 @@ class HighPrecisionWeight(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         agreed = self.agreement.amaxes
-        self.agreed = agreed  # where the names of inner tensors are looked up
+        self.agreed = agreed  # torch looks up inner tensors as attributes
         return ["dense", *(["agreed"] if agreed is not None else [])], (self.recipe, self.padded_rows)
 
     @classmethod
@@ -192,7 +192,7 @@ class HighPrecisionWeight(Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A parameter is pickled as what it is; its values (a state dict's entry) as the plain tensor they are."""
+        """A parameter is pickled as a parameter; any other (a state dict's entry) as the plain tensor of its values."""
         if isinstance(self, torch.nn.Parameter):
             return _rebuild, (self.dense.detach(), self.recipe, self.requires_grad)
         return self.dense.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
@@ -203,13 +203,13 @@ class HighPrecisionWeight(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage of the dense values, which writers of checkpoints ask for.
 
-        `data_ptr()` is 0 all the same: stagers then copy the attributes, and do not set the wrapper onto a storage.
+        `data_ptr()` is 0 all the same, so that stagers copy the attributes and do not set the wrapper onto a storage.
         """
         return super().untyped_storage() if is_tracing() or is_described() else self.dense.untyped_storage()
 
 
 class DenseScales(RecipeScales):
-    """The scales that a dense shard is gathered with."""
+    """The scales under which a dense shard is gathered."""
 
     def kind(self) -> str:
         """The recipe of its gathers."""
@@ -231,8 +231,8 @@ class DenseScales(RecipeScales):
 scales_of.register(HighPrecisionWeight, DenseScales)
 
 
-# Results that FSDP2, DTensor and nn.Module take for the weight itself, or a part of it. Everything else gives the plain
-# result, as of the dense tensor.
+# Ops whose results FSDP2, DTensor and nn.Module treat as the weight itself, or a part of it. Any other op gives the
+# plain result that it has for the dense tensor.
 _KEEPS = frozenset(
     {
         aten.detach.default,
@@ -250,11 +250,11 @@ _KEEPS = frozenset(
         aten.new_zeros.default,
     }
 )
-# Of those, the ones whose result still has the padding rows behind it, and the same amax.
+# The ops of `_KEEPS` whose result keeps the padded row count, and the agreement.
 _SAME_ROWS = frozenset(
     {aten.detach.default, aten.alias.default, aten._to_copy.default, aten._pin_memory.default, aten.clone.default}
 )
-# How DTensor begins a product with the weight; the product is one with the quantized values, as under F.linear.
+# DTensor begins a product with the weight by these. They give the quantized weight, as F.linear uses it.
 _TRANSPOSES = frozenset({aten.t.default, aten.transpose.int})
 _RESHAPES_IN_PLACE = frozenset(
     {aten.t_.default, aten.transpose_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.unsqueeze_.default}
@@ -286,7 +286,7 @@ def dense(value: Any) -> Any:
 
 
 def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """The result of an op of `_KEEPS` as weights."""
+    """The result of an op of `_KEEPS`, wrapped as one or more weights."""
     weight: HighPrecisionWeight = args[0]
     for piece in result if isinstance(result, list | tuple) else [result]:
         if piece.ndim == weight.ndim > 1:  # tensor parallelism may cut K
@@ -306,9 +306,9 @@ def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionWeight:
-    """What FSDP asks `new_zeros` for: the padded shard, whose row count is remembered.
+    """The padded shard, which FSDP allocates by `new_zeros`; its row count is remembered.
 
-    FSDP pads uneven shards again, before the first forward and after a load, so the agreement is carried on.
+    FSDP pads uneven shards again before the first forward and after a load, so the new shard takes over the agreement.
     """
     if result.shape[1:] != weight.shape[1:]:
         raise NotImplementedError(

@@ -1,15 +1,16 @@
-"""A dense state dict into a quantized model: the bytes of quantize-then-shard, whatever the sharding.
+"""Load a dense state dict into a quantized model: the bytes of quantize-then-shard, whatever the sharding.
 
     load_state_dict  ->  hook of the outermost module  ->  amax of every dense shard, one all-reduce for all
                                                        ->  quantized entries in their place  ->  torch copies or assigns
 
-Without it each shard would choose a scale of its own, and `assign=True` would put dense parameters in place of the
-quantized ones. A local tensor never learns the mesh it is part of; the hook sees the parameters, which are DTensors,
-and all of them at once, so that the agreement is one collective. Every module around quantized weights has the hook,
-so that any of them can be loaded alone; those inside find their entries quantized already, and have nothing to do.
+Without the hook each shard would choose a scale of its own, and `assign=True` would put dense parameters in place of
+the quantized ones. A local tensor does not know the mesh it is part of; the hook sees the parameters, which are
+DTensors, and sees all of them at once, so that the agreement is one collective. Every module around quantized weights
+has the hook, so that any of them can be loaded alone. Hooks of inner modules find their entries quantized already, and
+have nothing to do.
 
-It is collective where dense entries belong to weights that share scales: all ranks must load the same names, in any
-order. Entries that are quantized with the parameter's recipe pass through untouched.
+Loading is a collective where dense entries belong to weights that share scales: all ranks must load the same names, in
+any order. Entries that are quantized with the parameter's recipe pass through untouched.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,9 +35,10 @@ from qtensor.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class _Entry:
-    """One parameter with its dense entry of the state dict; `dense` is this rank's part of it, None without an entry.
+    """One parameter and its entry of the state dict.
 
     local: the parameter's local tensor, a QuantizedTensor or a HighPrecisionWeight.
+    dense: this rank's part of the dense entry; None where no entry has to be quantized.
     """
 
     key: str
@@ -45,7 +47,7 @@ class _Entry:
     dense: Tensor | None
 
     def claim(self, device: torch.device) -> Tensor:
-        """fp32, flat: the amaxes of this rank's part, 0 where it has none."""
+        """fp32, flat: the amaxes of `dense`; zeros where that is None."""
         if self.dense is None:
             shape = self.local.shape[:-1] if tensor_wide(self.local.recipe) is None else ()
             return torch.zeros(shape, dtype=torch.float32, device=device).reshape(-1)
@@ -55,7 +57,7 @@ class _Entry:
 
 
 def watch_loads(modules: Iterable[nn.Module]) -> None:
-    """Put the hook on each of `modules` that has a quantized weight in it."""
+    """Put the hook on each of `modules` that contains a weight of ours, quantized or HighPrecisionWeight."""
     for module in modules:
         if any(isinstance(param, QuantizedTensor | HighPrecisionWeight) for param in module.parameters()):
             module.register_load_state_dict_pre_hook(quantize_dense_entries)
@@ -66,14 +68,14 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
     """Replace dense entries of quantized parameters; a load_state_dict pre-hook (torch hands it a copy of the dict)."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            child.reshard()  # a forward without backward leaves weights gathered; torch's own hook comes later
-    weights = sorted(_weights(module, state_dict, prefix), key=lambda weight: weight[0])  # an order of all ranks
+            child.reshard()  # a forward without backward leaves weights gathered; torch's own hook runs later
+    weights = sorted(_weights(module, state_dict, prefix), key=lambda weight: weight[0])  # the same order on all ranks
     shared = {key: groups for key, param, _ in weights if (groups := groups_sharing(param))}
     try:
         entries = [_Entry(*weight, _dense_part(*weight, state_dict)) for weight in weights]
         claims = _claims([entry for entry in entries if entry.key in shared])
     except Exception:
-        # without a dense entry among those that share scales no rank exchanges anything
+        # ranks exchange something only if a weight that shares scales has a dense entry
         own = [weight for weight in weights if weight[0] in shared]
         if any(_is_dense(state_dict.get(key), local) for key, _, local in own):
             labels = [(label_of(key, param),) for key, param, _ in own]
@@ -86,16 +88,16 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
 
 
 def _weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor, Any]]:
-    """(key in the state dict, parameter, local tensor) of every weight of ours."""
+    """(key in the state dict, parameter, local tensor) of every QuantizedTensor and HighPrecisionWeight."""
     for fqn, param in module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
         local = local_of(param)
         if isinstance(local, QuantizedTensor | HighPrecisionWeight):
-            # activation checkpointing's wrapper takes its own name out of the keys
+            # activation checkpointing's wrapper removes its own name from the keys
             yield fqn if fqn in state_dict else fqn.replace("_checkpoint_wrapped_module.", ""), param, local
 
 
 def _claims(entries: list[_Entry]) -> list[Tensor]:
-    """One for each entry that shares scales; none at all where not one of them is dense."""
+    """One claim for each entry; no claims at all where none of the entries is dense."""
     found = [entry.dense for entry in entries if entry.dense is not None]
     return [entry.claim(found[0].device) for entry in entries] if found else []
 
@@ -103,7 +105,7 @@ def _claims(entries: list[_Entry]) -> list[Tensor]:
 def _agreed(
     entries: list[_Entry], claims: list[Tensor], shared: Mapping[str, list[dist.ProcessGroup]]
 ) -> dict[str, Tensor]:
-    """Key -> the amaxes of all ranks. They must load the same entries in the same kind."""
+    """The amaxes over all ranks, by key. Ranks must load the same entries, dense ones for the same keys."""
     own = [entry for entry in entries if entry.key in shared]
     kinds = ["not dense in the state dict" if entry.dense is None else "dense in the state dict" for entry in own]
     labels = [(f"{label_of(entry.key, entry.param)}, {kind}",) for entry, kind in zip(own, kinds, strict=True)]
@@ -116,8 +118,8 @@ def _dense_part(key: str, param: Tensor, local: Any, state_dict: Mapping[str, An
     """This rank's part of an entry that has to be quantized; None for one that torch handles as it is.
 
     Raises:
-        TypeError: it holds codes.
-        ValueError: it is cut otherwise.
+        TypeError: the entry holds codes, not values.
+        ValueError: the entry is on another mesh than the parameter, or cut in another way.
     """
     value = _placed(key, state_dict.get(key), param)
     if value is None:
@@ -132,12 +134,12 @@ def _dense_part(key: str, param: Tensor, local: Any, state_dict: Mapping[str, An
             f"{key}: this rank's part of the state dict's entry has shape {tuple(part.shape)}, its shard "
             f"{tuple(local.shape)}; cut the entry as the parameter is cut (distribute_tensor)"
         )
-    part = part.reshape(local.shape)  # an empty one may have lost its columns
-    return part.to(local.dtype) if isinstance(local, HighPrecisionWeight) else part  # what will be stored, is claimed
+    part = part.reshape(local.shape)  # an empty part may have lost its columns
+    return part.to(local.dtype) if isinstance(local, HighPrecisionWeight) else part  # claim what will be stored
 
 
 def _placed(key: str, value: Any, param: Tensor) -> Tensor | None:
-    """The entry, placed as the parameter is; None where it is no tensor of that shape and kind (torch says more)."""
+    """The entry, placed like the parameter; None where it is no tensor of that shape and kind (torch reports that)."""
     fits = isinstance(value, Tensor) and value.shape == param.shape and not value.is_meta
     if not fits or isinstance(value, DTensor) != isinstance(param, DTensor):
         return None
@@ -153,7 +155,7 @@ def _placed(key: str, value: Any, param: Tensor) -> Tensor | None:
 
 
 def _values(part: Tensor, local: Any) -> Tensor | None:
-    """The dense values of an entry's local tensor; None where it is of the parameter's own kind already."""
+    """The dense values of an entry's local tensor; None where it is of the parameter's kind already."""
     if not _is_dense(part, local):
         return None
     if isinstance(part, HighPrecisionWeight):
@@ -162,9 +164,9 @@ def _values(part: Tensor, local: Any) -> Tensor | None:
 
 
 def _is_dense(value: Any, local: Any) -> bool:
-    """Whether an entry is a tensor of another kind than the parameter, so that its values have to be quantized."""
+    """Whether an entry is a tensor of another kind than the parameter, so that its values must be quantized."""
     part = local_of(value) if isinstance(value, Tensor) else value
-    if isinstance(part, HighPrecisionWeight):  # of the same agreement: an outer module's hook has put it there
+    if isinstance(part, HighPrecisionWeight):  # with the parameter's own agreement: an outer module's hook put it there
         return not (isinstance(local, HighPrecisionWeight) and part.agreement is local.agreement)
     if isinstance(part, QuantizedTensor):
         return not (isinstance(local, QuantizedTensor) and part.recipe.stored == local.recipe.stored)
@@ -172,7 +174,7 @@ def _is_dense(value: Any, local: Any) -> bool:
 
 
 def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
-    """The local tensor that takes the place of the dense one."""
+    """The local tensor that replaces the dense one."""
     dense, local = entry.dense, entry.local
     assert dense is not None
     if isinstance(local, HighPrecisionWeight):

@@ -1,10 +1,15 @@
 """States of a MasterWeightOptimizer: what `state` shows of masters, and what a state dict brings back.
 
-torch knows three ways to say that a parameter has no state: it is not named; its state is empty; or, in what
-`set_optimizer_state_dict(flatten_optimizer_state_dict=True)` makes of a checkpoint that does not name it, each entry of
-its state is an empty dict. The first and the third say it of that parameter. The second torch also says of parameters
-that do have a state in the checkpoint, where the optimizer was new and gradients existed: what was saved is lost then,
-and a low-precision parameter without its master is refused.
+torch says in three ways that a parameter has no state:
+
+    missing   the state dict does not name the parameter
+    empty     its state is an empty dict
+    hollow    each entry of its state is an empty dict: `set_optimizer_state_dict(flatten_optimizer_state_dict=True)`
+              makes this of a checkpoint that does not name the parameter
+
+Missing and hollow can be trusted. Empty cannot: torch also hands it on for parameters whose state is in the checkpoint,
+if the optimizer was new and gradients existed. The saved state is lost then, so an empty state of a low-precision
+parameter, which needs its master, is refused.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -52,7 +57,7 @@ def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mappi
 
 @torch.no_grad()
 def load_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Set all masters to what was saved; one saved before its first step starts from its parameter."""
+    """Set all masters to what was saved; a master without a saved state starts anew from its parameter."""
     for param, master in masters.items():
         if master is param:
             continue
@@ -78,7 +83,7 @@ def for_inner(groups: Sequence[dict[str, Any]], saved: Mapping[Tensor, Mapping[s
 
 
 def forget_looks(state: MutableMapping[Tensor, Any], masters: Mapping[Tensor, Tensor]) -> None:
-    """Drop the empty states that a mere look at `state[p]` makes (torch takes such looks, too)."""
+    """Drop the empty states that merely reading `state[p]` creates (torch reads it so, too)."""
     for param, master in masters.items():
         if master is not param and not state.get(param, True):
             del state[param]
@@ -94,7 +99,7 @@ def publish(
 ) -> None:
     """Fill `state` with what state_dict() must hold; references only.
 
-    That is the masters of `params`, and of all parameters that the inner optimizer has a state for.
+    That is the masters and inner states of `params` and of all parameters for which the inner optimizer has a state.
     """
     named = set(params)
     for param, master in masters.items():
@@ -109,7 +114,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of(group: Mapping[str, Any], number: int) -> list[tuple[str, Tensor]]:
-    """(name, parameter) of a group; where they were given without names, its number stands for them."""
+    """(name, parameter) of a group; parameters given without names are named after the group's number."""
     names = group.get("param_names") or [f"group {number}"] * len(group["params"])
     return list(zip(names, group["params"], strict=True))
 

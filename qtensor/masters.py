@@ -1,10 +1,10 @@
 """Masters: the fp32 value behind a low-precision parameter, and whether the parameter still holds what it wrote.
 
-A parameter can be written by others than the optimizer - a checkpoint loaded after the optimizer was built, a weight
+Others than the optimizer can write a parameter: a checkpoint is loaded after the optimizer was built, or a weight is
 copied in by hand. Its master is stale then, and the next step would silently undo that write. So the optimizer keeps a
-digest of the bytes it wrote, and a parameter whose bytes are others gives its master a new start. Only the bytes can
-tell: version counters miss writes through aliases such as those of a state dict, and FSDP moves uneven shards to new
-storage without writing them.
+digest of the bytes it wrote; where a parameter's bytes have changed since, its master starts anew from them. Only the
+bytes can tell: version counters miss writes through aliases, such as those of a state dict, and FSDP moves uneven
+shards to new storage without writing them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from qtensor.contents import initial_value, preserve, values_of
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
-# torch's optimizers that treat every parameter apart; any other may look at all gradients together
+# torch's optimizers that treat each parameter on its own; any other may look at all gradients together
 APART = frozenset(
     {
         torch.optim.Adadelta,
@@ -39,11 +39,11 @@ APART = frozenset(
 
 
 def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object]) -> None:
-    """Raise where an optimizer of this kind cannot step masters of these parameters; what is no tensor torch refuses.
+    """Raise where an optimizer of this kind cannot step masters of these parameters; torch refuses non-tensors itself.
 
     Raises:
         ValueError: a parameter is on the meta device.
-        NotImplementedError: torch.optim.Adafactor and a sharded parameter, which no torch so far can step.
+        NotImplementedError: torch.optim.Adafactor and a sharded parameter; no torch version so far can step these.
     """
     tensors = [param for param in params if isinstance(param, Tensor)]
     if any(param.is_meta for param in tensors):
@@ -63,9 +63,10 @@ def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object])
 
 
 def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
-    """The parameters whose bytes are no longer those of their recorded digests; one host sync for all of them.
+    """The parameters whose bytes no longer match their recorded digests; one host sync for all of them.
 
-    One whose preserved initial value was not written along (a write into its parts) loses that: it is another weight's.
+    Where such a write left the preserved initial value as it was (a write into the parts), that value is forgotten,
+    since it belongs to other bytes.
     """
     if not records:
         return []
@@ -110,7 +111,7 @@ def _bytes_of(shard: Tensor) -> list[Tensor]:
 
 
 def master_of(param: Tensor) -> Tensor:
-    """fp32 master of a parameter: itself in fp32, else a new tensor filled by `refill`."""
+    """fp32 master of a parameter: the parameter itself if it stores fp32, else a new tensor filled by `refill`."""
     if not isinstance(local_of(param), QuantizedTensor) and param.dtype == torch.float32:
         return param
     with torch.no_grad():
@@ -131,9 +132,9 @@ def refill(master: Tensor, param: Tensor) -> None:
 
 
 class Room:
-    """Memory for the fp32 gradients of one chunk of parameters after the other, on one device.
+    """Memory on one device for fp32 gradients, reused for one chunk of parameters after the other.
 
-    Taken once a step: memory that is fresh costs more than what is written to it.
+    It is allocated once a step, because fresh memory costs more than the writes into it.
     """
 
     def __init__(self, elements: int) -> None:
@@ -142,11 +143,11 @@ class Room:
 
     @staticmethod
     def of(numel: int) -> int:
-        """The elements that a tensor takes, in whole cache lines."""
+        """How many elements a tensor takes up, in whole cache lines."""
         return -(-numel // 16) * 16
 
     def clear(self) -> None:
-        """What was taken is free again."""
+        """Make all of the memory free to take again."""
         self._used = 0
 
     def take(self, like: Tensor) -> Tensor:
@@ -160,13 +161,13 @@ class Room:
 
 
 def in_fp32(grad: Tensor, master: Tensor, room: Room | None) -> Tensor:
-    """A gradient in its master's dtype, in memory of the room where there is one; itself if it has that dtype."""
+    """A gradient in its master's dtype, in the room's memory if there is a room; itself if it has that dtype."""
     if grad.dtype == master.dtype:
         return grad
     if not isinstance(grad, DTensor):
         return room.take(grad).copy_(grad) if room and grad.layout is torch.strided else grad.to(master.dtype)
     if isinstance(master, DTensor) and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements):
-        # without DTensor's dispatch, which takes longer than the copy of a small one
+        # without DTensor's dispatch, which takes longer than copying a small gradient
         local = local_of(grad)
         return dtensor_like(room.take(local).copy_(local) if room else local.to(master.dtype), master)
     return grad.to(master.dtype)

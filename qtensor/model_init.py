@@ -1,13 +1,13 @@
-"""Quantized parameters in models nobody here wrote: `quantized_model_init` while they are built, `quantize_` later.
+"""Quantized parameters in third-party models: `quantized_model_init` while they are built, `quantize_` afterwards.
 
 `quantized_model_init` watches every parameter registration (torch's public registration hook) and replaces the weight
-of each nn.Linear by a quantized parameter at the moment it is registered; what the constructor then writes into it -
-`uniform_`, `normal_`, `copy_` - goes through the op table and is quantized. On the meta device the same happens without
+of each nn.Linear by a quantized parameter as soon as it is registered. What the constructor then writes into it
+(`uniform_`, `normal_`, `copy_`) goes through the op table and is quantized. On the meta device the same happens without
 bytes.
 
 Tied weights stay as they are. A weight that some other module registered first (an embedding given to lm_head) is never
-quantized; a quantized weight that is later given to a module other than nn.Linear is turned back, for both, into a
-dense parameter.
+quantized. A quantized weight that is later given to a module other than nn.Linear becomes a dense parameter again, in
+both modules.
 """
 
 import warnings
@@ -53,16 +53,16 @@ def quantized_model_init(
     Args:
         recipe: how to quantize.
         enabled: False makes it a no-op.
-        storage: "quantized", the shards are quantized; "high_precision", they stay dense and are quantized on their way
+        storage: "quantized": the shards are quantized. "high_precision": they stay dense and are quantized on their way
             into the all-gather (any torch optimizer, dense checkpoints; see `fsdp_hooks.sync_scales`).
-        preserve_high_precision_init_val: keep what is written into the weights in high precision beside them, sharded
-            as they are, so that MasterWeightOptimizer starts from it; costs a dense copy until
-            `clear_high_precision_init_val`. Without effect on storage="high_precision", which has that value.
+        preserve_high_precision_init_val: also keep the high-precision values that are written into the weights, sharded
+            as the weights are, so that MasterWeightOptimizer starts from them; this costs a dense copy until
+            `clear_high_precision_init_val`. No effect with storage="high_precision", which keeps these values anyway.
 
     Raises:
         ValueError: an unknown storage; storage="high_precision" with a recipe that keeps a history; a
             Linear whose shape does not fit the recipe's blocks.
-        TypeError: recipe is no recipe.
+        TypeError: `recipe` is not a recipe.
     """
     registered(recipe)
     if storage not in STORAGES:
@@ -97,10 +97,11 @@ class _Registrations:
         self.seen: dict[int, weakref.ref[Tensor]] = {}
         # id of a quantized parameter -> the Linears that hold it
         self.linears: dict[int, list[weakref.ref[nn.Module]]] = {}
-        # id of a dense parameter given to a Linear -> it, and the quantized one that took its place, for as long
-        # as somebody else holds the dense one. No weak reference to the quantized one: swap_tensors refuses those.
+        # id of a dense parameter given to a Linear -> (the dense parameter, the quantized one that took its place), for
+        # as long as somebody else holds the dense one. The quantized one is held strongly: swap_tensors refuses tensors
+        # with weak references.
         self.replaced: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
-        # the module that each module was registered in, last
+        # for each module, the module that it was last registered in
         self.parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
@@ -118,18 +119,18 @@ class _Registrations:
         return None
 
     def note_parent(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """A module registration hook: who is whose child."""
+        """A module registration hook: remember the parent of each module."""
         if child is not None:
             self.parents[child] = weakref.ref(parent)
 
     def modules(self) -> set[nn.Module]:
-        """What was built: the Linears, and every module that was put into another, deep copies too."""
+        """What was built: the Linears, and every module that became a parent or a child, deep copies included."""
         linears = {ref() for refs in self.linears.values() for ref in refs}
         parents = {ref() for ref in self.parents.values()}
         return {module for module in {*linears, *parents, *self.parents} if module is not None}
 
     def _elsewhere(self, param: nn.Parameter) -> None:
-        """A dense parameter that is no Linear's weight: remembered, and given back to Linears that had it first."""
+        """Remember a dense parameter that is not a Linear's weight, and give it back to Linears that had it first."""
         self.seen[id(param)] = weakref.ref(param)
         stood_for = self._stands_for(param)
         if stood_for is not None:
@@ -145,7 +146,7 @@ class _Registrations:
         quantized = self._stands_for(param)
         if quantized is None:
             quantized = self._quantize(param)
-            for name in vars(param).keys() - vars(quantized).keys():  # such as loaders' marks of what needs no init
+            for name in vars(param).keys() - vars(quantized).keys():  # such as a loader's mark "needs no init"
                 setattr(quantized, name, getattr(param, name))
             key = id(param)
             self.replaced[key] = (weakref.ref(param, lambda _: self.replaced.pop(key, None)), quantized)
@@ -153,7 +154,7 @@ class _Registrations:
         return quantized
 
     def _stands_for(self, param: nn.Parameter) -> nn.Parameter | None:
-        """The quantized parameter that took the place of this very dense one, if any."""
+        """The quantized parameter that took the place of this dense one, if any."""
         dense, quantized = self.replaced.get(id(param), (None, None))
         return quantized if dense is not None and dense() is param else None
 
@@ -191,7 +192,7 @@ class _Registrations:
 
 
 def _refuse_dense_shards(module: nn.Module, param: nn.Parameter) -> None:
-    """A loader that puts shards of its own in the place of quantized ones would leave a dense model behind."""
+    """Raise where a loader replaces quantized shards by dense ones of its own, which would leave a dense model."""
     held: Any = module._parameters.get("weight")
     kinds = QuantizedTensor | HighPrecisionWeight
     if isinstance(held, DTensor) and isinstance(local_of(held), kinds) and not isinstance(local_of(param), kinds):
@@ -256,9 +257,9 @@ def quantize_(
 
 
 def high_precision_init_val(param: Tensor) -> Tensor | None:
-    """What was written into a parameter in high precision, or None.
+    """The high-precision value that was written into a parameter, or None.
 
-    It has the parameter's dtype and shape; that of a DTensor has the rows of the local shard.
+    It has the parameter's dtype and shape; for a DTensor, it has the shape of the local shard.
     Only parameters built under `quantized_model_init(preserve_high_precision_init_val=True)` have one.
     """
     local = local_of(param)
@@ -273,7 +274,7 @@ def clear_high_precision_init_val(param: Tensor) -> None:
 
 
 def _uses_linear(module: nn.Module) -> bool:
-    """Whether a module hands its weight to F.linear; nn.MultiheadAttention reads its out_proj past the module."""
+    """Whether a module hands its weight to F.linear; nn.MultiheadAttention reads out_proj.weight directly instead."""
     return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 

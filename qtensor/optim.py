@@ -4,26 +4,26 @@
             -> amax of each master shard -> one all-reduce for all tensor-wide scales of the model
             -> requantize every shard in place -> digest of what was written (see masters.py)
 
-A master is the shard in fp32, a DTensor where the parameter is one; parameters in fp32 are their own masters. The bytes
-of a parameter are a function of its full master and the recipe alone (with delayed scaling, of its history, too), so
-they are the same for every world size, and a step that moves no master moves no byte:
+A master is the shard in fp32, and a DTensor where the parameter is one; parameters in fp32 are their own masters. The
+bytes of a parameter depend only on its full master and the recipe (and on its history, with delayed scaling). So they
+are the same for every world size, and a step that moves no master moves no byte:
 
     bytes == quantize(master)                     once a step has written the parameter
-    master == dequantize(bytes), still "fresh"    before, where the master was made from the bytes (quantizing again
-                                                  could choose other codes for the same values, so a fresh parameter is
-                                                  written only when some shard's master moved)
+    master == dequantize(bytes), still "fresh"    before that, where the master was made from the bytes (quantizing
+                                                  again could choose other codes for the same values, so a fresh
+                                                  parameter is written only when some shard's master moved)
 
-fp32 copies of gradients exist for one chunk of parameters at a time (of some elements, or the one parameter that is
-larger): torch's own optimizers, which treat every parameter apart (APART), take a step for each chunk. Any other may
-look at all gradients together, or count its steps: it takes one step, and all copies live together while it does. A
+fp32 copies of gradients exist for one chunk of parameters at a time (CHUNK elements, or one parameter that is larger):
+torch's own optimizers that treat each parameter on its own (APART) take one step for each chunk. Any other optimizer
+may look at all gradients together, or count its steps, so it takes a single step, during which all copies exist. A
 gradient in fp32 is not copied.
 
 `param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an
-ordinary optimizer); `state[p]` holds "master_weight" beside the inner optimizer's own entries, from the first step or
-load on that p takes part in.
+ordinary optimizer). `state[p]` holds "master_weight" beside the inner optimizer's own entries, from the first step or
+load that p takes part in.
 
-Copied or pickled, it takes its masters and the inner optimizer along, and drops hooks, as torch's optimizers do: a copy
-of (model, optimizer) is tied as the originals are, a copy of the optimizer alone has parameters of its own.
+A copied or pickled optimizer takes its masters and the inner optimizer along and drops hooks, as torch's optimizers do.
+A copy of (model, optimizer) is tied as the originals are; a copy of the optimizer alone has parameters of its own.
 """
 
 import contextlib
@@ -51,28 +51,28 @@ from qtensor.masters import (
 from qtensor.step_agreement import Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
 
-CHUNK = {"cpu": 2**22}  # elements; what the optimizer makes of them stays in reach of the cache
+CHUNK = {"cpu": 2**22}  # elements; the optimizer's temporaries for that many still fit into the cache
 CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
     """An optimizer with fp32 master weights for quantized (and other low-precision) parameters.
 
-    Building it is a collective where parameters have tensor-wide scales (they are agreed on first, see
-    `fsdp_hooks.sync_scales`); so is `step`.
+    Building it is a collective where shards share scales (they agree on these first, see `fsdp_hooks.sync_scales`);
+    `step` is a collective, too.
 
     Args:
         optimizer_cls: the optimizer that updates the masters, such as torch.optim.AdamW.
-        params: parameters or parameter groups, as for any torch optimizer; DTensors after fully_shard. Those that are
-            given with names (`model.named_parameters()`) are matched by name over the ranks; those without by group,
-            shape, dtype, recipe and placements, and by their order where all of these are alike.
+        params: parameters or parameter groups, as for any torch optimizer; DTensors after fully_shard. Parameters
+            given with names (`model.named_parameters()`) are matched across ranks by name; others by group, shape,
+            dtype, recipe and placements, and by their order where all of these are equal.
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
         ValueError: a parameter is on the meta device.
         RuntimeError: on all ranks of a group, where they do not list the same parameters.
-        NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch's own can
-            not step either.
+        NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
+            without masters either.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._group: dict[Tensor, int] = {}  # the number of each parameter's group
-        self._labels: dict[Tensor, str] = {}  # what ranks tell parameters that share scales apart by
+        self._labels: dict[Tensor, str] = {}  # by which ranks tell parameters that share scales apart
         self._fresh: set[Tensor] = set()
         self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
         super().__init__(params, {})
@@ -102,15 +102,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             "_group": self._group,
             "_labels": self._labels,
             "_fresh": self._fresh,
-            # each by itself: as rows of one table every one of them would be pickled with the whole table
+            # cloned: each is a row of one table, and pickling a row would pickle the whole table
             "_written": {param: digest.clone() for param, digest in self._written.items()},
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; a collective where they have tensor-wide scales."""
+        """Add a group of parameters; a collective where their shards share scales."""
         if self._inner is not None:
             given = param_group["params"]
-            if not isinstance(given, Tensor | set):  # of which torch itself says that it has no order
+            if not isinstance(given, Tensor | set):  # torch itself refuses a set, since it has no order
                 given = list(given)  # may be a generator
             named = [given] if isinstance(given, Tensor) else given
             check_trainable(type(self._inner), [one[1] if isinstance(one, tuple) else one for one in named])
@@ -126,15 +126,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the masters and requantize the parameters in place.
 
-        Call it on all ranks; it makes one all-reduce a group of shards.
+        Call it on all ranks; it makes one all-reduce for each group of ranks that shard parameters.
         A parameter that others wrote since the last step (a checkpoint loaded later, a copy_) keeps that value: its
         master starts anew from it.
 
         Raises:
             RuntimeError: `param_groups` hold other parameters than those it was built with; nothing has been written.
-                On all ranks of a group, where they do not list the same parameters, or where the inner optimizer failed
-                on one of them: no quantized parameter has been written, but masters may have moved and parameters of
-                other kinds been written, so load a checkpoint.
+                Also, on all ranks of a group, where the ranks do not list the same parameters or the inner optimizer
+                failed on one of them. No quantized parameter has been written then, but masters may have moved and
+                other parameters may have been written, so load a checkpoint.
         """
         assert self._inner is not None
         self._refuse_exchanged()
@@ -144,8 +144,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 loss = closure()
         try:
             self._follow_outside_writes()
-            with without_torch_function():  # attributes of a subclass go through it
-                # the gradient that a frozen parameter may still have is of no step
+            with without_torch_function():  # otherwise reading an attribute of a subclass goes through it
+                # a frozen parameter may still have a gradient, which is ignored
                 stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
             self._step_masters(stepped)
             trained, dense, plain = self._agreeing(set(stepped))
@@ -159,7 +159,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's, with masters."""
+        """The state dict of any optimizer, with masters in it."""
         master_states.forget_looks(self.state, self._masters)
         return super().state_dict()
 
@@ -180,7 +180,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         master_states.load_masters(self._masters, saved)
         self._start_anew(self._masters)
-        for param in saved:  # torch restores an optimizer before its model: until the next step loaded masters decide
+        # torch restores an optimizer before its model, so the loaded masters hold until the next step writes them
+        for param in saved:
             self._written.pop(param, None)
         self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
         self._publish_state(saved)

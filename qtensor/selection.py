@@ -1,4 +1,4 @@
-"""Names chosen by globs ("lm_head", "model.layers.*.mlp.*"); case counts, and a * spans dots."""
+"""Names chosen by globs ("lm_head", "model.layers.*.mlp.*"); case matters, and a * also matches dots."""
 
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
@@ -15,7 +15,7 @@ def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
 
 
 def check_lists(caller: str, **patterns: Iterable[str]) -> None:
-    """Raise TypeError where an argument is a string, whose characters would pass for globs."""
+    """Raise TypeError where an argument is a string: its characters would be taken for globs."""
     for argument, given in patterns.items():
         if isinstance(given, str):
             raise TypeError(f"{caller}: {argument} is a list of patterns, got {given!r}; write [{given!r}]")

@@ -1,11 +1,11 @@
-"""What ranks agree on in an optimizer step, by one all-reduce: shared scales, and whose master moved.
+"""What ranks agree on in an optimizer step, by one all-reduce: shared scales, and which masters moved.
 
     [amaxes of quantized shards that share scales .., 1 or 0 for each quantized parameter .., claims of dense shards ..]
 
 All trainable parameters that are gathered quantized take part every time, so that ranks never differ in what they
-reduce; where they do, or where one of them failed in its step, all raise before a byte is written (see
-fsdp_hooks.exchange). Whether a master moved is known without a look at it, but for fresh parameters (see optim.py):
-those are compared where they are, without a host sync.
+reduce. If they do differ, or a rank failed in its step, all ranks raise before a quantized byte is written (see
+fsdp_hooks.exchange). Whether a master moved is known without reading it, except for fresh parameters (see optim.py):
+these are compared with their masters on their device, without a host sync.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ WHAT = "MasterWeightOptimizer.step"
 class Trained(NamedTuple):
     """A trainable quantized parameter in a step; `fresh`: its master was made from the bytes."""
 
-    label: str  # what all ranks must have alike
+    label: str  # must be the same on all ranks
     param: Tensor
     shard: QuantizedTensor
     master: Tensor  # fp32, local
@@ -40,8 +40,8 @@ class Outcome(NamedTuple):
     """What was agreed on.
 
     Attributes:
-        amaxes: of each parameter, None where no other shard shares a scale of it.
-        order: the parameters' numbers, as `moved` has them.
+        amaxes: the agreed amax of each parameter; None where it shares no scale with other shards.
+        order: the parameters' numbers, in the order of `moved`.
         moved: fp32 [parameters], 1 where some shard's master moved, else 0.
     """
 
@@ -56,11 +56,12 @@ class Outcome(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """What a step exchanges, known without a look at any value: the same on all ranks of a group.
+    """What a step exchanges, known without reading any value: the same on all ranks of a group.
 
     Attributes:
-        sharing: numbers of the parameters that share scales, and `groups` over which.
-        members: the groups that cut a parameter -> numbers of those that they cut, in the order of their labels.
+        sharing: the numbers of the parameters that share scales.
+        groups: the groups over which each of them shares scales.
+        members: groups that cut parameters -> the numbers of the parameters they cut, in the order of their labels.
         claiming: dense shards that share scales: label, scales, groups.
     """
 
@@ -70,7 +71,7 @@ class _Terms(NamedTuple):
     claiming: list[tuple[str, SharedScales, list[dist.ProcessGroup]]]
 
     def labelled(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
-        """Labels and groups of what is exchanged, in this order."""
+        """The labels and the groups of what is exchanged, in the order it is exchanged."""
         labels: list[Label] = [("amax", trained[number].label) for number in self.sharing]
         labels += [("moved", *(trained[number].label for number in numbers)) for numbers in self.members.values()]
         labels += [("claim", label) for label, _, _ in self.claiming]
@@ -93,7 +94,11 @@ def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, Shared
 
 
 def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> Outcome:
-    """Over all shards; a collective. Dense shards (storage="high_precision": label, parameter, scales) adopt theirs.
+    """Agree over all shards; a collective. Dense shards (storage="high_precision") adopt their scales here.
+
+    Args:
+        trained: the quantized parameters.
+        dense: label, parameter and scales of each dense shard.
 
     Raises:
         RuntimeError: on all ranks of a group: they do not list the same parameters, or one of them called `tell`.
@@ -121,7 +126,7 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedS
 
 
 def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> None:
-    """In the place of `agree`, on a rank that failed: the others raise instead of waiting for it."""
+    """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
     devices = [one.master.device for one in trained] + [param.device for _, param, _ in dense]
     if devices:
         tell_groups(*_terms(trained, dense).labelled(trained), devices[0])

@@ -1,18 +1,18 @@
-"""Stochastic rounding: optimizer writes whose expectation is the value that was to be written.
+"""Stochastic rounding: optimizer writes whose expectation is the exact value.
 
 A weight without a master loses every update smaller than half a step of its element, since rounding to nearest takes it
-back. Rounded up with the probability of the fraction that is left over, the same updates arrive on average:
+back. If values are rounded up with a probability equal to the fraction left over, such updates arrive on average:
 
     x = steps * step,  lower = floor(steps)        written: (lower + 1) * step  with probability steps - lower
     E[written] = x                                          lower * step        else
 
-`stochastic_rounding(generator)` is the user's wish, and holds for a stretch of code; the op table alone acts on it, and
-arms the generator for just the write of an in-place operation (`rounding.armed`). So what writes without the op table
+With `stochastic_rounding(generator)` the user asks for this in a stretch of code. Only the op table acts on it: it arms
+the generator for just the write of an in-place operation (`rounding.armed`). So what writes without the op table
 (quantize, MasterWeightOptimizer, sync_scales, loading) rounds to nearest inside the context, too.
 
-Only elements are rounded so. Scales are those of nearest mode, and values are clamped to the largest element first:
-what nearest mode saturates (NVFP4 blocks whose scale was rounded down, MXFP8 with scale_rounding="floor") or flushes to
-0 (NVFP4 blocks whose scale is 0) is no average either.
+Only elements are rounded stochastically. Scales are those of nearest mode, and values are clamped to the largest
+element first. So values that nearest mode saturates (NVFP4 blocks whose scale was rounded down, MXFP8 with
+scale_rounding="floor") or flushes to 0 (NVFP4 blocks whose scale is 0) do not arrive on average either.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,26 +40,26 @@ def stochastic_rounding(generator: torch.Generator) -> Iterator[None]:
             optimizer.step()  # of torch.optim.AdamW(model.parameters())
 
     It concerns in-place arithmetic (`add_`, `addcdiv_`, `lerp_` ... and the `_foreach_` twins) and a `copy_` that
-    requantizes. Values are computed in fp32 instead of the appearance dtype, to which they would be rounded with a bias
-    first, and always from the bytes: a preserved initial value is overwritten by what was computed. Random fills
-    (`uniform_`, `normal_`), `quantize`, `MasterWeightOptimizer`, `sync_scales` and loads by DCP round to nearest as
-    ever.
+    requantizes. Values are computed in fp32, because rounding to the appearance dtype would add a bias, and always from
+    the bytes: a preserved initial value is overwritten by what was computed. Random fills (`uniform_`, `normal_`),
+    `quantize`, `MasterWeightOptimizer`, `sync_scales` and loads by DCP still round to nearest.
 
-    Random numbers come from `generator` alone, one fp32 an element and write, in the order of the writes: equal seeds
-    give equal bytes for equal writes. foreach=True and foreach=False order them differently, and a rank draws for its
-    own shard, so bytes depend on both. Give ranks different seeds, but replicas of the same shard (HSDP) the same one.
+    Random numbers come from `generator` alone, one fp32 number for each element of each write, in the order of the
+    writes: equal seeds give equal bytes for equal writes. foreach=True and foreach=False order the writes differently,
+    and each rank draws for its own shard, so bytes depend on both. Give ranks different seeds, but give replicas of the
+    same shard (HSDP) the same seed.
 
-    Exact up to the fp32 rounding of value / scale, and 2^-24 of an element's step. A nested context replaces the outer
-    one. It holds in the thread, or asyncio task, that entered it: an optimizer that steps in gradient hooks, which may
-    run in threads of autograd, enters it there.
+    The expectation is exact up to the fp32 rounding of value / scale, and 2^-24 of an element's step. A nested context
+    replaces the outer one. The context holds in the thread or asyncio task that entered it: an optimizer that steps in
+    gradient hooks, which may run in threads of autograd, must enter it there.
 
     Args:
         generator: on the device of the parameters.
 
     Raises:
-        TypeError: generator is no torch.Generator.
-        ValueError: by a write, before it: a quantized tensor is on another device than the generator.
-        RuntimeError: by a write while torch.compile traces it. What was compiled outside rounds to nearest inside, too.
+        TypeError: `generator` is not a torch.Generator.
+        ValueError: a quantized tensor is on another device than the generator (raised before it is written).
+        RuntimeError: torch.compile traces a write. Code that was compiled outside rounds to nearest inside, too.
     """
     if not isinstance(generator, torch.Generator):
         raise TypeError(
@@ -74,7 +74,7 @@ def stochastic_rounding(generator: torch.Generator) -> Iterator[None]:
 
 
 def generator_for(written: Iterable[Any]) -> torch.Generator | None:
-    """The generator for a write into the quantized tensors among `written`; None, to nearest, outside of the context.
+    """The generator for a write into the quantized tensors among `written`; None (to nearest) outside the context.
 
     Raises:
         ValueError: one of them is on another device than the generator.
@@ -100,8 +100,8 @@ def generator_for(written: Iterable[Any]) -> torch.Generator | None:
 def refuse_to_stand_still(averages: Iterable[Any], given: float | Tensor) -> None:
     """Raise where a moving average in quantized storage, rounded to nearest, would stand still (a small lerp_ weight).
 
-    A step of E2M1, the coarsest element, is a quarter to a half of the value, and so nearest takes back what moves it
-    by less than an eighth. Averages with a preserved initial value are computed on that and do move.
+    A step of E2M1, the coarsest element, is a quarter to a half of the value, so rounding to nearest takes back a
+    change of less than an eighth. An average with a preserved initial value is computed on that value and does move.
     """
     weight = float(given.max()) if isinstance(given, Tensor) else given
     for q in averages if 0 < weight < 1 / 8 else ():
@@ -114,7 +114,7 @@ def refuse_to_stand_still(averages: Iterable[Any], given: float | Tensor) -> Non
 
 
 def widened(value: Any) -> Any:
-    """`value` with every tensor of floating point in it as plain fp32: lerp_ and others promote no dtypes."""
+    """`value` with every floating-point tensor in it as plain fp32: lerp_ and others do not promote dtypes."""
 
     def widen(leaf: Any) -> Any:
         if isinstance(leaf, QuantizedTensor):
