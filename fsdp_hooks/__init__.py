@@ -1,6 +1,6 @@
 """How tensors made of parts travel through FSDP2: all-gather hooks, agreement on scales, unsharding one module.
 
-Knows parts, not formats. The lowest of the packages: it imports torch only.
+This package knows parts, not formats. It is the lowest of the packages and imports only torch.
 """
 
 from fsdp_hooks.scale_sync import sync_scales

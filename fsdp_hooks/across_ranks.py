@@ -1,4 +1,4 @@
-"""Steps that may fail or differ on some ranks only, taken so that all ranks go on or all raise.
+"""Run steps that may fail or differ on some ranks only, so that all ranks go on or all raise.
 
     on_first         rank 0 of the group takes the step; the others get its value, or its error
     on_all           every rank takes the step; all get all values, or the error of the first rank that failed
@@ -7,8 +7,8 @@
     check_same       whether all ranks have the same value
 
 An error that only one rank sees (a full disk, a batch of its own) would leave the others in their next collective.
-A group of None is the default group for `on_first` and `on_all` (this process alone where there is none), and this
-process alone for `raise_together` and `any_of`, as for everything that reduces statistics.
+A group of None means the default group for `on_first` and `on_all` (this process alone where there is none). For
+`raise_together`, `any_of` and `check_same` it means this process alone, as for everything that reduces statistics.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError)  # reach the other ranks
+KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError)  # sent with their type
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ def is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
-    """What `step` returns on rank 0, on all ranks; its value must be picklable.
+    """What `step` returns on rank 0, handed to all ranks; the value must be picklable.
 
     Raises:
-        Exception: what it raised there, with the same text on all ranks; a RuntimeError if its type is none of KEPT.
+        Exception: what `step` raised on rank 0, with the same text on all ranks; a RuntimeError if its type is not in
+            KEPT.
     """
     outcome: Any = None
     raised: Exception | None = None
@@ -81,10 +82,11 @@ def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
 
 
 def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
-    """What `step` returns on each rank, in rank order, on all ranks; the values must be picklable.
+    """What `step` returns on each rank, in rank order, handed to all ranks; the values must be picklable.
 
     Raises:
-        Exception: what it raised on the first rank that failed, with that rank in front where there are several.
+        Exception: what `step` raised on the first rank that failed; the text begins with that rank if there are
+            several.
     """
     raised: Exception | None = None
     try:
@@ -106,8 +108,8 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
 def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A block in which ranks do work of their own, without collectives; if it raises on some, it raises on all.
 
-    A rank that failed raises its own error, an interrupt too, the others a RuntimeError with the text of the first that
-    did.
+    A rank that failed raises its own error (interrupts included); the others raise a RuntimeError with the text of the
+    first rank that failed.
     """
     failed: BaseException | None = None
     try:
@@ -129,7 +131,7 @@ def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT001 - a value, not an option
-    """Whether `holds` on any rank of the group; with None on this one."""
+    """Whether `holds` is true on any rank of the group; with group None, on this one."""
     if group is None:
         return holds
     found = torch.tensor(int(holds), dtype=torch.int64, device=device_of(group))
@@ -138,7 +140,7 @@ def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT00
 
 
 def check_same(group: dist.ProcessGroup | None, value: Tensor, what: str) -> None:
-    """Raise RuntimeError on all ranks where they hold different values of an int64 [], such as a digest."""
+    """Raise RuntimeError on all ranks if they hold different values, int64 [], such as digests."""
     if group is None:
         return
     both = torch.stack([value, -value]).to(device_of(group))

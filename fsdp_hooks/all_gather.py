@@ -7,16 +7,16 @@ it in place. `AllGatherHooks` answers for any tensor that consists of parts; it 
     row part          [rows, ...]   gathered part = the shards' parts, one after the other
     tensor-wide part  []            gathered part = the shards' values as a vector, entry i // rows-per-shard for row i
 
-The scale of one rank is therefore never applied to another rank's bytes, whether the shards agree or not, without a
-host sync. Everything is handed over as uint8 views: gloo refuses float8, NCCL refuses E8M0, and a view costs no copy.
+So one rank's scale is never applied to another rank's bytes, whether the shards agree or not, and this takes no host
+sync. Everything is handed over as uint8 views: gloo refuses float8, NCCL refuses E8M0, and a view costs no copy.
 
 Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
-  * uneven shards: FSDP only checks, it does not pad the inputs of an extension. The 5-argument signature asserts on
-    the short ranks alone, which leaves the others waiting; with `*args` that check is skipped and we pad. The number
-    of padded rows is remembered from the moment FSDP allocates the padded shard (`new_zeros`), because CPU offload
-    and pinning drop the padding from the storage.
+  * uneven shards: FSDP does not pad the inputs of an extension, it only checks them. With the 5-argument signature the
+    check fails on the short ranks alone, and the others wait forever; with `*args` the check is skipped and we pad. We
+    note the number of padded rows when FSDP allocates the padded shard (`new_zeros`), because CPU offload and pinning
+    drop the padding from the storage.
   * shard world size 1: only the first input comes back. The other parts are copied from the shard into buffers of
-    their own - an alias would let a write to the gathered weight change the shard's scale but not its payload.
+    their own, because with an alias a write to the gathered weight would change the shard's scale but not its payload.
 """
 
 import inspect
@@ -40,11 +40,11 @@ class ShardRows:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What FSDP2 made of a tensor; the default is one that it has not touched.
+    """What FSDP2 made of a tensor; the default describes a tensor that it has not touched.
 
     shards: set on a gathered weight, whose tensor-wide parts are vectors with one value a shard.
-    padded_rows: set on a shard, whose storage was allocated with this many rows.
-    allocated: set on the padded tensor itself, as FSDP allocates it: its first rows are to become the shard.
+    padded_rows: set on a shard whose storage was allocated with this many rows.
+    allocated: whether this is the padded tensor that FSDP allocates, whose first rows become the shard.
     """
 
     shards: ShardRows | None = None
@@ -65,7 +65,7 @@ class AllGatherHooks:
     shape: torch.Size
 
     def parts(self) -> dict[str, Tensor]:
-        """The inner tensors by name, aliases."""
+        """The inner tensors by name; they alias this tensor's bytes."""
         raise NotImplementedError
 
     def _row_parts(self) -> frozenset[str]:
@@ -105,18 +105,18 @@ class AllGatherHooks:
         """Called by FSDP2 with the gathered buffers (uint8, rank-major on dim 0).
 
         First call: returns the gathered weight, whose parts are views of the buffers (FSDP crops its padding rows with
-        as_strided), and the buffers we allocated ourselves. Later calls (`out`): the buffers hold fresh bytes
-        already, only our own need a refill; the return value is not used.
+        as_strided), and the buffers we allocated ourselves. Later calls (with `out`): FSDP's buffers hold fresh bytes
+        already and only our own are refilled; returns None.
         """
         rows, shard = metadata, self.parts()
         received = dict(zip(self._sent_parts(), all_gather_outputs, strict=False))
-        # world size 1, where this shard is the whole tensor: all but one; else what is not sent
+        # the parts that are not sent; with world size 1, where this shard is the whole tensor, all but the first
         missing = [name for name in shard if name not in received]
         if out is not None:
             gathered: Any = local_of(out)
             with torch.no_grad():
                 for name in missing:
-                    target = gathered.parts()[name].data  # a refill is no write that version counters should see
+                    target = gathered.parts()[name].data  # version counters should not count a refill as a write
                     target.copy_(shard[name].reshape(target.shape))
             return None
         along, device = self._row_parts(), all_gather_outputs[0].device
@@ -131,7 +131,7 @@ class AllGatherHooks:
         return whole, tuple(own.values())
 
 
-# FSDP asks for it before every gather
+# cached, since FSDP asks for the signature before every gather
 AllGatherHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined] # see inspect
     AllGatherHooks.fsdp_pre_all_gather
 )
@@ -153,9 +153,9 @@ def _from_bytes(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """`part` with padding rows, never read, up to `rows`: a view where its storage goes on so far, else a copy.
+    """`part` padded to `rows` with rows that nobody reads: a view where its storage is long enough, else a copy.
 
-    The copy is of shards that were moved (CPU offload), which leaves their padding behind; each byte is written once.
+    Shards that were moved (CPU offload) have lost their padding and are copied; each byte is written once.
     """
     if part.shape[0] == rows:
         return part
@@ -166,5 +166,5 @@ def _padded(part: Tensor, rows: int) -> Tensor:
         return part.as_strided((rows, *part.shape[1:]), stride)
     full = part.new_empty((rows, *part.shape[1:]))
     full[: part.shape[0]].copy_(part)
-    full[part.shape[0] :].zero_()  # nobody reads them, but what is sent shall not be what happened to be in memory
+    full[part.shape[0] :].zero_()  # nobody reads these rows, but old memory contents should not be sent
     return full

@@ -1,18 +1,18 @@
 """Pure tensor functions that run eagerly or compiled, with the same bytes either way.
 
-A `Kernel` is one definition in torch ops. Large inputs run it compiled by inductor (C++ on the CPU, Triton on a GPU),
-which fuses what eager ops do in a dozen passes over memory; small ones run it as it stands, since a compiled call
-checks its guards first. Which of the two is a policy of the process, `use_kernels`:
+A `Kernel` is one definition in torch ops. For large inputs inductor compiles it (to C++ on the CPU, Triton on a GPU)
+and fuses what eager ops do in a dozen passes over memory. Small inputs run it eagerly, since a compiled call checks its
+guards first. `use_kernels` chooses between the two for the whole process:
 
-    auto       compiled from COMPILED_FROM elements on; eager below, inside somebody else's torch.compile (whose graph
-               the definition joins), under a mode that sees operations, on devices without a compiler, and for good
-               once the compiler failed, with one warning
+    auto       compiled from COMPILED_FROM elements on. Eager for fewer elements, inside somebody else's torch.compile
+               (whose graph the definition joins), under a mode that sees operations, and on devices without a
+               compiler. Once the compiler failed: eager from then on, with one warning
     compiled   compiled wherever that is possible, and a failed compilation raises
     eager      never compiled
 
-Every kernel has a code object of its own, and with it dynamo's cache and limit of recompilations. Shapes are dynamic:
-one compilation serves all, or two where the first tensor's dims were equal, and one more for a dim of size 1. Compiled
-code lands in inductor's cache on disk, so another process, or rank, finds it there.
+Every kernel has its own code object, so that dynamo gives it a cache and a recompilation limit of its own. Shapes are
+dynamic: one compilation serves all shapes, or two if the dims of the first tensor were equal, and one more for a dim of
+size 1. inductor stores compiled code in its cache on disk, where other processes and ranks find it.
 """
 
 import os
@@ -42,8 +42,9 @@ class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
             ...
 
     Args:
-        mode: "auto" (large tensors, where there is a compiler; the default), "compiled" (all, and a failing compiler
-            raises) or "eager". The environment variable QTENSOR_KERNELS says with which of them a process begins.
+        mode: "auto" (the default: compiled for large tensors, where there is a compiler), "compiled" (compiled for
+            tensors of any size, and a failing compiler raises) or "eager". The environment variable QTENSOR_KERNELS
+            sets the mode that a process begins with.
 
     Raises:
         ValueError: another mode.
@@ -58,7 +59,7 @@ class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
         use_kernels.mode = mode
 
     def __enter__(self) -> None:
-        """The mode holds already."""
+        """Nothing to do: the constructor has set the mode."""
 
     def __exit__(self, *exception: object) -> None:
         """Back to the mode before."""
@@ -75,12 +76,12 @@ def _begin_as_told() -> None:
 _begin_as_told()
 
 
-_alone = threading.RLock()  # filters of warnings are those of the process
+_alone = threading.RLock()  # the filters of warnings belong to the whole process
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """For a compilation: torch warns of what it does itself, and the caller may have made errors of warnings."""
+    """For a compilation: torch warns about its own code, and the caller may have turned warnings into errors."""
     with _alone, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -95,7 +96,7 @@ class Kernel:
     """
 
     works: ClassVar[bool] = False  # whether any kernel was compiled
-    failed: ClassVar[str | None] = None  # what the compiler raised, where none was before
+    failed: ClassVar[str | None] = None  # name of what the compiler raised, if it failed before any kernel was compiled
 
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         code = fn.__code__.replace(co_name=name)
@@ -104,18 +105,18 @@ class Kernel:
         self._worked = self._failed = False
 
     def __call__(self, *args: Any) -> Any:
-        """Fn(*args)."""
+        """`fn(*args)`."""
         # subclasses among the arguments are somebody's way of watching or faking tensors
         if not self.compiles(args[0]) or any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args):
             return self.eager(*args)
         if self._compiled is None:
             self._compiled = torch.compile(self.eager, dynamic=True, fullgraph=True)
         with one_dispatch_state(args[0].device.type):
-            # in this state an alias knows no base, of which dynamo would guard the shape, too
+            # detach() in this state makes aliases without a base; dynamo would also guard on a base's shape
             return self._run(self._compiled, tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
     def compiles(self, large: Tensor) -> bool:
-        """Whether a call with this as its large argument runs compiled, under the policy of now."""
+        """Whether a call with `large` as its first argument runs compiled, under the current policy."""
         mode = use_kernels.mode
         if mode == "eager":
             return False
@@ -137,9 +138,9 @@ class Kernel:
                 result = compiled(*args)
         except torch.OutOfMemoryError:  # eager code would need more
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a compiler raises; the eager call tells if it is the input
+        except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the eager call raises for bad input
             result = self.eager(*args)
-            alone = Kernel.works  # too many kinds of inputs, say: nothing that concerns the others
+            alone = Kernel.works  # this kernel only: it had too many kinds of inputs, for example
             if alone:
                 self._failed = True
             else:

@@ -1,23 +1,23 @@
-"""Digests of bytes, computed where they are: they tell whether anybody wrote, without a copy to compare with.
+"""Digests of bytes, computed on their device: they tell whether anybody wrote, without a copy to compare with.
 
-The bytes of a tensor are words of 64 bits in blocks, filled up with zeros: blocks of 1024 words where it is large, else
-of 64. Those of a group of tensors are mixed and added up twice, with wrap-around:
+A tensor's bytes are read as 64-bit words in blocks, filled up with zeros: 1024 words a block for a large tensor, else
+64. The words of a group of tensors are mixed and added up in two levels, with wrap-around:
 
-    block  = sum over its words w, number j                     mix(w * odd(j))
-    digest = sum over the blocks of all tensors, number b       mix(block * odd(b))        + the tensors' sizes
+    block  = sum over its words w, numbered j                   mix(w * odd(j))
+    digest = sum over the blocks of all tensors, numbered b     mix(block * odd(b))        + the tensors' sizes
 
     mix(x)   x ^= x >>> 32;  x *= odd constant;  x ^= x >>> 32                one-to-one
     odd(i)   (i * 2^64 / golden ratio) | 1                                    unrelated for every place
 
-Every step is one-to-one in each word, so a change of one word (or one element) is always seen. So is, but for a chance
-of about 2^-32, any other accidental change: of several words, of all signs in a column (the product alone keeps the
-highest bits, which cancel in pairs: hence the mix, whose low halves depend on all bits), or blocks that change places,
-since every place has a weight of its own. The same bytes in the same shapes have the same digest on every rank, eager
-and compiled: sums of integers know no order.
+Every step is one-to-one in each word, so a change of one word (or one element) is always detected. Any other accidental
+change is missed with a chance of about 2^-32: a change of several words, of all signs in a column, or of the order of
+blocks. (Sign bits stay the highest bits in the product and would cancel in pairs, hence the mix, whose low halves
+depend on all bits. Blocks that change places are detected because every place has a weight of its own.) The same bytes
+in the same shapes have the same digest on every rank, eager and compiled, because integer sums do not depend on order.
 
-Large tensors are read in place, once, in wide blocks, since a vectorised loop pays for the end of each. Small ones of
-one shape and dtype are stacked, which copies them, so that a thousand of them take a dozen operations and not ten
-thousand.
+Large tensors are read once, in place, in wide blocks, since a vectorised loop has a cost at the end of each block.
+Small ones of one shape and dtype are stacked, which copies them, so that a thousand of them take a dozen operations
+instead of ten thousand.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,17 +29,17 @@ from torch import Tensor
 from fsdp_hooks.compiled import Kernel
 
 NARROW, WIDE = 64, 1024  # words in a block
-LARGE = 2**18  # bytes; what is smaller is stacked
+LARGE = 2**18  # bytes; smaller tensors are stacked
 STACK = 2**24  # bytes that are stacked at a time, so that no second copy of a large model is needed
-EAGER = 2**20  # words that are mixed at a time where no compiled code does it without temporaries
-# As signed numbers of 64 bits; both are odd, so that multiplying by them loses nothing. Other digests take them, too.
+EAGER = 2**20  # words that eager code mixes at a time; compiled code needs no temporaries
+# Signed 64-bit numbers; both are odd, so that multiplying by them loses nothing. Other digests use them, too.
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio
-MIX = -7723592293110705685  # one of splitmix64's
+MIX = -7723592293110705685  # a constant of splitmix64
 LOW = 2**32 - 1
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """int64 []: of the bytes of one or more tensors, in this order."""
+    """int64 []: the digest of the bytes of one or more tensors, in this order."""
     return digests([list(tensors)])[0]
 
 
@@ -47,7 +47,7 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """int64 [groups]: the digest of each group of tensors. All are on one device; there is at least one tensor."""
     device = next(tensor.device for group in groups for tensor in group)
     autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    # it refuses to stack float8
+    # autocast refuses to stack float8
     with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
         return _digests(groups, device)
 
@@ -68,7 +68,7 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
             first += kind.blocks
             size += (2 * place + 1) * kind.nbytes
         sizes.append(size)
-    # from the host, whatever the default device; non_blocking: which need not wait for the other
+    # made on the host, whatever the default device; non_blocking, so that host and device do not wait for each other
     result = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     weights = _odd(torch.arange(1, WIDE + 1, dtype=torch.int64, device=device))
     for kind in kinds.values():
@@ -82,7 +82,7 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
 
 
 class _Kind:
-    """Tensors of one shape and dtype, the group of each, and the number of its first block there."""
+    """Tensors of one shape and dtype, the group of each, and the number of its first block in that group."""
 
     def __init__(self, like: Tensor) -> None:
         self.nbytes = like.nbytes
@@ -93,7 +93,7 @@ class _Kind:
         self.firsts: list[int] = []
 
     def read(self) -> Iterator[Tensor]:
-        """The blocks of all tensors in order, int64 [n, words] and again."""
+        """The blocks of all tensors in order, as pieces int64 [n, words]."""
         if self.nbytes < LARGE:
             at_once = max(1, STACK // self.nbytes)
             for start in range(0, len(self.tensors), at_once):
@@ -109,7 +109,7 @@ class _Kind:
                 yield self._blocks(data[None, whole:])
 
     def _blocks(self, data: Tensor) -> Tensor:
-        """Uint8 [tensors, bytes], contiguous, as blocks."""
+        """The blocks int64 [n, words] of contiguous uint8 [tensors, bytes], filled up with zeros."""
         missing = -data.shape[1] % (8 * self.words)
         if missing:
             data = torch.cat([data, data.new_zeros(len(data), missing)], dim=1)
@@ -122,20 +122,20 @@ def _odd(place: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Another number for each, in place; the shifts are logical, or x and ~x would come out alike."""
+    """Mix the bits of each number, in place; the shifts are logical, so that x and ~x have different results."""
     x.bitwise_xor_((x >> 32).bitwise_and_(LOW)).mul_(MIX)
     return x.bitwise_xor_((x >> 32).bitwise_and_(LOW))
 
 
 def _sums(blocks: Tensor, weights: Tensor) -> Iterator[Tensor]:
-    """The sum of each block, of a piece of them at a time."""
+    """The sum of each block, for one piece of the blocks at a time."""
     words = blocks.shape[1]
     kernel = _narrow_sums if words == NARROW else _wide_sums
     for piece in [blocks] if kernel.compiles(blocks) else blocks.split(EAGER // words):
         yield kernel(piece, weights[:words])
 
 
-# The width is a constant, and weights are loaded: so the compiled loops are vectorised.
+# The width is a constant and weights are loaded from memory, so that the compiled loops are vectorised.
 
 
 def _narrow(blocks: Tensor, weights: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """Maxima over a group of ranks, with proof that all of them mean the same values.
 
     first all-reduce    [number of a rank that failed + 1, digest .., -digest .., values ..]    filled up to FIRST
-    second              [the values that did not fit ..]                                        where there are some
+    second              [the values that did not fit ..]                                        only if there are any
 
-Values find their places by their labels, which say what they belong to (a name, a shape, a recipe), and not by the
-order in which a rank happens to list them. The maxima of a digest and of its negative tell whether all ranks have the
-same labels and sizes; so what a rank lists otherwise is an error on all ranks of the group, and never a scale made of
-two weights. The first message has one size whatever a rank has to say: ranks that list more or less than the others,
-and one that failed and has nothing to bring, fit into the same collective.
+Values are ordered by their labels, which say what they belong to (a name, a shape, a recipe), and not by the order in
+which a rank happens to list them. The maxima of a digest and of its negative tell whether all ranks have the same
+labels and sizes. If they do not, all ranks of the group raise, and no scale is ever made of two weights. The first
+message always has the same size, so that a rank that lists more or fewer values than the others, or that failed and has
+no values, takes part in the same collective.
 
 Labels differ between groups on purpose: stages of a pipeline hold different weights.
 """
@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Label = tuple[str, ...]  # a line for each weight that a value is about
+Label = tuple[str, ...]  # one line for each weight that a value belongs to
 
 FIRST = 4096  # values, 16 KiB: a message that costs no more than an empty one
 PIECES = 4  # of a digest, 16 bits each, which fp32 holds exactly
 HEADER = 1 + 2 * PIECES
-SHOWN = 240  # bytes of a difference
+SHOWN = 240  # bytes of a difference that an error shows
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks of a group do not list the same values; or one of them `failed`, and which, by its global number."""
+    """Ranks of a group do not list the same values, or one of them failed; `failed` is its global number, or None."""
 
     def __init__(self, text: str, failed: int | None = None) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class RanksDifferError(RuntimeError):
 
 @dataclass(frozen=True)
 class Channel:
-    """A group as this module uses it: this process's place in it, the ranks' global numbers, MAX in place."""
+    """A group as this module uses it: this process's place in it, the ranks' global numbers, an in-place MAX."""
 
     place: int
     ranks: Sequence[int]
@@ -54,10 +54,11 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
 
 
 def in_order(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGroup]]) -> list[dist.ProcessGroup]:
-    """The distinct groups of labelled values in an order that all ranks derive alike: by label, then as listed.
+    """The distinct groups of labelled values, in the same order on all ranks: by label, then as listed.
 
-    So no two ranks wait for each other in different groups; and a value that several dims of a mesh cut goes over them
-    in one order everywhere, as it must: a maximum over rows and then columns is one over all, any mixture is not.
+    So no two ranks wait for each other in different groups. A value that several mesh dims cut is also reduced over
+    them in one order everywhere. This is necessary: a maximum over rows and then columns covers all ranks, a mixture of
+    both orders does not.
     """
     order = sorted(range(len(labels)), key=lambda index: labels[index])
     return list(dict.fromkeys(group for index in order for group in groups[index]))
@@ -68,7 +69,7 @@ def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channe
 
     Args:
         what: the operation, for errors.
-        labels: what each value is about; ranks may have them in any order, of equal ones the order counts.
+        labels: what each value belongs to; ranks may have them in any order, but equal labels match by their order.
         values: fp32, 1-D, on one device; at least one.
         channel: the ranks.
 
@@ -76,7 +77,7 @@ def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channe
         The maxima in the order of `values`, and the number of all-reduces.
 
     Raises:
-        RanksDifferError: on all ranks alike: some of them have other labels or sizes, or called `tell_failure`.
+        RanksDifferError: on all ranks, if some of them have other labels or sizes, or called `tell_failure`.
     """
     order = sorted(range(len(values)), key=lambda index: labels[index])
     sizes = tuple(values[index].numel() for index in order)
@@ -110,7 +111,7 @@ def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channe
 
 
 def tell_failure(channel: Channel, device: torch.device) -> None:
-    """Take part in the others' `largest` with nothing but the news that this rank failed: all of them raise."""
+    """Take part in the others' `largest` only to tell that this rank failed: all of them raise."""
     message = torch.zeros(FIRST, dtype=torch.float32, device=device)
     message[0] = channel.place + 1
     channel.reduce(message)
@@ -118,13 +119,13 @@ def tell_failure(channel: Channel, device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _digest(labels: tuple[Label, ...], sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """64 bits of labels and sizes in pieces."""
+    """A digest of labels and sizes: 64 bits in PIECES pieces."""
     data = hashlib.blake2b(repr((labels, sizes)).encode(), digest_size=2 * PIECES, usedforsecurity=False).digest()
     return tuple(float(int.from_bytes(data[2 * i : 2 * i + 2], "little")) for i in range(PIECES))
 
 
 def _difference(lines: Sequence[str], channel: Channel, device: torch.device) -> str:
-    """What the first rank that differs from the group's first one has, and that one not; the same text on all ranks."""
+    """How the first rank that differs from the group's rank 0 differs from it, in words; the same text on all ranks."""
     own = "\n".join(lines).encode()
     size = torch.tensor([len(own) * (channel.place == 0)], dtype=torch.int64, device=device)  # fp32 would round it
     channel.reduce(size)
@@ -143,7 +144,7 @@ def _difference(lines: Sequence[str], channel: Channel, device: torch.device) ->
 
 
 def _gathered(own: bytes, shape: tuple[int, int], row: int, channel: Channel, device: torch.device) -> list[str]:
-    """Texts of several ranks, by the maximum alone: each fills its row, and all others have zeros there."""
+    """Texts of several ranks, gathered by MAX alone: each rank fills its row, where all others have zeros."""
     table = torch.zeros(shape, dtype=torch.float32, device="cpu")
     table[row, : len(own)] = torch.tensor(list(own), dtype=torch.float32, device="cpu")
     table = table.to(device)

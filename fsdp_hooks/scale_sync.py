@@ -1,12 +1,11 @@
 """Agreement on shared scales: all shards that share a scale hold the same value, by one fused all-reduce a group.
 
-A mesh dim over which shards must agree is one whose placement cuts the weight along a dim that some scale does not
-extend along: every sharded dim for a tensor-wide scale, the one that cuts K for a scale a row, none for scales of
-blocks (replicas hold equal bytes already). The values of all weights are laid end to end and reduced together, once for
-each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP, and a second for those of them with
-more values than fit into the first (some thousands). Which group that is, is read from the DTensor at the moment of use
-and stored nowhere. Values are matched by what they belong to, not by the order in which a rank lists them; see
-exchange.py.
+Shards must agree over a mesh dim if it cuts the weight along a dim that some scale does not extend along: over every
+sharding mesh dim for a tensor-wide scale, over those that cut K for a scale a row, and over none for scales of blocks
+(replicas hold equal bytes already). The values of all weights are laid end to end and reduced together, once for each
+distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP, and a second one for a group whose values
+do not fit into the first (some thousands). The groups are read from the DTensor at the moment of use and stored
+nowhere. Values are matched by what they belong to, not by the order in which a rank lists them; see exchange.py.
 """
 
 import functools
@@ -26,19 +25,19 @@ from fsdp_hooks.versions import count_writes
 
 
 class SharedScales(Protocol):
-    """The scales of one shard, which it may share with others; asked in this order."""
+    """The scales of one shard, which it may share with others; the methods are called in this order."""
 
     def shared_along(self, dim: int) -> bool:
         """Whether pieces cut along tensor dim `dim` have a scale in common."""
 
     def kind(self) -> str:
-        """How it is quantized, for the proof that all ranks mean the same weight."""
+        """How the shard is quantized; ranks compare this to prove that they mean the same weight."""
 
     def claim(self) -> Tensor:
-        """fp32 [n]: what this shard brings; the maximum over all shards decides. n is the same on all of them."""
+        """fp32 [n]: what this shard claims; the maximum over all shards is agreed on. n is the same for all shards."""
 
     def adopt(self, agreed: Tensor) -> None:
-        """Re-encode under what was agreed on (fp32 [n]); leaves the bytes alone where they fit already."""
+        """Re-encode under the agreed values (fp32 [n]); keep the bytes where they fit already."""
 
 
 @functools.singledispatch
@@ -51,22 +50,22 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
     """Make every shared scale agreed, by re-encoding the shards whose scale differs onto the largest one.
 
     Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard), and with
-    storage="high_precision" after every optimizer step. Shards that hold the largest scale keep their bytes, and so
-    does everything that was agreed already. Shards of zeros only never decide a scale. A weight that still carries its
-    high-precision initial value is re-encoded from that.
+    storage="high_precision" after every optimizer step. Shards that hold the largest scale, or agree already, keep
+    their bytes. A shard that holds only zeros never decides a scale. A weight that still has its high-precision initial
+    value is re-encoded from that.
 
     Args:
-        model_or_params: a module, or parameters (DTensors or plain; what is not quantized, or shares no scale with
-            other shards, is passed over). Those of a module, and pairs of a name and a parameter, are matched by their
-            names; parameters alone by shape, dtype, recipe and placements, and those alike in all of them by their
-            order, which must be the same on all ranks then.
+        model_or_params: a module, or parameters (DTensors or plain; those that are not quantized, or share no scale
+            with other shards, are skipped). The parameters of a module, and pairs of a name and a parameter, are
+            matched by name; parameters alone by shape, dtype, recipe and placements. Where these are all equal, the
+            order decides, and must be the same on all ranks.
 
     Returns:
         The number of all-reduces: one for each distinct group with anything to agree on (two where its values do not
-        fit into one message, some thousands), 0 in a single process.
+        fit into one message, which holds some thousands), 0 in a single process.
 
     Raises:
-        ValueError: such parameters are on the meta device, or are gathered.
+        ValueError: parameters that can share scales are on the meta device, or are gathered.
         RuntimeError: on all ranks of a group, where they have different weights, or one of them failed; nothing has
             been written.
     """
@@ -78,7 +77,7 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
 
 
 def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
-    """`sync_scales` of (name, parameter), where "" is no name, for the operation `what`."""
+    """`sync_scales` of (name, parameter), where "" stands for no name; `what` is the operation, for errors."""
     named = [(name, param) for name, param in named if _can_share(param)]
     if any(_is_gathered(param) for _, param in named):
         raise ValueError(
@@ -109,9 +108,9 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """(name, parameter) of a module, sharded: a forward without backward leaves some gathered, such as a root's own.
+    """(name, parameter) of a module, after resharding what a forward without backward left gathered.
 
-    Of several names of one parameter the least: which comes first may be up to the rank.
+    A parameter with several names gets the least of them, since which one comes first may differ between ranks.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -123,7 +122,7 @@ def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def label_of(name: str, param: Tensor) -> str:
-    """What all ranks must have alike for a parameter that shares scales, in words."""
+    """What must be equal on all ranks for a parameter that shares scales, in words."""
     scales = scales_of(local_of(param))
     assert scales is not None
     placements = param.placements if isinstance(param, DTensor) else None
@@ -153,16 +152,16 @@ def max_over_groups(
 
     Args:
         what: the operation, for errors.
-        labels: what each tensor is about, see exchange.py; they decide which tensors of other ranks it meets.
+        labels: what each tensor belongs to, see exchange.py; tensors of different ranks are matched by them.
         values: fp32, 1-D, on one device.
-        groups: for each of them the groups it is reduced over, none or more.
+        groups: for each tensor, the groups it is reduced over, none or more.
 
     Returns:
         The maxima (the tensors themselves where there is no group), and the number of all-reduces it took.
 
     Raises:
-        RuntimeError: ranks of a group have different labels, or one of them failed (`tell_groups`): on all ranks of
-            that group, and of those that they meet afterwards.
+        RuntimeError: ranks of a group have different labels, or one of them failed (`tell_groups`). It is raised on
+            all ranks of that group, and of the groups in which these ranks take part afterwards.
     """
     result, count = list(values), 0
     members: dict[dist.ProcessGroup, list[int]] = {}
@@ -190,7 +189,7 @@ def max_over_groups(
 
 
 def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGroup]], device: torch.device) -> None:
-    """In the place of `max_over_groups`, on a rank that failed before: the others raise instead of waiting for it."""
+    """Called instead of `max_over_groups` on a rank that failed: the others raise instead of waiting for it."""
     for group in in_order(labels, groups):
         tell_failure(channel_of(group), device)
 

@@ -1,7 +1,7 @@
-"""The private torch names this project cannot do without, in one place, and what it relies on without a promise.
+"""The private torch names that this project cannot do without, and undocumented behaviour it relies on, in one place.
 
 Each has its reason beside it, and `tests/test_torch_private.py` fails when upstream moves one of them. Those of DCP
-stand in `dcp_adapters/torch_private.py`; nothing else in the packages may import a torch name that starts with an
+are in `dcp_adapters/torch_private.py`; no other module of the packages may import a torch name that starts with an
 underscore.
 """
 
@@ -43,21 +43,21 @@ __all__ = [
 # Planners must know which rows of a part a rank holds before any tensor is touched.
 assert callable(dtensor_utils.compute_local_shape_and_global_offset)
 
-# Arguments of an op nest lists and dicts; torch has no public name for walking them.
+# An op's arguments can be nested lists and dicts; torch has no public function to walk them.
 assert callable(tree_map)
 
-# Copies many small tensors by one call. torch documents its _foreach_ functions, in spite of their names.
+# Copies many small tensors in one call. torch documents its _foreach_ functions, despite the underscore.
 foreach_copy = torch._foreach_copy_
 
-# Documented by torch as the way to leave __torch_function__; its public twin wraps plain results in the subclass again.
+# torch documents this as the way to turn __torch_function__ off; its public twin wraps plain results in the subclass.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def is_tracing() -> bool:
     """Whether torch.compile or torch.export is at work in this thread: tracing, describing tensors, running fake ones.
 
-    torch.compiler.is_compiling() is not what tells: from torch 2.13 on it is True to all threads while one compiles;
-    before, it is False to eager code that a tracer calls.
+    torch.compiler.is_compiling() cannot tell: from torch 2.13 on it is True in all threads while one of them compiles;
+    before that, it is False in eager code that a tracer calls.
     """
     return (
         torch.compiler.is_dynamo_compiling()  # True in traced code only
@@ -67,10 +67,10 @@ def is_tracing() -> bool:
 
 
 def is_described() -> bool:
-    """Whether torch, about to make a fake tensor, called the method that asks this.
+    """Whether the method that asks this was called by torch as it describes a tensor, to make a fake one of it.
 
     torch.export.export(strict=False) describes a model's weights before it enters any state that `is_tracing` could
-    see. Only the caller tells.
+    see, so we look at the name of the calling module.
     """
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
@@ -78,9 +78,9 @@ def is_described() -> bool:
 def is_watched() -> bool:
     """Whether a mode (a flop counter, selective checkpointing) or torch.func sees every operation.
 
-    torch.compile gives up under a TorchDispatchMode or torch.func, and marks the function as one never to be compiled
-    again. A TorchFunctionMode it traces into the function, and fails where that logs, say; those that only say on which
-    device tensors are made (`torch.device` as a context, torch.set_default_device) do not matter.
+    Under a TorchDispatchMode or torch.func, torch.compile gives up and marks the function as never to be compiled
+    again. It traces a TorchFunctionMode along with the function, and fails if that does logging, for example. Modes
+    that only set the default device (`torch.device` as a context, torch.set_default_device) do not matter.
     """
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
@@ -90,11 +90,11 @@ def is_watched() -> bool:
 
 @contextmanager
 def one_dispatch_state(device_type: str) -> Iterator[None]:
-    """One state for operations on plain tensors, wherever they are called: no autograd, views or autocast.
+    """One state for operations on plain tensors, wherever they are called: no autograd, view tracking or autocast.
 
-    Dynamo guards on all of these, and would compile a function anew for calls from within __torch_dispatch__, from
-    outside, under autocast, in inference mode. Most of them have no public switch. __torch_function__ is one more of
-    them, and on: the compiler of torch 2.11 relies on it, and plain tensors have none.
+    Dynamo guards on all of these, and would compile a function again for each: calls from within __torch_dispatch__,
+    from outside, under autocast, in inference mode. Most of them have no public switch. __torch_function__ is turned
+    on: dynamo guards on it, too, the compiler of torch 2.11 relies on it, and plain tensors do not have one.
     """
     autocast = torch.is_autocast_enabled(device_type)
     with (
@@ -107,10 +107,10 @@ def one_dispatch_state(device_type: str) -> Iterator[None]:
 
 
 def cpu_by_default() -> AbstractContextManager[Any]:
-    """Inside, the CPU is the default device, for code that counts with tensors and names none.
+    """Inside, the CPU is the default device, for code that makes small tensors without naming a device.
 
-    That is torch's planning of checkpoints, and safetensors. A device context slows down all that is inside, attributes
-    of tensors too, so there is none without need.
+    Such code is torch's planning of checkpoints, and safetensors. A device context slows down everything inside, even
+    reading attributes of tensors, so it is entered only where another device is the default.
     """
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
@@ -118,7 +118,7 @@ def cpu_by_default() -> AbstractContextManager[Any]:
 def compute_local_shape_and_global_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """torch's, whatever the default device."""
+    """The function of this name in torch, made independent of the default device."""
     with cpu_by_default():
         return dtensor_utils.compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
 
@@ -140,17 +140,17 @@ def make_wrapper(
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, or the tensor itself: no alias of it, and without a place in autograd's graph.
+    """The local tensor of a DTensor, outside autograd's graph, or the tensor itself; never an alias.
 
-    `to_local()` of a parameter is another view of it each time, marked as a parameter. To make one of a tensor of parts
-    takes longer than anything else that an optimizer step does to a small weight. A plain parameter is returned as the
-    leaf it is: compute with it, and write it, in no_grad.
+    `to_local()` of a parameter makes a new view each time, marked as a parameter. For a tensor of parts this takes
+    longer than anything else that an optimizer step does to a small weight. A plain parameter is returned as the leaf
+    it is: compute with it, and write it, in no_grad.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """A DTensor of global `shape` whose local tensor is `local` itself, on whatever device that lives.
+    """A DTensor of global `shape` whose local tensor is `local` itself, whatever its device.
 
     `DTensor.from_local` moves the local tensor to the mesh's device, which would send a staged CPU copy back to the
     GPU.
@@ -161,10 +161,10 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor around `local`, on whatever device that lives, with the mesh, placements, shape and dtype of `like`.
+    """A DTensor around `local`, whatever its device, with the mesh, placements, shape and dtype of `like`.
 
-    `dtensor_around` for when a DTensor of that layout is at hand: its spec is shared, which saves describing the global
-    tensor anew and keeps an order of shards that placements alone do not tell.
+    Like `dtensor_around`, but it shares the spec of `like`. That saves describing the global tensor again, and keeps
+    the order of shards, which placements alone do not determine.
     """
     return DTensor(local, like._spec, requires_grad=False)
 
@@ -173,16 +173,16 @@ _SHARD_ROWS = "_fsdp_shard_rows"
 
 
 def note_shard_rows(weight: Tensor, rows: int) -> None:
-    """Keep into how many rows a rank FSDP2 cuts a weight: those of `weight.new_zeros`, by which it pads its shard.
+    """Note into how many rows a rank FSDP2 cuts a weight: those of `weight.new_zeros`, which it calls to pad a shard.
 
-    fully_shard(reshard_after_forward=<int>) cuts the very same tensor once more, for a smaller mesh. Nothing else of
-    the calls that a tensor sees tells that option.
+    fully_shard(reshard_after_forward=<int>) cuts the same tensor once more, for a smaller mesh. No other call on the
+    tensor reveals that option.
     """
     vars(weight)[_SHARD_ROWS] = rows
 
 
 def shard_rows(weight: Tensor) -> int | None:
-    """What `note_shard_rows` kept; None where FSDP2 has not cut the weight."""
+    """What `note_shard_rows` noted; None where FSDP2 has not cut the weight."""
     return vars(weight).get(_SHARD_ROWS)
 
 
@@ -196,10 +196,10 @@ _HOOK_TABLES = (
 
 
 def hook_tables(module: nn.Module) -> dict[str, MutableMapping[int, Any]]:
-    """The registries of a module's own forward hooks, live, by name without the underscore.
+    """The registries themselves (no copies) of a module's forward hooks, by name without the underscore.
 
-    Hooks can be registered, and removed by whoever registered them, but not listed. Calibration calls layers with all
-    hooks but FSDP's, and takes back those that a model registers while its layers are away. A table
-    `.._with_kwargs` has the keys of the hooks that take keyword arguments.
+    torch lets callers register hooks and remove their own, but not list them. Calibration calls layers with all hooks
+    but FSDP's, and removes those that a model registers while its layers are away. A table `.._with_kwargs` has the
+    keys of the hooks that take keyword arguments.
     """
     return {name: vars(module)[f"_{name}"] for name in _HOOK_TABLES}

@@ -1,15 +1,15 @@
-"""`unsharded(module)`: the parameters of one module gathered and plain to use, for as long as a `with` block lasts.
+"""`unsharded(module)`: one module's parameters are gathered and can be used as plain tensors during a `with` block.
 
     enter   reshard what a forward left gathered -> unshard the module and the FSDP modules nested in it (unshard is
             not recursive) -> remember every parameter that this replaced
     body    parameters are full tensors; N forwards of `module.forward` cost one all-gather
-    exit    changed parameters -> with writeback, this rank's rows go into its shards; without, an error (an update is
-            never lost quietly) -> everything is sharded again, also after an exception (which writes nothing back)
+    exit    find changed parameters -> with writeback, copy this rank's rows into its shards; without, raise (an update
+            is never lost quietly) -> shard everything again, also after an exception (which writes nothing back)
 
-"Changed" covers in-place writes, through `param.data` too (which no version counter counts, so this rank's rows are
-compared with its shard), `param.data = ...` and a replaced Parameter. Two traps of FSDP2 are handled: after `.data =`
-FSDP goes on using its own buffers, so the alias is restored; and `reshard()` is silently ignored in a group that keeps
-its weights after forward, once a forward of it was left by an exception.
+"Changed" covers in-place writes, `param.data = ...` and a replaced Parameter. No version counter counts writes through
+`param.data`, so digests of the gathered bytes at entry and at exit are compared. Two traps of FSDP2 are handled. After
+`.data =` FSDP goes on using its own buffers, so the alias is restored. In a group that keeps its weights after forward,
+`reshard()` is silently ignored after an exception has left a forward of that group.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,13 +28,13 @@ from fsdp_hooks.digest import digest
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 
-# FSDP modules inside some unsharded() at this moment; an inner one leaves them to the outer.
+# FSDP modules that some unsharded() holds at this moment; an inner unsharded() leaves them to the outer one.
 _held: WeakSet[Any] = WeakSet()
 
 
 @dataclass
 class _Slot:
-    """One place a parameter is registered at: what stands there sharded and gathered, and whether that was written."""
+    """One place where a parameter is registered: its sharded and gathered parameter, and the state at entry."""
 
     group: FSDPModule
     owner: nn.Module
@@ -48,7 +48,7 @@ class _Slot:
     digest: Tensor  # of the gathered bytes at entry
 
     def now(self) -> Any:
-        """What stands there at this moment; None where the body removed it."""
+        """The parameter in this place at this moment; None where the body removed it."""
         return getattr(self.owner, self.name, None)
 
     def changed(self) -> bool:
@@ -56,25 +56,25 @@ class _Slot:
         return self.lost() if self.now() is self.sharded else _stamp(self.now()) != self.stamp or _differs(self)
 
     def lost(self) -> bool:
-        """Whether the body wrote into the parameter and then had it sharded again, which frees the buffers."""
+        """Whether the body wrote into the parameter and then sharded it again, which frees the buffers."""
         count = 2 + len(_plain_parts(self.full))
         return self.now() is self.sharded and _stamp(self.full)[:count] != self.stamp[:count]
 
 
 @contextmanager
 def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
-    """Context manager in which `module`'s parameters are gathered and plain to use; a no-op for one without FSDP.
+    """Context manager in which `module`'s parameters are gathered, for use as plain tensors; a no-op without FSDP.
 
     Call it on all ranks. Under tensor parallelism x FSDP the weights stay DTensors on the TP mesh. On exit everything
-    is sharded again. What an enclosing `unsharded` holds already is left to that one, its `writeback` included.
+    is sharded again. Weights that an enclosing `unsharded` holds are left to that one, and follow its `writeback`.
 
     Args:
         module: an FSDP module, or a module that contains FSDP modules.
         writeback: store what the body changed into the shards. All ranks must have made the same changes.
 
     Raises:
-        RuntimeError: parameters were changed although writeback is False (nothing was stored), or were changed and then
-            sharded again by the body.
+        RuntimeError: the body changed parameters although writeback is False (nothing was stored), or changed them and
+            then sharded them again.
         ValueError: a changed parameter is gone or has another shape than before (nothing was stored).
     """
     with holding(module, [child for child in module.modules() if isinstance(child, FSDPModule)], writeback=writeback):
@@ -108,14 +108,14 @@ def holding(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool)
 
 
 def _gather(module: nn.Module, groups: Sequence[FSDPModule]) -> list[_Slot]:
-    """Unshard every group, from its shards. Returns the places whose parameter that replaced."""
+    """Unshard every group, from its shards. Returns the places where this replaced the parameter."""
     places = list(_places(module, groups))
     for group in groups:
         group.reshard()
     sharded = _standing(places)
     for group in groups:
         group.unshard()
-    # A group in which neither did anything ignored reshard(), and holds what it gathered earlier.
+    # A group where neither call changed anything ignored reshard(), and still holds what it gathered earlier.
     full = _standing(places)
     indices: dict[FSDPModule, list[int]] = {}
     for index, place in enumerate(places):
@@ -135,7 +135,7 @@ def _gather(module: nn.Module, groups: Sequence[FSDPModule]) -> list[_Slot]:
 
 
 def _release(groups: Sequence[FSDPModule], slots: Sequence[_Slot]) -> None:
-    """Put FSDP's own parameters, over FSDP's own buffers, back into their places, and reshard every group."""
+    """Put FSDP's own parameters, on FSDP's own buffers, back into their places, and reshard every group."""
     for slot in slots:
         if slot.now() is not slot.sharded and slot.changed():
             setattr(slot.owner, slot.name, slot.full)
@@ -165,7 +165,7 @@ def _standing(places: Iterable[tuple[FSDPModule, nn.Module, str, str]]) -> list[
 
 
 def _insist_on_reshard(group: FSDPModule) -> None:
-    """Reshard a group that ignored reshard(): one that keeps its weights after forward, and is set back to that."""
+    """Reshard a group that ignored reshard() since it keeps its weights after forward; that setting is kept."""
     group.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
     group.reshard()
     group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
@@ -207,9 +207,9 @@ def _check_shapes(changed: Sequence[_Slot]) -> None:
 
 
 def _differs(slot: _Slot) -> bool:
-    """Whether the gathered bytes are others than at entry, where nobody wrote into the shards meanwhile.
+    """Whether the gathered bytes differ from those at entry; False where somebody wrote into the shards meanwhile.
 
-    All of them, not this rank's rows only, so that all ranks come to the same answer.
+    It compares all bytes, not only this rank's rows, so that all ranks come to the same answer.
     """
     if _stamp(slot.sharded) != slot.sharded_stamp:
         return False

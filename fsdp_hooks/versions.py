@@ -1,12 +1,12 @@
-"""Version counters: a write that torch does not see as one is counted by hand.
+"""Version counters: writes that torch does not notice are counted by hand.
 
-torch counts in-place operations on a tensor, and a backward whose saved tensor has another count than at its forward
-raises ("modified by an inplace operation") instead of computing with the new values. A wrapper's count is raised by
-operations on the wrapper alone: not by writes into its parts, and not by the `_foreach_` operations, which torch hands
-over uncounted. So everything that writes parts calls `count_writes`.
+torch counts in-place operations on a tensor. If a saved tensor has another count in backward than in forward, backward
+raises ("modified by an inplace operation") instead of computing with the new values. Only operations on a wrapper raise
+the wrapper's count; writes into its parts do not, and neither do `_foreach_` operations, which torch hands over
+uncounted. So code that writes parts otherwise calls `count_writes`.
 
-Refills of what FSDP2 gathered are no writes: backward gathers the weights of its forward anew, into the same tensors,
-and FSDP2 keeps the counts as they are meanwhile, as it does for plain parameters.
+Refills of what FSDP2 gathered do not count as writes: backward gathers the weights of its forward again into the same
+tensors, and FSDP2 keeps the counts unchanged meanwhile, as it does for plain parameters.
 """
 
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ from fsdp_hooks.torch_private import is_tracing, local_of
 
 
 def count_writes(tensors: Iterable[Tensor]) -> None:
-    """Count one in-place write into each of them, and for a DTensor into its local tensor, too."""
-    if is_tracing():  # a graph has its own way to know what it writes
+    """Count one in-place write into each tensor, and for a DTensor also into its local tensor."""
+    if is_tracing():  # a graph tracks its writes in its own way
         return
     found = [own for one in tensors for own in ((one, local_of(one)) if isinstance(one, DTensor) else (one,))]
     torch.autograd.graph.increment_version([one for one in found if not one.is_inference()])
