@@ -281,7 +281,7 @@ class _Machine:
 
 
 def _defaults(kind: type, given: Container[str]) -> dict[str, Any]:
-    """torch's defaults for fields that a file may leave out: those that not every torch from 2.11 on has."""
+    """Torch's defaults for fields that a file may leave out: those that not every torch from 2.11 on has."""
     return {
         name: field.default
         for name, field in KNOWN_FIELDS[kind].items()

@@ -158,7 +158,7 @@ def _storage(reference: Any) -> _Storage:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Header:
-    """torch's _rebuild_tensor_v2 and _v3; only _v3 takes a dtype, after requires_grad and hooks."""
+    """Torch's _rebuild_tensor_v2 and _v3; only _v3 takes a dtype, after requires_grad and hooks."""
     dtypes = [value for value in rest if isinstance(value, torch.dtype)]
     if type(storage) is not _Storage or type(shape) is not tuple or type(strides) is not tuple:
         raise ValueError("a tensor without storage, shape and strides")

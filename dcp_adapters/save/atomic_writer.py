@@ -49,7 +49,7 @@ class AtomicFiles(FileSystem):
             super().rm_file(path)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename after the names of the data files are durable; with `syncs` the rename is durable when it returns."""
+        """Replace `new_path`; with `syncs` the data files' names are durable before that, and the rename after it."""
         if self.syncs:
             sync(Path(new_path).parent)
         Path(path).replace(new_path)

@@ -1,7 +1,7 @@
 """Plan caching: a save whose plan is that of an earlier one sends neither items nor plans, and writes the same chunks.
 
-A cached plan is known by a token, which the coordinator drew when it made the global plan, and by the rank's place in
-it. In the steps of a save:
+A cached plan is identified by a token, which the coordinator drew when it made the global plan, and by the rank's place
+in it. In the steps of a save:
 
     create_local_plan    a rank whose plan equals one it holds a token for sends the token instead, with what may differ
                          at every save (scales); after any difference, in formats too, it sends the full plan

@@ -24,7 +24,7 @@ from qtensor.tensor import QuantizedTensor
 class PartLayout:
     """Where one part of a weight's shard lies.
 
-    several: other ranks hold the same rows (a `[N, 1]` scale under column cuts, say); their bytes must be equal.
+    several: other ranks hold the same chunk (a `[N, 1]` scale under column cuts, say); the bytes must be equal.
     withheld: a scalar that all ranks of the mesh hold; the mesh's first rank lists it, not this one.
     """
 

@@ -5,7 +5,7 @@
     return     the lease dies with the last storage made over it, and its finalizer gives the slab back
 
 A storage made by `torch.frombuffer` holds the buffer's owner for as long as any alias of it lives (a view, a detached
-tensor, the local tensor of a DTensor, in whatever thread), so no byte of a slab is lent twice at a time. The finalizer
+tensor, the local tensor of a DTensor, in any thread), so no byte of a slab is lent twice at a time. The finalizer
 runs in the thread that drops the last alias, perhaps inside a garbage collection that interrupts `lease` itself:
 SimpleQueue.put is made for that, a lock is not.
 

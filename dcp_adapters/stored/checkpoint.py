@@ -1,4 +1,4 @@
-"""A checkpoint on disk as the tensors it means, read one at a time.
+"""A checkpoint on disk as logical tensors, read one at a time.
 
     keys w.payload, w.scale + manifest   ->   one entry w, quantized
     key b                                ->   one entry b, dense

@@ -2,8 +2,8 @@
 
     max |B - A|        |B - A| / |A|  (Frobenius)        SNR = -20 log10 of that, in dB
 
-Elements that are not finite on both sides would make all three useless: they are left out, and counted apart where they
-differ.
+Elements that are not finite on either side would make all three useless: they are left out, and counted apart where
+they differ.
 """
 
 import math
