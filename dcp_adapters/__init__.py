@@ -1,6 +1,27 @@
 """Quantized tensors in PyTorch distributed checkpoints.
 
-Raw payloads and scales as plain tensors, resharded by stock DCP.
+Payloads and scales are stored as plain tensors, and stock DCP reshards them. From the lowest to the highest; a module
+imports only what stands above it, qtensor and fsdp_hooks:
+
+    words.py, tables.py    names and values in few words; tables for people
+    tiling.py              do boxes cover a tensor exactly?
+    plain_memory.py        the bytes of a tensor, where it has some
+    torch_private.py       what torch does not promise and this package relies on
+    part_places.py         where the parts of a shard lie
+    recipe_names.py        recipes and dtypes by name
+    entry.py               one tensor and its parts
+    source.py              anything that has tensors: names at once, values one tensor at a time
+    manifest.py            what a checkpoint says about its quantized tensors
+    checksums.py           digests of what a checkpoint stores
+    expand.py              quantized leaves of a state dict as their parts
+
+    reading/               checkpoints read without executing anything in them
+    stored/                a checkpoint on disk: opened, inspected, verified
+    staging/               copies in host memory for asynchronous saves
+    save/                  the save planner, and what is written in which order
+    load/                  the load planner: compare, read in place, convert
+    hf/                    Hugging Face directories: export and import
+    cli/                   the command line, `python -m dcp_adapters`
 """
 
 from dcp_adapters.expand import expand

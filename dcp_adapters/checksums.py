@@ -4,11 +4,11 @@
 
 One row for every stored chunk of a tensor and for every byte entry, except for the table itself; a rank's rows are one
 chunk of the table. Digests are canonical (big-endian). "name@offset" is `model.w.payload@128,0`: the entry, and where
-its chunk begins in the global tensor; nothing follows the @ of a 0-dim tensor or of a byte entry. The bytes of a tensor
-chunk are those of the contiguous tensor, of a byte entry those in the file. A tensor of another library's class, whose
-elements only that class knows, is stored as an archive of it, as torch.save writes it: its row has the bytes of the
-archive, and the key of "name@offset as archive". Such a row is compared by `verify` alone, since readers hand out what
-the class makes of the archive.
+its chunk begins in the global tensor; nothing follows the @ of a 0-dim tensor or of a byte entry. For a tensor
+chunk the bytes are those of the contiguous tensor, for a byte entry those in the file. A tensor of another library's
+class, whose elements only that class knows, is stored as the archive that torch.save writes: its row digests the
+archive, under the key "name@offset as archive". Only `verify` compares such a row, since readers hand out what the
+class makes of the archive.
 
 xxh3 runs at the speed of memory, several times faster than the CRC32 which zip files carry beside it.
 """
@@ -30,7 +30,7 @@ ROW = 16  # bytes: 8 that say which chunk, 8 of its data
 
 
 def chunk_key(index: MetadataIndex, *, archive: bool = False) -> bytes:
-    """8 bytes that stand for a chunk: the digest of its entry's name and its offset, and of what the row digests."""
+    """8 bytes that stand for a chunk: the digest of its entry's name, its offset, and whether it is an archive."""
     offset = ",".join(map(str, index.offset or ()))
     return xxhash.xxh3_64_digest(f"{index.fqn}@{offset}{' as archive' if archive else ''}".encode())
 
@@ -86,9 +86,9 @@ def rows_of(table: Tensor) -> Iterator[tuple[bytes, bytes]]:
 class Checksums:
     """The digests of one rank's chunks in one save.
 
-    A writer resolves each item once and writes what it got; that very data is digested here. It may ask for the table
-    before the rest (its threads share the items out): what is missing then is resolved for it, and kept if pickled,
-    since pickling twice need not give the same bytes.
+    A writer resolves each item once and writes what it got; that very data is digested here. Its threads share the
+    items out, so it may ask for the table before the rest: missing items are then resolved for the table, and kept if
+    they are pickled, since pickling twice need not give the same bytes.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Checksums:
 
     def seen(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
         """Digest what is about to be written; returns it, on the CPU. Raises ValueError for freed storage."""
-        if isinstance(data, Tensor) and not is_plain(data):  # its own class writes it: made ready as writers make it
+        if isinstance(data, Tensor) and not is_plain(data):  # its own class writes it; prepared as writers do
             data = data.detach().cpu()
             if data.untyped_storage().size() != data.nbytes:
                 data = data.clone()
@@ -135,11 +135,11 @@ class Verification:
         self.waiting: list[tuple[str, MetadataIndex, bytes]] = []
 
     def expect(self, pieces: int) -> None:
-        """The table comes in so many pieces."""
+        """Expect a table in this many pieces."""
         self.outstanding = pieces
 
     def arrived(self, table: Tensor) -> None:
-        """One piece of the table is there; with the last one, what has waited for it is compared."""
+        """One piece of the table has been read; with the last one, the waiting chunks are compared."""
         with self.lock:
             self.outstanding -= 1
             if self.outstanding:
@@ -152,7 +152,7 @@ class Verification:
     def see(self, name: str, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
         """Compare a whole chunk of an entry. Raises RuntimeError where it is not what was saved, or has no row.
 
-        What has gone into or came out of a tensor of another library's class is no longer what was stored.
+        A tensor of another library's class is not compared: what it holds is not what was stored.
         """
         if isinstance(data, Tensor) and not is_plain(data):
             return

@@ -3,8 +3,8 @@
     Entry w, recipe MXFP8, [N, K], bf16   ->   parts payload [N, K] float8, scale [N, K // 32] uint8
     Entry b, no recipe,    [N],    fp32   ->   one part, named "", which is the tensor itself
 
-A part is stored under a key, `w.payload` or `b`, in chunks, each of which is a box of it. Who has entries (live state
-dicts, checkpoints, directories) reads parts or boxes of them; everything else is a function over entries.
+A part is stored under a key, `w.payload` or `b`, in chunks; each chunk is a box of the part. A source of entries (a
+live state dict, a checkpoint, a directory) reads parts or boxes of them; everything else is a function over entries.
 """
 
 import math
@@ -26,8 +26,8 @@ PartShape = tuple[torch.dtype, tuple[int, ...]]
 class Entry:
     """One tensor.
 
-    recipe: None for a dense one. shape: the logical, global one. dtype: of a quantized tensor the one it appears to
-    have.
+    recipe: None for a dense tensor. shape: the logical, global shape. dtype: for a quantized tensor, the dtype it
+    appears to have.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Entry:
         return {spec.name: (spec.dtype, spec.shape(self.shape)) for spec in specs_of(self.recipe)}
 
     def part_keys(self) -> list[str]:
-        """Under which its parts are stored, the payload's first."""
+        """The keys under which its parts are stored, the payload's first."""
         return [self.name] if self.recipe is None else [f"{self.name}.{spec.name}" for spec in specs_of(self.recipe)]
 
     def stored(self) -> dict[str, PartShape]:
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """The recipe of a quantized tensor, the dtype of a dense one, in a word."""
+        """The label of a quantized tensor's recipe, or the name of a dense tensor's dtype."""
         return str(self.dtype).removeprefix("torch.") if self.recipe is None else recipe_label(self.recipe)
 
     @property

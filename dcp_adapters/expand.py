@@ -2,8 +2,8 @@
 
     w: DTensor(MXFP8 [N, K])  ->  w.payload: DTensor(float8 [N, K]),  w.scale: DTensor(uint8 [N, K // 32])
 
-The parts alias the live bytes, and keep the mesh and the placements of the weight, except that a mesh dim which cuts
-the weight along a dim the part does not extend along replicates the part (0-dim scales; `[N, 1]` scales under column
+The parts alias the live bytes and keep the weight's mesh and placements, with one exception: a part is replicated on a
+mesh dim that cuts the weight along a dim the part does not extend along (0-dim scales; `[N, 1]` scales under column
 cuts). So stock DCP deduplicates, validates, reshards and writes them, and reading into them writes the weight.
 
     settled_parts  the parts of one local tensor; the save planner, which has the layout of every part, takes them as
@@ -134,7 +134,7 @@ def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> D
 
 
 def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
-    """The parts; of a gathered weight, whose tensor-wide part is a vector, the one value all shards share."""
+    """The parts; a gathered weight's vector of tensor-wide values becomes the one value that all shards share."""
     if lens_of(q).described is not None:
         raise ValueError(
             f"{name}: a transposed or reshaped view of a quantized weight, whose parts are those of shape "

@@ -38,7 +38,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of the module docstring; deterministic, whatever the order the tensors came in."""
+        """The JSON object of the module docstring; it does not depend on the order of the tensors."""
         recipes: list[Recipe] = []
         records: dict[object, dict[str, Any]] = {}  # tensors alike share a record, so that pickle writes it once
         tensors = {}

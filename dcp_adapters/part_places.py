@@ -1,10 +1,10 @@
-"""Where the parts of a shard lie: it follows from where the weight's shard lies, and from what a part extends along.
+"""Where the parts of a shard lie: this follows from where the weight's shard lies and which dims a part extends along.
 
     payload, scale [N, K // block]    cut with the weight; columns divided by the part's block
     scale [N, 1]                      cut with the rows, whole where columns are cut
     global_scale []                   whole everywhere
 
-As boxes for what saves and loads, as placements for DTensors.
+Saving and loading use boxes, DTensors use placements.
 """
 
 from collections.abc import Sequence

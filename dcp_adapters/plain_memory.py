@@ -1,9 +1,9 @@
 """Which tensors have bytes of their own to look at, and those bytes.
 
 A wrapper subclass, of this library or another's, answers `data_ptr()` with 0, whatever it says of its storage; so do
-tensors whose storage was freed. Quantized (torch.quantize_per_tensor) tensors have codes there, sparse and meta ones
-nothing, and behind a conjugate or negative view stand other values than it has. Whoever reads or writes memory by its
-address asks here first.
+tensors whose storage was freed. The memory of quantized (torch.quantize_per_tensor) tensors holds codes, that of
+conjugate or negative views holds other values than the view, and sparse and meta tensors have none. Code that reads or
+writes memory by its address asks here first.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ FREED = "its storage was freed, as FSDP does with gathered weights; take the sta
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but elements in a storage, on whatever device.
 
-    Parameters, and subclasses that only watch functions, are, too.
+    Parameters count, and so do subclasses that define no `__torch_dispatch__`.
     """
     return (
         type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -39,10 +39,10 @@ def without_bytes(tensor: Tensor) -> str | None:
 
 
 def memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
-    """The bytes of a contiguous CPU tensor, as a view that neither copies nor needs numpy; keep the tensor.
+    """The bytes of a contiguous CPU tensor, as a view that neither copies nor needs numpy; keep the tensor alive.
 
     Raises:
-        ValueError: it has no bytes of its own, or other ones than its values.
+        ValueError: it has no bytes of its own, or its bytes are not its values.
     """
     count = tensor.numel() * tensor.itemsize
     if not is_plain(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

@@ -1,7 +1,7 @@
-"""Recipes and dtypes by the names one types: `mxfp8`, `nvfp4-square`, `Float8CurrentScaling`, `bfloat16`.
+"""Recipes and dtypes by the names that people type: `mxfp8`, `nvfp4-square`, `Float8CurrentScaling`, `bfloat16`.
 
-A recipe has the name of its type, whoever registered its format, and common ones the short name that was registered
-with it. Any field that describes bytes can be set by its name and a value as text (`blocks=square`,
+Every recipe has the name of its type, whoever registered its format; common ones also have a short name, registered
+with the format. Any field that describes bytes can be set by its name and a value as text (`blocks=square`,
 `power_of_two=true`); the recipe itself checks the values.
 """
 
@@ -56,7 +56,7 @@ def recipe_label(recipe: Recipe) -> str:
 
 
 def _fields(recipe: Recipe, options: Mapping[str, str]) -> dict[str, Any]:
-    """Values of the types that the recipe's fields have."""
+    """The options' texts as values of the types that the recipe's fields have."""
     present = {name: value for name, value in recipe.to_json().items() if name != "type"}
     values: dict[str, Any] = {}
     for name, text in options.items():

@@ -1,4 +1,4 @@
-"""What has tensors: a live state dict, a checkpoint on disk, a Hugging Face directory.
+"""Where tensors come from: a live state dict, a checkpoint on disk, a Hugging Face directory.
 
     Source   entries, and their parts as whole tensors, one entry at a time
     Stored   a source on disk: its files, entries that are bytes, the place of each entry in a nested state dict
@@ -19,13 +19,13 @@ from dcp_adapters.entry import Entry
 class Source:
     """Tensors by name.
 
-    entries: of all tensors, the same on all ranks and in the same order.
+    entries: one for each tensor, the same on all ranks and in the same order.
     """
 
     entries: Mapping[str, Entry]
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """The whole parts of a tensor on the CPU, not to be written to."""
+        """The whole parts of a tensor, on the CPU; do not write to them."""
         raise NotImplementedError
 
     def part(self, name: str, part: str) -> Tensor:
@@ -43,14 +43,14 @@ class Source:
     # -- of live shards ------------------------------------------------------------------------------------------------
 
     def is_collective(self, name: str) -> bool:
-        """Whether all ranks must read this tensor together, in the same order, whoever keeps it."""
+        """Whether all ranks must take part in reading this tensor, in the same order, whichever rank keeps it."""
         return False
 
     def help_read(self, name: str) -> None:
-        """This rank's share of a collective `parts` by others."""
+        """This rank's share of a collective `parts` whose result other ranks keep."""
 
     def replicas(self, name: str) -> list[Tensor]:
-        """What each rank has in its own memory of a tensor that is not sharded; all should have the same."""
+        """This rank's own copies of the parts of a tensor that is not sharded; all ranks should have the same."""
         return []
 
 
@@ -59,8 +59,8 @@ class Stored(Source):
 
     Attributes:
         path: the directory.
-        layout: of a Hugging Face directory: how it is quantized, "" where it is not; None for a checkpoint.
-        format_version: of the manifest; None where there is none.
+        layout: how a Hugging Face directory is quantized, "" where it is not; None for a checkpoint.
+        format_version: the manifest's; None without a manifest.
         blobs: names of the entries that are bytes.
         has_checksums: whether a table of checksums was saved with it.
         paths: key -> path in the nested state dict; empty where it is flat.
@@ -75,11 +75,11 @@ class Stored(Source):
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors and entries of bytes, in the order in which they were saved."""
+        """The names of all tensors and entries of bytes, in the order in which they were saved."""
         return [*self.entries, *self.blobs]
 
     def chunks(self, name: str) -> int:
-        """In how many pieces a tensor (its payload) was written."""
+        """The number of pieces in which a tensor (its payload) was written."""
         raise NotImplementedError
 
     def file_bytes(self) -> dict[str, int]:

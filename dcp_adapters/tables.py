@@ -1,7 +1,7 @@
 """Tables for people: through `rich` where it is installed, plain aligned text otherwise.
 
-Colours are for terminals alone, and not where NO_COLOR is set or TERM is `dumb`. What stands in a table comes from
-checkpoints: characters that steer a terminal or turn the direction of text are shown as a replacement character.
+Colours appear on terminals only, and not where NO_COLOR is set or TERM is `dumb`. The cells come from checkpoints:
+characters that control a terminal or change the direction of text are shown as a replacement character.
 """
 
 import io
@@ -11,7 +11,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 
-WIDE = 1000  # columns where nobody looks: a file or a pipe should hold every name whole
+WIDE = 1000  # columns of a file or a pipe, which should hold every name whole
 
 
 def table(
@@ -27,8 +27,7 @@ def table(
         columns: the head.
         rows: a cell for each column.
         right: columns that are right-aligned.
-        style: (column, cell) -> how it looks on a terminal with colours, in the words of `rich`; without it there are
-            none.
+        style: (column, cell) -> a style of `rich`, used on terminals with colours; None: no colours.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     try:
@@ -53,7 +52,7 @@ def table(
 
 
 def printable(words: str) -> str:
-    """Without control characters, marks that turn the direction of text, and halves of surrogate pairs."""
+    """The text with control and format characters, and halves of surrogate pairs, replaced."""
     return "".join("\ufffd" if unicodedata.category(one) in ("Cc", "Cf", "Cs") else one for one in words)
 
 

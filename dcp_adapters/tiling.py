@@ -1,12 +1,12 @@
 """Whether the chunks of a tensor cover it exactly: no gap, no overlap, nothing outside.
 
-Chunks that are cut along one dim alone, as nearly all are, follow each other when they are sorted: one walk tells.
+Nearly all tensors are cut along one dim only. Their chunks are sorted, and each must begin where the last one ended.
 
-For any others, comparing chunks with each other is quadratic in their number. Instead, each box adds +1 or -1 at its
+Comparing other chunks with each other would be quadratic in their number. Instead, each box adds +1 or -1 at its
 corners (+ at the one where all coordinates are lower bounds, the sign changing with each upper bound), which is the
 mixed derivative of "how many boxes cover this point". Boxes cover the tensor exactly once if, and only if, all corners
-cancel against those of the whole tensor. At the first corner that does not, in row-major order, a gap or an overlap
-begins.
+cancel against those of the whole tensor. A gap or an overlap begins at the first corner, in row-major order, that does
+not cancel.
 """
 
 import itertools

@@ -1,16 +1,16 @@
-"""What checkpoints take from torch that torch does not promise, in one place.
+"""What this package takes from torch that torch does not promise, in one place.
 
-The rules are those of `fsdp_hooks/torch_private.py`, which imports no DCP: private names, and what was learned by
-reading DCP's planners, readers and writers, each with its reason. `tests/test_torch_private.py` fails when one of them
-changes. Nothing else may rely on either.
+The rules are those of `fsdp_hooks/torch_private.py`, which imports no DCP. Here are private names, and behaviour
+learned by reading DCP's planners, readers and writers, each with the reason for its use. `tests/test_torch_private.py`
+fails when one of them changes. No other module may rely on them.
 
-DCP gives planners no say in the order in which a load reads, nor in the moment at which a checkpoint counts. What is
-relied on instead:
+DCP does not let planners choose the order in which a load reads, or the moment at which a checkpoint becomes valid.
+This is relied on instead:
 
-    FileSystemReader   groups read items by the path that the storage data names for them, as keys of a dict, and reads
-                       group after group in the order in which they came up; hands the planner each read item as it got
-                       it; joins its directory, a Path, with the path just before it opens the file
-    FileSystemWriter   pickles the metadata as the last step of a save but one, the rename
+    FileSystemReader   groups read items in a dict, by the path that the storage data names for them, and reads the
+                       groups in the order of their first items; hands the planner each read item as it got it; joins
+                       its directory, a Path, with the path just before it opens the file
+    FileSystemWriter   pickles the metadata in the last step before the final rename
 """
 
 import dataclasses
@@ -55,25 +55,25 @@ assert callable(flatten_state_dict)
 # It also puts byte entries back into the nested dict, which we unpickle more strictly than stock does.
 assert callable(set_element)
 
-# Where the bytes of a chunk stand: the one record of `.metadata` without a public name. Who reads that file without
+# Where the bytes of a chunk lie: the only record of `.metadata` without a public name. Code that reads the file without
 # unpickling it has to make such records.
 assert callable(StorageInfo)
 
 
 class OwnPath(NativePath):
-    """A relative path that a reader takes for a file of its own, and whose file may be looked at before it is opened.
+    """A relative path that a reader treats as a file of its own; `look` can check the file before it is opened.
 
-    It is its own key in a dict, so each makes a group of items. A path of a class below that of the directory is asked
-    for what the two give when they are joined, as Python asks the more special of two operands: so `look` hears of the
-    directory just before the file is opened. Readers that build paths in another way (fsspec, our own
-    SafeFileSystemReader, which looks itself) see a path like any other, and `look` is not called.
+    Each instance equals only itself, so each makes a group of items. In `directory / path` Python asks the operand of
+    the more derived class first, which is this one: so `look` gets the full path just before the file is opened.
+    Readers that build paths in another way (fsspec; our own SafeFileSystemReader, which checks files itself) see an
+    ordinary path, and `look` is not called.
     """
 
     look: Callable[[Path], None] | None = None
 
     @staticmethod
     def of(relative_path: str, look: Callable[[Path], None] | None = None) -> "OwnPath":
-        """A path; `look` is called with that of the file in the reader's directory, whether it is there or not."""
+        """A path; `look` is called with the file's path in the reader's directory, whether the file exists or not."""
         path = OwnPath(relative_path)
         path.look = look
         return path
@@ -92,7 +92,7 @@ class OwnPath(NativePath):
 
 @dataclasses.dataclass(frozen=True)
 class Alias(MetadataIndex):
-    """Stands for another index in the storage data, so that its read item has a path of its own there."""
+    """Stands for another index in the storage data, so that a read item can have a path of its own there."""
 
     original: MetadataIndex | None = dataclasses.field(default=None, compare=False)
 
@@ -101,15 +101,15 @@ class Alias(MetadataIndex):
 class Committed(Metadata):
     """Metadata that refuses to be written while a chunk of it has no place in the storage.
 
-    A writer hands the metadata its results and pickles it as the very last step of a save. Stock FileSystemWriter
+    A writer hands the metadata its results and pickles it in the last step before the rename. Stock FileSystemWriter
     loses the exception of a writing thread (thread_count >= 2) and with it the chunks of that thread: pickling is where
-    that can still fail the save. What reaches the disk is a plain Metadata, in which each name is written once: keys
-    that came from as many ranks are as many strings, and every rank that loads would read and keep them all.
+    that can still fail the save. What reaches the disk is a plain Metadata in which each name is written once: the keys
+    of different ranks are different strings, and every rank that loads would read and keep them all.
 
     Stock's writer of torch 2.11 pickles a copy (by dataclasses.replace), so `before` is a field like the others.
 
     Attributes:
-        before: what else is to be done at this moment, given the names of the files (`overwrite.commit`).
+        before: called at this moment with the names of the files (`overwrite.commit`).
     """
 
     before: Callable[[set[str]], None] = dataclasses.field(kw_only=True)
@@ -123,7 +123,7 @@ class Committed(Metadata):
         return Metadata, (self.state_dict_metadata,), state
 
     def _by_shared_keys(self, stored: dict[Any, Any]) -> dict[Any, Any]:
-        """`stored`, its keys equal but made of the names and offsets of `state_dict_metadata`; raises what is lost."""
+        """`stored` under equal keys, made of `state_dict_metadata`'s names and offsets; raises if a chunk is lost."""
         placed = {}
         for name, entry in self.state_dict_metadata.items():
             chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
@@ -143,10 +143,10 @@ class Committed(Metadata):
 
 
 def prefix_of(storage_data: Any) -> str | None:
-    """What the names of a rank's files begin with, where its writer says so in the storage data of the rank's plan.
+    """What the names of a rank's files begin with, if its writer says so in the storage data of the rank's plan.
 
-    FileSystemWriter does, in a dataclass; with another prefix in it, it writes files of other names. It does so before
-    the global plan is made only where a rank saves for itself (use_collectives=False).
+    FileSystemWriter says it in a dataclass, and names its files after what stands there. Before the global plan is made
+    it says so only where a rank saves for itself (use_collectives=False).
     """
     prefix = getattr(storage_data, "prefix", None)
     return prefix if isinstance(prefix, str) else None
@@ -158,11 +158,11 @@ def writes_safetensors(storage_data: Any) -> bool:
 
 
 def gloo_group(group: dist.ProcessGroup, name: str, timeout: dt.timedelta) -> ProcessGroupGloo:
-    """A gloo group of the same ranks, under a name that no other one has; known to these ranks alone.
+    """A gloo group of the same ranks, under a name that no other group has; only these ranks know it.
 
-    `dist.new_group` is a collective of the default group, which must not be called where only some ranks come by, and
-    it numbers groups by how many a rank knows. This one only meets the others in the store of `group`. It has the
-    `timeout` it is given, and goes with its last reference.
+    `dist.new_group` is a collective of the default group, so it must not be called by some ranks only, and it numbers
+    groups by how many a rank knows. This group needs only the store of `group`, in which its ranks meet. It has the
+    given `timeout`, and is freed with its last reference.
     """
     store = dist.PrefixStore(name, group.get_group_store())
     return ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout=timeout)

@@ -1,4 +1,4 @@
-"""How names of a checkpoint are sorted, and values told in few words."""
+"""Names in the order in which people count, and values in few words."""
 
 import re
 from collections.abc import Iterable

@@ -1,7 +1,9 @@
-"""The command line, `python -m dcp_adapters`: a file a command.
+"""The command line, `python -m dcp_adapters`.
 
-main.py      arguments, exit status; help_texts.py: what `--help` says
-diff.py      what tells two apart
-convert.py   recipe to recipe or dense, streaming
+main.py      all commands: arguments, exit status; help_texts.py: what `--help` says
+diff.py      what two checkpoints hold that is not the same
+convert.py   recipe to recipe or dense, one tensor at a time
 report/      a page with pictures
+
+The work of inspect and verify is done in stored/ (verify of a Hugging Face directory in hf/), that of export in hf/.
 """

@@ -1,6 +1,6 @@
 """A checkpoint into another format: recipe to recipe, quantized to dense, dense to quantized. Needs no model.
 
-    plan     from the descriptions alone: which tensors change; all that cannot be done in one error, nothing written
+    plan     from the descriptions alone: which tensors change; one error lists all that cannot be done, nothing written
     write    one tensor at a time: read, convert, write, forget; entries of bytes and all other tensors are copied as
              they are; into a hidden directory beside the destination
     finish   `.metadata`, then the directory gets its name: there is the whole checkpoint or none
@@ -63,7 +63,7 @@ def plan_conversion(
     Args:
         tensors: those of the source.
         to: a recipe, or the dtype of dense results.
-        include: globs over tensor names. None: all quantized tensors.
+        include: globs over tensor names; empty: all quantized tensors.
         exclude: globs over tensor names that stay as they are.
 
     Raises:
@@ -108,12 +108,12 @@ def convert_checkpoint(
 
     Args:
         source: where from; open it with check=True to refuse damaged data instead of giving it fresh checksums.
-        destination: a directory that does not exist or is empty, in one that does.
+        destination: a directory that does not exist or is empty; the directory above it exists.
         plan: from `plan_conversion`.
         advance: told the bytes of the source that are done.
 
     Raises:
-        FileExistsError, FileNotFoundError: the destination is not empty, or has no directory to stand in.
+        FileExistsError, FileNotFoundError: the destination is not empty, or the directory above it does not exist.
         CheckpointUnusable: data of the source is missing or damaged. The destination does not exist then.
     """
     final = Path(destination)
@@ -252,7 +252,7 @@ def _written(entry: Entry, plan: ConversionPlan) -> Entry:
 
 
 def _stand_in(entry: Entry) -> Tensor:
-    """A tensor that takes no memory; parts that extend along it are one element."""
+    """A tensor that takes almost no memory: parts that extend along it are one element, expanded."""
     parts = {
         spec.name: torch.zeros(() if spec.per_row else shape, dtype=dtype, device="cpu").expand(shape)
         for spec, (dtype, shape) in zip(entry.specs(), entry.parts().values(), strict=True)
@@ -275,7 +275,7 @@ def _paths(source: Stored, plan: ConversionPlan) -> dict[str, tuple[Any, ...]]:
 
 
 def _weight_path(path: tuple[Any, ...], suffix: str) -> tuple[Any, ...]:
-    """Where the weight stands whose part, named by `suffix` (".payload"), stands at `path`; the path itself for ""."""
+    """The path of a weight, from the `path` of its part with this `suffix` (".payload"); the path itself for ""."""
     if not suffix:
         return path
     *above, last = path

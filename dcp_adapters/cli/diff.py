@@ -1,8 +1,8 @@
-"""What two checkpoints hold that is not the same: one tensor of each in memory at a time.
+"""How two checkpoints differ: one tensor of each is in memory at a time.
 
 Tensors are compared by their logical names, so a quantized one meets the dense one it was made from, and it does not
 matter how many ranks wrote either side. Where both sides have a tensor of one shape, the values of the first are the
-reference of the error (see errors.py). The manifest and the checksums are about the tensors, so they are not compared.
+reference of the error (see stored/errors.py). The manifest and the checksums are about the tensors and not compared.
 """
 
 from collections.abc import Iterator

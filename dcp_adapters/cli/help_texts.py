@@ -1,11 +1,11 @@
-"""What `--help` says: of each command a summary, what it does, and examples of it."""
+"""What `--help` says of each command: a summary, what it does, and examples."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class HelpText:
-    """Of one command. %(prog)s in the examples is the program and the command."""
+    """The help of one command; %(prog)s in the examples is the program and the command."""
 
     summary: str
     about: str

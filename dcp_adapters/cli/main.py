@@ -1,6 +1,6 @@
 """The command line: python -m dcp_adapters inspect | report | verify | diff | convert | export CHECKPOINT ...
 
-Arguments in, text or JSON out; the work is done in a module a command. Exit status: 0, all is well; 1, something was
+Arguments in, text or JSON out; other modules do the work. Exit status: 0, all is well; 1, something was
 found (an error by verify, a difference by diff); 2, the command could not do its work (no such path, no checkpoint, an
 unknown recipe): one message on stderr.
 """

@@ -1,4 +1,4 @@
-"""What a directory's JSON says about its linears, to hold beside what its tensors are.
+"""What a directory's JSON says about its linears, to be compared with what its tensors are.
 
 The scheme of a linear is read off its tensors (schemes.py). JSON can say what they do not show: integers where floats
 are expected, inputs in another format, rotations that belong to the weights. So both have to agree, for each linear.
@@ -27,11 +27,11 @@ class Claims(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Whose names the tensors have."""
+        """The layout whose names the tensors have."""
 
     @property
     def kv_cache(self) -> str | None:
-        """Why scales of the KV cache are none of FP8; None where they are."""
+        """Why the KV cache is not quantized as FP8; None where it is, or where nothing is said."""
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
         """How the scheme found for a module contradicts what is said of it; None where it does not."""
@@ -132,7 +132,7 @@ class _CompressedTensors:
         return None if None in problems else problems[0]
 
     def said_of(self, module: str) -> str:
-        """Of the most exact targets' first."""
+        """What the first of the most exact targets says."""
         ranked = [(rank, target) for target in self.targets if (rank := target.rank(module)) is not None]
         if not ranked:
             return ""
@@ -192,7 +192,7 @@ class _ModelOpt:
 
     @staticmethod
     def of(directory: Directory, config: Mapping[str, Any] | None) -> "_ModelOpt":
-        """The claims of both files. Raises ValueError where one of them says no algorithm."""
+        """The claims of both files. Raises ValueError where one of them names no algorithm."""
         said: list[tuple[str, Any]] = [] if config is None else [("config.json", config)]
         if directory.quantization is not None:
             said.append(("hf_quant_config.json", directory.quantization.get("quantization") or {}))

@@ -74,7 +74,7 @@ SCHEMES = {
 
 
 def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
-    """One group a scheme; with several of them each names its modules."""
+    """One group for each scheme; if there are several, each names its modules."""
     kinds = linears.kinds
     groups = {
         f"group_{number}": {

@@ -1,7 +1,7 @@
 """The model's own description beside its weights: config.json, and what an engine needs to make text of it.
 
-It is taken from a directory, a file, a dict or a config object, and goes into the export with nothing changed but what
-says how the weights are stored.
+It is taken from a directory, a file, a dict or a config object, and exported unchanged, except for what says how the
+weights are stored.
 """
 
 import json
@@ -50,13 +50,13 @@ class ModelConfig:
 
     @property
     def model_types(self) -> set[str]:
-        """What kinds of model it is, that of the text model of several too."""
+        """The types of the model, and of the text model inside it if there is one."""
         text = self.values.get("text_config")
         found = (self.values.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
         return {one for one in found if isinstance(one, str)}
 
     def write(self, directory: Path, made: Mapping[str, Any], dtype: str) -> None:
-        """Copy the files and write the JSON; `made` as a layout makes it, `dtype` of the weights if nothing says it."""
+        """Copy the files and write the JSON; `made` by a layout, `dtype` of the weights if the config names none."""
         for file in self.files:
             shutil.copyfile(file, directory / file.name)
         config = {**self.values, "quantization_config": made[CONFIG]}
@@ -158,10 +158,10 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Of a dtype, as config.json has it."""
+    """A dtype, as config.json writes it."""
     return str(value).removeprefix("torch.")
 
 
 def _cleaned(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what said how the weights were stored before."""
+    """The config without what said how the weights were stored before."""
     return {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}

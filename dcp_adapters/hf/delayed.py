@@ -1,8 +1,8 @@
 """The history of a delayed scale that came from a file, which holds the scale alone.
 
-A step makes its scale of the amaxes before it. So the history begins with the amax that this scale is made of, and the
-first step after an import goes on under the imported scale. Several amaxes may give it: of those a bf16 number, as
-weights mostly are, is taken first.
+A step makes its scale from earlier amaxes. So the history begins with the amax that gives this scale, and the first
+step after an import continues with the imported scale. If several amaxes give it, a bf16 number is preferred, as
+weights mostly are bf16.
 """
 
 import torch
@@ -14,7 +14,7 @@ NEAR = (0, 1, -1, 2, -2)  # units in the last place
 
 
 def history_of(scale: Tensor, recipe: Float8DelayedScaling) -> Tensor:
-    """fp32 [amax_history_len]: zeros behind an amax whose scale is `scale`, or one next to it where it has no amax.
+    """fp32 [amax_history_len]: an amax whose scale is `scale`, or next to it where no amax gives it; then zeros.
 
     Args:
         scale: fp32 [].

@@ -5,8 +5,8 @@
     model.safetensors                         all tensors in one file
     headers                                   each tensor's dtype and shape; safetensors checks that its bytes are there
 
-Whoever made the directory is not trusted: files are named inside of it, the index and the headers say the same, and a
-file that is cut off is found here, before anything is loaded.
+The directory is not trusted. Checked here, before anything is loaded: the index names only files inside of it, the
+index and the headers agree, and no file is cut off.
 """
 
 import json

@@ -6,8 +6,8 @@
     scales of inputs and of the KV cache      ->  fp32 [] under their calibrated names
     everything else                           ->  as it is
 
-Which slice of which tensor a chunk's rows are, and what becomes of them, is a `Slice`. Tensor-wide scales are looked
-at here, before anything is loaded: those of experts must agree, and a reciprocal needs a number that has one.
+A `Slice` says which slice of which tensor a chunk's rows are, and how they are read. Tensor-wide scales are checked
+here, before anything is loaded: those of experts must agree, and one stored as a reciprocal must have a reciprocal.
 """
 
 import functools
@@ -46,7 +46,7 @@ class Slice:
     """Where a chunk's values come from.
 
     read: what the file holds -> the part, in its dtype. per_row: slices of the chunk are slices of the tensor, which
-    lacks `lead` of its first dims and perhaps the last; otherwise the whole tensor gives the whole chunk.
+    lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk.
     """
 
     tensor: FileTensor
@@ -90,8 +90,8 @@ class Placed:
 class Presented:
     """The directory as a checkpoint.
 
-    placed: by key. quantized: those of several parts, by name. scales: names of the scales of inputs and of the KV
-    cache. layout: how it is quantized, "" where it is not.
+    placed: all that is stored, by key. quantized: the quantized tensors, by name. scales: names of the scales of inputs
+    and of the KV cache. layout: how it is quantized, "" where it is not.
     """
 
     layout: str = ""
@@ -167,7 +167,7 @@ class _Presentation:
             self.problems.append(f"{name}: the directory has it twice, as a tensor and as a part or scale of a linear")
 
     def _experts(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-        """The linears of all experts as one weight; none of them, and the name is left missing."""
+        """The linears of all experts as one weight; if none of them is there, the name stays missing."""
         linears = [self.linears.get(piece.module) for piece in pieces]
         dense = [self.dense.get(f"{piece.module}.weight") for piece in pieces]
         there = [bool(linear or tensor) for linear, tensor in zip(linears, dense, strict=True)]
@@ -226,7 +226,7 @@ class _Presentation:
         self._input_scale(name, linears)
 
     def _recipe(self, name: str, kind: str, weights: Sequence[str], shape: Sequence[int]) -> Recipe | None:
-        """The recipe that was recorded, the target's where that keeps a history, or the kind's."""
+        """The target's recipe where that keeps a history, else the recorded one, else the kind's."""
         recorded = {self.recipes[one] for one in {name, *weights} if one in self.recipes}
         if any(kind_of(recipe) != kind for recipe in recorded) or len(recorded) > 1:
             said = ", ".join(map(repr, recorded))
@@ -266,7 +266,7 @@ class _Presentation:
         return Placed(spec.dtype, spec.shape(entry.shape), tuple(chunks))
 
     def _check_wide(self, name: str, spec: PartSpec, linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
-        """A tensor-wide scale has a reciprocal where it is stored as one, and is the same in all linears."""
+        """Check that a tensor-wide scale stored as a reciprocal has one, and that all linears have the same scale."""
         held = [linear.parts[spec.name] for _, linear in linears]
         if len(linears) == 1 and held[0][0].form is not ONE_OVER:
             return
@@ -280,7 +280,7 @@ class _Presentation:
             self.problems.append(f"{name}: {WIDE_APART} ({', '.join(few)}, ...)")
 
     def _input_scale(self, name: str, linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
-        """Experts whose inputs have one scale have it under the name of their weight; others keep theirs."""
+        """One scale for the inputs of all experts goes under the name of their weight; different ones stay."""
         if linears[0][0].expert is None:
             return
         held = [linear.parts.get(INPUT_SCALE) for _, linear in linears]

@@ -2,9 +2,9 @@
 
     config    rank 0 reads the model's description, all get it
     plan      every rank opens the source and plans; the plans must be one
-    write     file by file, each written whole by one rank: of shards every tensor is gathered in turn, and the rank
-              that owns the file keeps it; then those ranks write at the same time. No rank ever holds more than a file
-    publish   rank 0 looks whether all files are there, then the directory gets its name
+    write     each file is written whole by one rank: sharded tensors are gathered one by one, and the rank that owns
+              the file keeps them; then all such ranks write at the same time. No rank ever holds more than a file
+    publish   rank 0 checks that all files are there, then the directory gets its name
 
 Until then everything lies in a hidden directory beside it, which an error removes. An error on one rank is raised on
 all of them.
@@ -67,8 +67,8 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         layout: "compressed-tensors" or "modelopt".
         config: the model's directory (its tokenizer and the like are copied), its config.json, a dict or a config
             object; by default that of a transformers model. Without any, config.json holds the quantization alone.
-        rest: where tensors are taken from that the first does not have, as the embeddings in a calibration's result: a
-            module, a state dict, a checkpoint, or a directory of dense safetensors.
+        rest: where to take tensors that the first does not have, such as the embeddings beside a calibration's result:
+            a module, a state dict, a checkpoint, or a directory of dense safetensors.
         prefix: what the names of the weights begin with in a nested state dict; it is cut off. By default the keys
             under which everything quantized is.
         fused_scales: "raise", linears that engines fuse (q, k, v; gate, up) must share their NVFP4 global scale;
@@ -82,7 +82,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
 
     Raises:
         FileExistsError: `out_dir` exists.
-        FileNotFoundError: the source, the config or the directory above `out_dir` does not.
+        FileNotFoundError: the source, the config or the directory above `out_dir` does not exist.
         ValueError: what the layout cannot hold, see the message; shards whose tensor-wide scales are not agreed; ranks
             with different tensors, values or arguments; tensors that the config's directory has and the source does
             not; NaN in a weight.
@@ -165,7 +165,7 @@ def _check_names(source: Source, described: ModelConfig) -> None:
 
 
 def _check_complete(source: Source, described: ModelConfig, given: Any, rest: Any) -> None:
-    """Refuse what lacks tensors of the model that the config's directory holds."""
+    """Refuse a source that lacks tensors of the model in the config's directory."""
     if isinstance(given, nn.Module) or not described.weights:
         return
     have = set(source.entries)

@@ -1,7 +1,7 @@
 """import_hf: a Hugging Face directory into a model, quantized bytes as they are, each rank its slices.
 
-    compare       every rank   the headers of the files and the names, shapes and recipes of the model; all that does
-                               not fit in one error, the same on all ranks; nothing has been touched before
+    compare       every rank   the headers of the files with the names, shapes and recipes of the model; one error, the
+                               same on all ranks, names all that does not fit, before anything is touched
     materialise   every rank   what the model has on the meta device gets memory; what has some keeps it
     load          every rank   dcp.load with HuggingFaceReader and QuantizedLoadPlanner: equal recipes keep their bytes,
                                dense tensors are quantized while they are read
@@ -61,13 +61,12 @@ def import_hf(
 
     Returns:
         The model's state dict, under the names of the plain model where modules of it are compiled; without a model the
-        directory's, in whole tensors on `device` (CPU). Quantized weights of ours have a recipe that says how to decode
-        them; those of others that of their scheme. Added are the scales of inputs, `<module>.input_scale`, and of the
-        KV cache, `<attention>.k_scale` and `.v_scale`: fp32 [], under which a payload is multiplied. `export_hf` takes
-        it all.
+        directory's, in whole tensors on `device` (CPU). There, quantized weights have the recipe that the directory
+        records, or that of their scheme. Added are the scales of inputs, `<module>.input_scale`, and of the KV cache,
+        `<attention>.k_scale` and `.v_scale`: fp32 [], by which a payload is multiplied. `export_hf` takes it all.
 
-        A parameter with Float8DelayedScaling takes FP8 with a scale a tensor: its history begins with the amax that
-        gives the scale, so the next step goes on under it (or one next to it, where no amax gives it).
+        A parameter with Float8DelayedScaling takes FP8 with one scale for the tensor: its history begins with the amax
+        that gives the scale, so the next step continues with it (or with one next to it, where no amax gives it).
 
     Raises:
         FileNotFoundError: there are no safetensors, or some are missing.

@@ -1,12 +1,12 @@
-"""What a layout is: for each kind of quantized linear the tensors in the file, and JSON that tells an engine of them.
+"""What a layout is: the tensors in the file for each kind of quantized linear, and the JSON that describes them.
 
     Scheme   how one linear is quantized: the kind of its weight, and what becomes of its inputs
     Form     how a part looks in the file: as it is, as one value in a 1-dim tensor, as its reciprocal, ...
     Stored   one tensor of a linear, `<module>.<name>`: which part it is, in which form
     Layout   the table scheme -> tensors and JSON, and the function that makes the files of JSON from it
 
-A layout is data, in a file of its own that registers it. Writing follows the tables from parts to files, reading the
-other way round; nothing else knows a name in them.
+A layout is data, in a file of its own that registers it. Writing follows the tables from parts to files, reading from
+files to parts; claims.py also compares its JSON when a directory is read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ INPUT_SCALE = "input_scale"  # not a part of the weight; calibrated beside it, u
 RECIPES = "qtensor.recipes"  # in the metadata of a file: JSON {weight: its recipe}, where that is not KINDS[kind]
 Inputs = Literal["none", "dynamic", "static"]
 
-# What the file can tell of a recipe: others that decode alike are these for an engine.
+# The recipe of each kind as files describe it; to an engine, other recipes that decode alike are the same.
 KINDS: Mapping[str, Recipe] = {
     "fp8_tensor": Float8CurrentScaling(granularity="tensor"),
     "fp8_row": Float8CurrentScaling(granularity="row"),
@@ -63,7 +63,7 @@ class Scheme:
 
 
 def kind_of(recipe: Recipe) -> str | None:
-    """The kind whose engines' formula decodes what was quantized under `recipe`; None where engines have none."""
+    """The kind under which engines decode what was quantized under `recipe`; None where they have none."""
     if getattr(recipe, "element", "e4m3") != "e4m3":
         return None
     if isinstance(recipe, Float8DelayedScaling):
@@ -88,8 +88,8 @@ class Form:
 def reciprocal(value: Tensor) -> Tensor:
     """The fp32 number whose reciprocal is `value`, where there is one; else the one nearest to 1 / value.
 
-    So that reading gives back what was written. Global scales are such reciprocals (of 2688 / amax); others, which
-    lie between two of them, come back as the nearer one, and stay that.
+    So reading gives back what was written. Global scales are such reciprocals (of 2688 / amax); a value between two
+    reciprocals comes back as the nearer one, and does not change again.
     """
     nearest = torch.reciprocal(value.float())
     for step in (0, 1, -1):
@@ -117,7 +117,7 @@ ONE_OVER = Form(
 class Stored:
     """One tensor of a linear in the file.
 
-    part: of the quantized weight, or INPUT_SCALE. name: behind the module's fqn and a dot.
+    part: of the quantized weight, or INPUT_SCALE. name: what follows the module's fqn and a dot.
     """
 
     part: str
@@ -163,7 +163,7 @@ class Layout:
     Attributes:
         name: what `layout=` calls it; also the `quant_method` in config.json.
         schemes: the schemes it has. A tensor of a linear is fp32 where it is a tensor-wide scale.
-        lacks: what to do instead, for schemes that it has not.
+        lacks: what to do instead, for schemes that it does not have.
         kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
         kv_form: how such a scale looks in the file.
         json: file name -> content, made from what there is to tell; "config.json" holds what is to become of the

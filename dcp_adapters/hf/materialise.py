@@ -1,7 +1,7 @@
 """Memory for what a model has on the meta device, in place: nothing else is touched, and ties stay.
 
-`nn.Module.to_empty` gives everything new memory, what is filled already too, and two modules that share a parameter one
-each. Here each tensor of the meta device is swapped with one that has memory, once, and keeps its identity.
+`nn.Module.to_empty` gives everything new memory, even what is filled already, and unties a parameter that two modules
+share. Here each tensor on the meta device is swapped with one that has memory, once, and keeps its identity.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Live:
 
     @staticmethod
     def of(model: nn.Module) -> "Live":
-        """Those of a model; what is no tensor (extra state of modules) is left out."""
+        """The tensors of a model; what is no tensor (extra state of modules) is left out."""
         state = {
             plain_name(name): value
             for name, value in model.state_dict(keep_vars=True).items()
@@ -42,7 +42,7 @@ class Live:
         return Live(state, list(names.values()), lost)
 
     def problems(self) -> list[str]:
-        """What on the meta device no file can fill."""
+        """Buffers on the meta device that no file can fill."""
         return [
             f"{name}: a buffer on the meta device that is in no state dict, so no file has its values; build it "
             'outside of torch.device("meta"), or make it anew before the import (model.rotary_emb = '
@@ -58,7 +58,7 @@ def materialise(model: nn.Module, live: Live, device: torch.device | str | None)
     Args:
         model: whose tensors they are.
         live: its tensors.
-        device: where; None: on the device of the mesh of a sharded one, the CPU for others.
+        device: where the memory is; None: for a sharded tensor the device of its mesh, for others the CPU.
     """
     on_meta = [live.state[own[0]] for own in live.names if live.state[own[0]].is_meta]
     made = [_with_memory(tensor, device) for tensor in on_meta]  # all of them before the first is swapped

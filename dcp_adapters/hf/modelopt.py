@@ -1,7 +1,7 @@
 """The layout of NVIDIA ModelOpt, which TensorRT-LLM, vLLM and SGLang read.
 
-`hf_quant_config.json` beside config.json says one algorithm for all linears, or lists them with theirs. Scales are
-plain: tensor-wide ones of no dims, those of rows of one.
+`hf_quant_config.json` beside config.json names one algorithm for all linears, or one for each of them. Scales are
+stored as they are: tensor-wide ones have no dims, those of rows one.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ _SCALE = Stored("scale", "weight_scale")
 _STATIC = Stored(INPUT_SCALE, "input_scale")
 _GLOBAL = Stored("global_scale", "weight_scale_2")
 # Engines look for this name before they read on (TensorRT-LLM, and vLLM in some cases), so it names whose layout it is;
-# who wrote it stands beside it. The version is the one whose own converter makes the same.
+# `written_by` names who wrote the file. The version is that of the ModelOpt whose own converter writes the same.
 OF_LAYOUT = {"name": "modelopt", "version": "0.47.0"}
 FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
@@ -94,7 +94,7 @@ def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
 
 
 def _check_ignored(linears: Linears) -> None:
-    """Refuse a module to ignore whose name is a part of a quantized one's: engines look for it anywhere in a name."""
+    """Refuse an ignored module whose name occurs in a quantized one's: engines look for it anywhere in a name."""
     quantized = "\n".join(linears.schemes)
     for ignored in linears.ignored:
         if ignored in quantized:

@@ -9,7 +9,7 @@ Names in a layout's files are built on these.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# In NVFP4 they must have one global scale between them, and everywhere one scale of their common input.
+# In NVFP4 they must share one global scale, and in every format one scale of their common input.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),  # of latent attention
@@ -29,7 +29,7 @@ COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a m
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the model that was not compiled."""
+    """A parameter's name in the model before it was compiled."""
     return name.replace(COMPILED, "")
 
 
@@ -69,10 +69,10 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
 
 
 def turned_experts(shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Weights of all experts that are not linears [E, N, K], for all their names say so.
+    """Weights of all experts that are not linears [E, N, K], although their names say so.
 
-    Models that multiply by the weight as it is (x @ W) have gate_up_proj [E, K, 2 N] and down_proj [E, N, K]: rows of
-    theirs are columns of a linear. Either weight alone could be both; together they fit in one way only.
+    Models that multiply by the weight as it is (x @ W) have gate_up_proj [E, K, 2 N] and down_proj [E, N, K]: their
+    rows are columns of a linear. One weight alone could be read both ways; the two together fit only one.
 
     Args:
         shapes: of all tensors, by name.
@@ -89,7 +89,7 @@ def turned_experts(shapes: Mapping[str, Sequence[int]]) -> set[str]:
 
 
 def fused_key(module: str) -> tuple[str, ...] | None:
-    """The same for all linears that an engine runs as one; None for a linear that it runs alone."""
+    """A key that all linears share which an engine runs as one; None for a linear that it runs alone."""
     parent, _, own = module.rpartition(".")
     fused = next((names for names in FUSED if own in names), None)
     return (parent, *fused) if fused else None

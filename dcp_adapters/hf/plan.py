@@ -1,9 +1,9 @@
-"""What an export writes where, decided from names, formats and shapes alone: no tensor is touched.
+"""What an export writes where, decided from names, formats, shapes and the values of scales: no tensor is touched.
 
     weight  ->  its linears (one; more for experts)  ->  the layout's tensors of each  ->  one file
 
-All tensors of a weight lie in one file, files are filled in the order of the model up to a size. Everything that can
-not be exported is found here, so that nothing is written then; scales that engines share are settled here, too.
+All tensors of a weight lie in one file; files are filled in the order of the model, up to a size. Everything that
+cannot be exported is found here, before anything is written; scales that engines share are settled here, too.
 """
 
 import math
@@ -36,7 +36,7 @@ EMBEDDINGS = tuple(f".{module}.weight" for module in ("embed_tokens", "wte", "wo
 class Written:
     """One tensor of a file.
 
-    part: of the source's tensor, "" for a dense one, INPUT_SCALE for `value`. piece: the rows it is of; None for all.
+    part: of the source's tensor, "" for a dense one, INPUT_SCALE for `value`. piece: the rows it holds; None for all.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Output:
     """What becomes of one tensor of the source.
 
     recipe: None for a dense one. scale: the global scale under which it is quantized anew, None where the bytes stay.
-    twin: another of the source that is tied to it, must be equal, and is not written.
+    twin: another tensor of the source, tied to this one; it must be equal, and is not written.
     """
 
     source: str
@@ -187,7 +187,7 @@ def _pieces(name: str, record: Entry) -> list[Piece]:
 
 
 def _check_values(records: Mapping[str, Entry]) -> None:
-    """Dense tensors are values: codes of another library's layout would be copied without what says so."""
+    """Refuse dense tensors that are codes of another library's layout: the export would not describe them."""
     codes = [
         f"{name} ({str(record.dtype).removeprefix('torch.')})"
         for name, record in records.items()
@@ -259,7 +259,7 @@ def _linear(
 
 
 def _dense(name: str, record: Entry) -> Iterable[Written]:
-    """A dense tensor as it is; those of all experts as engines know them."""
+    """A dense tensor as it is; a weight of all experts as the linears that engines know."""
     pieces = pieces_of(name, record.shape) if len(record.shape) == 3 else None
     if pieces is None:
         yield Written(name, record.dtype, record.shape, "")
@@ -272,9 +272,9 @@ def _dense(name: str, record: Entry) -> Iterable[Written]:
 def _ignored(
     records: Mapping[str, Entry], schemes: Mapping[str, Scheme], turned: Collection[str], *, tied: bool
 ) -> list[str]:
-    """Modules with a weight of a linear's shape that is not quantized, embeddings too: engines ask for linears only.
+    """Modules with a dense weight of a linear's shape; embeddings do no harm, since engines ask for linears only.
 
-    The output projection is among them where the source has an embedding alone: models tie it by default, too.
+    The output projection is among them where the source has only an embedding, since models may tie it by default.
     """
     dense = {name: record for name, record in records.items() if record.recipe is None}
     found = [piece.module for name, record in dense.items() for piece in pieces_of(name, record.shape) or ()]
@@ -318,7 +318,7 @@ def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -
 
 
 def _files(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
-    """Outputs in files of at most `limit` bytes, or of one output."""
+    """Outputs in files of at most `limit` bytes; a larger output is alone in its file."""
     names: dict[str, str] = {}
     for output in outputs:
         for written in output.written:

@@ -1,4 +1,4 @@
-"""Under which keys of a nested state dict the model's weights are, and their names below these keys."""
+"""The keys of a nested state dict under which the model's weights are, and their names below these keys."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -10,8 +10,8 @@ from dcp_adapters.hf.names import plain_name
 def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like: Collection[str] | None = None) -> str:
     """What the names of the model's weights begin with, in a state dict whose leaves stand at `paths`.
 
-    "" for a flat one, else the keys of the innermost dict that holds everything quantized. Raises ValueError where
-    that is the outermost of a nested one: then optimizer states, say, are among it; or where weights are outside of it.
+    "" for a flat one, else the keys of the innermost dict that holds everything quantized. Raises ValueError if that is
+    the outermost dict of a nested one, which may also hold optimizer states, or if weights are outside of it.
     Where nothing is quantized, the keys of the dict whose names are in `like`.
     """
     above = [[str(key) for key in paths[name][:-1]] for name in quantized]
@@ -62,7 +62,7 @@ def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> s
 
 
 def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
-    """The keys with which all begin."""
+    """The keys that all paths begin with."""
     shared = []
     for keys in zip(*paths, strict=False):
         if len(set(keys)) > 1:

@@ -1,11 +1,11 @@
 """HuggingFaceReader: a Hugging Face directory, quantized or dense, as a DCP checkpoint.
 
-    read_metadata   every rank   the headers of all files, nothing else but a few scales; whatever cannot be loaded is
-                                 refused here, before anything is written
+    read_metadata   every rank   only the headers of all files and a few scales; whatever cannot be loaded is refused
+                                 here, before anything is written
     read_data       every rank   of each tensor the slices that the plan asks for, in the order of the plan
 
 So stock resharding, QuantizedLoadPlanner's comparison, conversion and agreement of scales work on it as on any other
-checkpoint. There is nothing to write such a checkpoint with: `export_hf` does that.
+checkpoint. There is no DCP writer for such directories: `export_hf` writes them.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ class HuggingFaceReader(StorageReader):
         return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules}
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """That of a tensor, quantized or dense; None where there is none of this name."""
+        """The shape of a tensor, quantized or dense; None where none has this name."""
         entry = self.presented().entries.get(name)
         return None if entry is None else entry.shape
 

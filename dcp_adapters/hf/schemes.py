@@ -1,4 +1,4 @@
-"""Which linears of a directory are quantized, and how: read off their tensors, held beside what its JSON says.
+"""Which linears of a directory are quantized, and how: read off their tensors, compared with what its JSON says.
 
     every tensor      <module>.<name>
     quantized linear  its tensors have the names, dtypes and shapes of a scheme of the layout, all of them and no other
@@ -26,7 +26,7 @@ DTYPES = {
 }  # fmt: skip
 VALUES = {"F64", "F32", "F16", "BF16"}
 COUNTS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
-# Files hold the same fp32 scale in fewer bits, too: engines and we read it as fp32, which is exact.
+# Files may hold an fp32 scale in fewer bits; engines read it as fp32, and so do we, which is exact.
 FP32 = {"F32", "F16", "BF16"}
 STORED_AS = {torch.float32: FP32, torch.float8_e4m3fn: {"F8_E4M3"}, torch.uint8: {"U8"}}
 # Names by which other schemes are known.
@@ -59,7 +59,7 @@ class Contents:
     """What a directory holds.
 
     linears: the quantized ones, by module. scales: calibrated name of a scale of inputs or of the KV cache -> how it
-    is stored. dense: the other tensors, by name. layout: the name of what the quantized ones are written in.
+    is stored. dense: the other tensors, by name. layout: the name of the quantized ones' layout.
     """
 
     linears: Mapping[str, QuantizedLinear] = field(default_factory=dict)

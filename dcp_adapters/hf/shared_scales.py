@@ -1,6 +1,6 @@
 """Scales that engines share, or divide by: those of inputs, of linears that are fused, of the KV cache.
 
-Decided from names and values alone, for a plan; what engines could not use is refused here, with all of a kind named.
+Decided for a plan, from names and values alone; what engines could not use is refused here, all of a kind in one error.
 """
 
 import math

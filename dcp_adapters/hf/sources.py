@@ -1,8 +1,8 @@
 """Where an export takes tensors from: live tensors and shards, a checkpoint on disk, a directory of dense weights.
 
-A source tells names, formats and shapes at once, and hands out whole tensors one at a time, on the CPU. Of shards that
-is a collective: all ranks ask for the same tensor in the same order, whoever keeps it. A checkpoint or a directory is
-read by whoever needs the tensor.
+A source tells names, formats and shapes at once, and hands out whole tensors one at a time, on the CPU. For shards this
+is a collective: all ranks ask for the same tensors in the same order, whichever rank keeps them. A checkpoint or a
+directory is read only by the rank that needs the tensor.
 """
 
 import os
@@ -32,8 +32,8 @@ class LiveSource(Source):
 
     Args:
         state_dict: nested or flat.
-        prefix: only names that begin with it, which is cut off; None finds out which subtree holds the weights.
-        like: names of the model's weights, by which that is found where nothing is quantized.
+        prefix: take only names that begin with it, and cut it off; None: find the subtree that holds the weights.
+        like: names of the model's weights; they identify the subtree where nothing is quantized.
 
     Raises:
         ValueError: nothing has the prefix; the weights are in several subtrees; an entry is no tensor.
@@ -73,12 +73,12 @@ class LiveSource(Source):
         return {part: _whole(tensor).to("cpu").contiguous() for part, tensor in self._parts[name].items()}
 
     def help_read(self, name: str) -> None:
-        """The same collectives; what comes of them is dropped where it is."""
+        """Takes part in the same collectives, and drops the results."""
         for part in self._parts[name].values():
             _whole(part)
 
     def scalar(self, name: str, part: str) -> float:
-        """This rank's value; shards that do not agree have different ones."""
+        """This rank's value; ranks whose shards do not agree have different ones."""
         tensor = self._parts[name][part]
         return float(local_of(tensor))
 

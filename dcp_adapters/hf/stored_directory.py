@@ -1,4 +1,4 @@
-"""A Hugging Face directory as the tensors it means: what the commands see of one.
+"""A Hugging Face directory as the commands see it: logical tensors.
 
 Each rank of a load reads slices through `reader.py`; here whole tensors are read, one at a time, in one process.
 """
@@ -34,7 +34,7 @@ class StoredDirectory(Stored):
         self.paths: Mapping[str, tuple[Any, ...]] = {}
 
     def chunks(self, name: str) -> int:
-        """In how many tensors of the files the payload is."""
+        """The number of tensors in the files that make up the payload."""
         return len(self._made.placed[self.entries[name].part_keys()[0]].chunks)
 
     def file(self, name: str) -> str:

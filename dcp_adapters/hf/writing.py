@@ -1,9 +1,9 @@
 """The files of an export: gathered, written, and given their name.
 
     begun_directory   rank 0              a hidden directory with all but the weights
-    write_files       every rank, alike   of shards every tensor is gathered in turn, and the rank that owns its file
-                                          keeps it; then those ranks write at the same time
-    publish           rank 0              looks whether all files are there; the directory gets its name
+    write_files       every rank, alike   sharded tensors are gathered one by one, and the rank that owns the file keeps
+                                          them; then all such ranks write at the same time
+    publish           rank 0              checks that all files are there; the directory gets its name
 
 An error on one rank, between two gathers, is raised on all of them when the file would be written.
 """
@@ -87,7 +87,7 @@ def _read(source: Source, name: str | None, failed: list[Exception], *, keep: bo
 
 
 def _check_twin(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor] | None) -> None:
-    """Refuse to leave out a tied tensor that is another one."""
+    """Refuse to leave out a tied tensor whose values differ."""
     if twin is not None and not torch.equal(twin[""], parts[""]):
         raise ValueError(
             f"{output.twin} differs from {output.source}, though the config ties them (tie_word_embeddings); export "
@@ -96,7 +96,7 @@ def _check_twin(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, 
 
 
 def _made(output: Output, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file that become of one of the source, each with a storage of its own."""
+    """What one tensor of the source becomes in a file, each tensor with a storage of its own."""
     if output.recipe is not None:
         if output.scale is not None:
             parts = _renewed(output.recipe, parts, output.scale)
@@ -156,7 +156,7 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
 
 
 def _settle_header(path: Path) -> None:
-    """Put the keys of the metadata, which safetensors writes in random order, into one: equal exports, equal files."""
+    """Sort the keys of the metadata, which safetensors writes in random order: equal exports give equal files."""
     with path.open("r+b") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))

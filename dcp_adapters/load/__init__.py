@@ -1,7 +1,7 @@
 """Loading: target and checkpoint are compared, then payloads are read in place or converted.
 
 planner.py       QuantizedLoadPlanner
-compare.py       what keeps a checkpoint from being loaded into a target; placements.py: what no target may be
-coverage.py      the stored chunks make up what is read
-convert.py       one tensor from recipe to recipe; conversions.py: all those of a load
+compare.py       what keeps a checkpoint from being loaded into a target; placements.py: placements DCP cannot load
+coverage.py      do the chunks that are read make up what is written?
+convert.py       the conversion of one tensor; conversions.py: all those of a load, and their shared scales
 """

@@ -1,7 +1,7 @@
 """What keeps a checkpoint from being loaded into a target: a pure comparison over plain records, no tensor is touched.
 
-Every function returns sentences, one for each difference, naming the tensor, what the checkpoint holds and what the
-target expects; an empty list means that the two fit.
+Differences are sentences, one for each, naming the tensor, what the checkpoint holds and what the target expects; an
+empty list means that the two fit.
 """
 
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ def differences(
 
 
 def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, Entry]:
-    """The tensors to convert, by name: how the checkpoint holds them. In the order of the target."""
+    """Name -> how the checkpoint holds it, for the tensors to convert, in the order of the target."""
     names = {}
     for name in target.paths:
         want = target.entries.get(name)
@@ -95,7 +95,7 @@ def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) ->
 
 
 def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
-    """Differences in recipe and shape of tensors that both sides have quantized, where the manifest comes late."""
+    """Differences in recipe and shape of tensors that both sides hold quantized, for a manifest that is read late."""
     problems = []
     for name, want in target.entries.items():
         held = manifest.tensors.get(name)
@@ -105,7 +105,7 @@ def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
 
 
 def _held(name: str, metadata: Metadata, manifest: Manifest | None) -> Any:
-    """How the checkpoint holds a tensor: its entry; what it is where that is no tensor; None where there is none."""
+    """How the checkpoint holds a name: a tensor's entry; DCP's record of anything else; None where it has neither."""
     listed = manifest.tensors.get(name) if manifest is not None else None
     found = metadata.state_dict_metadata.get(name)
     if listed is not None or not isinstance(found, TensorStorageMetadata):
@@ -159,7 +159,7 @@ def _no_tensor(want: Entry, *, convert: bool) -> str:
 
 
 def _unlisted(want: Entry, stored: Mapping[str, Any], *, partial: bool, dropped: bool) -> list[str]:
-    """Of a tensor that neither manifest nor metadata name; its parts may be there where the manifest is not."""
+    """Differences of a tensor that neither manifest nor metadata name; without a manifest its parts may be there."""
     if want.recipe is not None and any(key in stored for key in want.part_keys()):
         return _parts(want, stored)
     if want.recipe is None and dropped and MANIFEST in stored and f"{want.name}.payload" in stored:
@@ -234,7 +234,7 @@ def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> lis
 def _container(name: str, path: tuple[Any, ...], owners: Mapping[str, str]) -> tuple[Any, ...]:
     """Where in the nested dict a tensor stood.
 
-    A part stands where its weight did, which in a list is one step up: (.., 0, "payload").
+    A part stands where its weight did; the path of a part of a weight in a list is one longer: (.., 0, "payload").
     """
     in_list = name in owners and path[-1] == name[len(owners[name]) + 1 :]
     return path[:-2] if in_list else path[:-1]

@@ -1,20 +1,20 @@
 """All conversions of one load, and their agreement on shared scales: one fused all-reduce for each distinct group.
 
-    finish_plan    every rank   a group of its own for each group that has to agree
-    resolve        reader       the buffers of a conversion appear with its first item
-    commit         reader       with its last item it is written, or, if its scale is shared, kept until all of those
-                                have arrived; then amaxes are agreed on and the kept ones are written
+    finish_plan    every rank   opens a group of this load for each group that has to agree
+    resolve        reader       the buffers of a conversion are made with its first item
+    commit         reader       with its last item a conversion is written; those with shared scales are kept until all
+                                of them have arrived, then amaxes are agreed on and they are written
 
-A rank whose reads fail cannot bring its amaxes, and the others would wait for it. So the reduction has a slot which
-says that: `failed` takes part in the agreement with nothing but the slot set, and all ranks that share a scale with
+A rank whose reads fail has no amaxes to send, and the others would wait for it. So the reduction has a slot for
+failure: `failed` takes part in the agreement with nothing but the slot set, and all ranks that share a scale with
 this one raise. The planner calls it for every error it sees; errors that only the reader sees reach it through
-SafeFileSystemReader, and with another reader the others give up after `timeout`. No group of the training is left in
-the middle of a collective for that: the reduction has a gloo group of its own, which meets in the store of the
+the readers of this package, and with another reader the others give up after `timeout`. No group of the training is
+left in the middle of a collective: the reduction has a gloo group of its own, whose ranks meet in the store of the
 weights' group under a name that belongs to this load. (dist.new_group names a group after how many there are, which is
 not the same on all ranks of a job with experts or pipelines.)
 
-The order is that of the names, not that of the state dicts, which may differ from rank to rank; that all ranks of a
-group convert the same tensors is part of the agreement (see fsdp_hooks.exchange).
+Conversions are ordered by name, since the order of state dicts may differ between ranks; the agreement also checks that
+all ranks of a group convert the same tensors (see fsdp_hooks.exchange).
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Conversions:
     def __init__(self, conversions: Iterable[Conversion], metadata: Metadata, timeout: dt.timedelta) -> None:
         self.metadata, self.timeout = metadata, timeout
         self.all = sorted(conversions, key=lambda one: one.name)
-        self.agreed = [one for one in self.all if one.groups]  # all ranks of a group have the same in theirs
+        self.agreed = [one for one in self.all if one.groups]  # those of a group are the same on its ranks
         self.by_entry: dict[str, Conversion] = {}
         self.lock = threading.Lock()  # readers commit from several threads
         self.groups: dict[dist.ProcessGroup, ProcessGroupGloo] = {}  # of the weights -> of this load
@@ -130,7 +130,7 @@ class Conversions:
             one.finish(amax)
 
     def _reduced(self, amaxes: list[Tensor]) -> list[Tensor]:
-        """Maxima over the groups of each conversion. All groups take part, also where one has told of a failure."""
+        """Maxima over the groups of each conversion. All groups take part, even after one has reported a failure."""
         what = f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first"
         maxima, trouble = [amax.cpu() for amax in amaxes], None
         try:
@@ -166,5 +166,5 @@ class Conversions:
 
 
 def _channel(group: dist.ProcessGroup, own: ProcessGroupGloo) -> Channel:
-    """This load's group in the place of the weights' one."""
+    """A channel over this load's group, with the ranks of the weights' group."""
     return Channel(dist.get_rank(group), dist.get_process_group_ranks(group), functools.partial(all_reduce_max, own))

@@ -6,9 +6,9 @@ The result is, bit for bit, this rank's piece of converting the full tensor:
     A         -> recipe B   B's encoding of A's fp32 values, as q_b.copy_(q_a) does
     quantized -> dtype      q.dequantize(dtype)
 
-Which piece of the stored tensor that takes is decided by boxes (offsets, sizes) alone: the rank's own, widened to whole
+Boxes (offsets, sizes) alone decide which piece of the stored tensor this needs: the rank's own box, widened to whole
 square blocks of the target along N and to whole blocks of the source along K. Scales that shards share are made from
-amaxes that all of them agree on (see conversions.py); scales of blocks need nobody else.
+amaxes that all of them agree on (see conversions.py); scales of blocks need no other rank.
 """
 
 import dataclasses
@@ -166,7 +166,7 @@ class Conversion:
 
 
 def widened(box: Box, shape: Sequence[int], *, rows: int = 1, columns: int = 1) -> Box:
-    """The box with its last two dims moved out to multiples of `rows` and `columns`, within the shape; empty ones stay.
+    """The box, its last two dims widened to multiples of `rows` and `columns` within the shape; empty boxes stay.
 
     >>> widened(((3, 40), (2, 8)), (7, 64), rows=4, columns=32)
     ((0, 32), (7, 32))

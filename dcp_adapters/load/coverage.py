@@ -2,14 +2,14 @@
 
 Stock DCP intersects the chunks that `.metadata` lists with the target and reads what it finds: a chunk that is
 missing leaves the target's old values, of two that overlap the later one wins, and a chunk whose place in the storage
-is that of another brings the other's values; all of it with success. Here is asked, on every rank of what it reads:
+is that of another brings the other's values; all of this without an error. So every rank checks what it reads:
 
     pieces    of each tensor of the target, the pieces to be read cover this rank's part exactly once
     chunks    each lies inside of its tensor, and has a place
     places    no other chunk is stored there
 
-The first looks at a rank's own read items, of which there are few, and so holds for metadata of one rank alone, too;
-the last sorts the chunks of the files that are read.
+The first looks only at a rank's own read items, which are few, so it also works with the metadata of a single rank; the
+last sorts the chunks of the files that are read.
 """
 
 import itertools
@@ -35,7 +35,7 @@ Parts = dict[MetadataIndex | str, tuple[int, ...]]
 
 
 def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
-    """The shapes of what this rank reads into, of all tensors that the checkpoint has.
+    """The shapes of what this rank reads into, for all tensors that the checkpoint has.
 
     By name where a tensor is one piece, else by (name, offset).
     """
@@ -48,7 +48,7 @@ def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
             if value.device_mesh.get_coordinate() is not None:
                 parts[name] = tuple(local_of(value).shape)
         elif hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards"):
-            # in pieces of its own: what stock would read of them, were the tensor stored as one chunk
+            # several local pieces: what stock would read into them if the tensor were stored as one chunk
             whole = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
             one = Metadata({name: TensorStorageMetadata(entry.properties, entry.size, [whole])})
             for item in create_default_local_load_plan({name: value}, one).items:
@@ -93,7 +93,7 @@ def _fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
 def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
     """Chunks that are read and lie outside of their tensor, or have no place."""
     stored, problems = metadata.storage_data, list[str]()
-    # readers of other libraries may keep there what they like
+    # readers of other libraries may keep anything there
     by_chunk = isinstance(stored, dict) and all(isinstance(key, MetadataIndex) for key in itertools.islice(stored, 1))
     for index in dict.fromkeys(item.storage_index for item in items):
         if by_chunk and stored.get(index) is None:

@@ -31,8 +31,8 @@ def placement_problem(value: Any) -> str | None:
 def _scatters(mesh: DeviceMesh, placements: tuple[Placement, ...], number: int) -> bool:
     """Whether a strided placement leaves several runs of rows.
 
-    `split_factor` says into how many pieces later mesh dims have cut the tensor dim before, as FSDP does over TP. Then
-    later dims take the pieces apart again; if they do not, a rank keeps a run of each.
+    `split_factor` is the number of pieces into which later mesh dims have already cut the tensor dim, as with FSDP over
+    TP. If later mesh dims do not make that many pieces, a rank keeps a run of rows of each.
     """
     factor = getattr(placements[number], "split_factor", 1)
     if factor == 1 or mesh.size(number) == 1:

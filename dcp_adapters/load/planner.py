@@ -7,9 +7,9 @@ On any world size, mesh or shard dim, in the steps of every load planner:
                                       writes the weights in place; conversions are set apart
     create_local_plan    every rank   stock read items, and those of the conversions; what they read must make up what
                                       they write (coverage.py)
-    finish_plan          every rank   in front of them, one byte from the end of every file: a missing, truncated or
-                                      damaged file stops the load before the first byte is written
-    load / commit        every rank   stock; with the last item of a conversion it is written (conversions.py)
+    finish_plan          every rank   before these, one byte from the end of every file: a missing, truncated or damaged
+                                      file stops the load before the first byte is written
+    load / commit        every rank   stock; a conversion is written when its last item arrives (conversions.py)
 
 Where the storage drops planner data the manifest is read first, as a tensor, and compared when it arrives.
 """
@@ -53,7 +53,7 @@ from qtensor.formats import tensor_wide
 from qtensor.tensor import QuantizedTensor
 
 OWN = frozenset({MANIFEST, CHECKSUMS})
-LOADS = itertools.count()  # names loads whose ranks plan each for itself; they count alike
+LOADS = itertools.count()  # names loads that each rank plans for itself; all ranks count alike
 
 
 class QuantizedLoadPlanner(DefaultLoadPlanner):
@@ -64,13 +64,13 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
 
     Args:
         on_mismatch: "raise", a target whose recipe is not the checkpoint's is an error. "convert", it is converted:
-            dense to quantized, quantized to dense, one recipe to another; each rank writes what its piece of the
-            converted full tensor is, bit for bit. Scales that shards share are agreed on by one all-reduce for each
-            group of ranks that shares some.
+            dense to quantized, quantized to dense, one recipe to another; each rank writes its piece of the converted
+            full tensor, bit for bit. Scales that shards share are agreed on by one all-reduce for each group of ranks
+            that shares some.
         verify_checksums: compare every chunk that is read whole, and not cast, with the checkpoint's checksums. A chunk
             that a rank reads in part is not checked; `python -m dcp_adapters verify` checks all.
-        conversion_timeout: how long a rank waits for the others' amaxes. One that fails to read says so at once if the
-            planner or SafeFileSystemReader sees it; otherwise the others learn of it after this time.
+        conversion_timeout: how long a rank waits for the others' amaxes. A rank that fails to read tells the others at
+            once if the planner or a reader of this package sees the error; otherwise they give up after this time.
         **kwargs: those of DefaultLoadPlanner. allow_partial_load=True permits tensors that only the target or only the
             checkpoint has.
 
@@ -141,7 +141,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         """Stock read items, and those of the conversions."""
         assert self.metadata is not None
         # Not stock's method: it tries the names of checkpoints before torch 2.4 on every entry that the target lacks,
-        # and those of conversions are such.
+        # and the entries of conversions are among these.
         with cpu_by_default():
             plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
         items = [*plan.items, *self.conversions.read_items()]
@@ -155,7 +155,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         return dataclasses.replace(plan, items=items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator only: stock's, and a name for this load that all its ranks know."""
+        """Coordinator only: stock's plans, and a name for this load that all its ranks know."""
         plans = super().create_global_plan(global_plan)
         name = uuid.uuid4().hex if len(plans) > 1 else None
         return [dataclasses.replace(plan, planner_data=name) for plan in plans]
@@ -179,7 +179,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         return dataclasses.replace(new_plan, items=items)
 
     def read_failed(self, error: BaseException) -> None:
-        """Called by readers (SafeFileSystemReader) that fail: ranks that would wait for this one are told."""
+        """Called by the readers of this package when they fail: ranks that would wait for this one are told."""
         self.conversions.failed()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -204,7 +204,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         return super().lookup_tensor(index) if buffer is None else buffer
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Compare what was read to compare; convert; spread a tensor-wide scale over a vector."""
+        """Verify what was read; convert; spread a tensor-wide scale over a vector."""
         with self._telling():
             super().commit_tensor(read_item, tensor)
             name = read_item.dest_index.fqn
@@ -231,7 +231,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             raise
 
     def _reads_first(self, name: str, metadata: Metadata, dims: int) -> bool:
-        """Read an entry of the checkpoint's own beside what was asked for, if there is one."""
+        """Also read an entry of the checkpoint's own, before what was asked for; False if there is none."""
         buffer = own_buffer(name, metadata, dims)
         if buffer is None:
             return False
@@ -239,7 +239,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         return True
 
     def _verify(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Digest a chunk that was read whole; the table tells, now or when it is there."""
+        """Digest a chunk that was read whole; it is compared now, or when the table has arrived."""
         assert self.metadata is not None
         assert self.verification is not None
         name, index = read_item.dest_index.fqn, original_index(read_item.storage_index)
@@ -252,7 +252,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             self.verification.see(name, index, tensor.detach().cpu())
 
     def _look(self, path: Path, last: Any) -> None:
-        """Check a file that a reader is about to open, and its chunks; the probe tells if it is cut off."""
+        """Check a file that a reader is about to open, and its chunks; one that is cut off is left to the probe."""
         assert self.metadata is not None
         with self._telling():
             size = check_ordinary(path)
@@ -269,7 +269,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             )
 
     def _passed(self, checks: int) -> None:
-        """Behind the last check the load is a write: it counts as one, and preserved initial values are stale."""
+        """After the last check the load writes: that counts as a write, and preserved initial values are stale."""
         self.checks -= checks
         if not self.checks:
             for q in self.quantized.values():
@@ -283,7 +283,7 @@ def _is_wrapped(value: Any) -> bool:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a method of an object that it does not keep: readers keep the storage data that probes stand in."""
+    """Calls a method without keeping its object alive: readers keep the storage data, which holds the probes."""
     kept = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> None:

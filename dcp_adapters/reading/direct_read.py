@@ -27,9 +27,9 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, .., lengths of the name a
 
 
 def data_start(chunk: FileSlice, header_offset: int) -> int:
-    """Where in a chunk the bytes of a record begin whose local header is at `header_offset`.
+    """Where in a chunk a record's bytes begin; its local header is at `header_offset`.
 
-    The directory of a zip file says where a record's header is; how long that is, only the header itself.
+    The directory of a zip file says where a record's header is; only the header itself says how long it is.
 
     Raises:
         ValueError: there is no local header.
@@ -55,7 +55,7 @@ class Elements:
 
     @staticmethod
     def of(stream: IO[bytes], offset: int, length: int, header: Header) -> "Elements":
-        """Those of the chunk at `offset` whose archive has this header, which must say that they are contiguous."""
+        """The elements of the chunk at `offset`; its archive's header must say that they are contiguous."""
         assert header.first is not None
         start = data_start(FileSlice(stream, offset, length), header.header_offset)
         return Elements(stream, offset + start + header.first, header.dtype, header.shape)

@@ -1,6 +1,6 @@
 """Whether a checkpoint's metadata makes sense: pure checks over DCP's records.
 
-Everything that a reader takes from `.metadata` is checked here before it is used: names, sizes, where the bytes stand.
+Everything that a reader takes from `.metadata` is checked here before it is used: names, sizes, places of the bytes.
 What passes claims no more elements than its files hold bytes (they are looked at in places.py), and names no file
 outside of the checkpoint.
 Each check returns `Fault`s, naming file or entry, what was found and what was expected; an empty list means sound.
@@ -54,7 +54,7 @@ def named(index: MetadataIndex) -> str:
 
 
 def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> list[Fault]:
-    """Faults of the records in themselves: types, names, sizes, places. Where there is one nothing else can be said.
+    """Faults of the records in themselves: types, names, sizes, places. The other checks need records without any.
 
     Args:
         metadata: what stood in the file.
@@ -119,7 +119,7 @@ def chunks_of(name: str, record: Any) -> dict[MetadataIndex, tuple[int, ...]]:
 
 
 def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    """The chunk that an index names, found where the index says that it is: there is one for each rank that saved."""
+    """The chunk that an index names; its number is tried first, since there may be a chunk for each rank that saved."""
     at = index.index
     if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
         return entry.chunks[at]
@@ -145,7 +145,7 @@ def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the check
         )
     try:
         return torch.empty(entry.size, dtype=torch.uint8, device="cpu")
-    except RuntimeError as error:  # stored by its own account only: a reader that does not look at its files
+    except RuntimeError as error:  # a reader that does not look at its files has not checked what is stored
         raise ValueError(
             f"{where}: the entry {name} claims to be {tuple(entry.size)}, more than there is room for; the checkpoint "
             "is damaged, use another one"
@@ -205,7 +205,7 @@ def _storage_meta_faults(metadata: Metadata) -> Iterator[Fault]:
 
 
 def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
-    """Planner data is a tree of plain values; shared branches may not unfold into more than it could hold itself."""
+    """Planner data must be a tree of plain values: at most `most` of them, with shared branches unfolded."""
     known: dict[int, tuple[int, int]] = {}  # id -> (values below, levels below)
 
     def weigh(value: Any, depth: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """What a checkpoint's `.metadata` may name, and what each name stands for when the file is read.
 
-DCP's records, torch's dtypes, and the four calls that pickling them takes. Nothing else can be reached from the file,
-and a name selects something in this module: the module that it names is not imported.
+These are DCP's records, torch's dtypes, and the four kinds of calls that pickling them takes. Nothing else can be
+reached from the file. A name selects something in this module; the module that it names is not imported.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ FIELDS: dict[type, tuple[str, ...]] = {
 }
 DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by DCP's code for them
+MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # indexed by DCP's codes
 
 
 class Function:

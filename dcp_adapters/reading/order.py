@@ -1,9 +1,9 @@
-"""In what order a load reads: DCP gives planners no say in it, but the read items do (torch_private.py says how).
+"""The order in which a load reads: DCP does not let planners set it, but read items can (torch_private.py says how).
 
-Two wishes: a probe of every file before any tensor is touched, and the items of one conversion together rather than
-file by file, so that one is finished before the next one needs memory. Items with paths of their own are entered into
-the storage data beside the original ones. Readers without (relative_path, offset, length) records are left to their own
-order.
+Every file is probed before any tensor is touched, and the items of one conversion are read together rather than file by
+file, so that one conversion is finished before the next needs memory. For this, items with paths of their own are added
+to the storage data beside the original ones. Readers whose storage data has no (relative_path, offset, length) records
+keep their own order.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from dcp_adapters.torch_private import Alias, OwnPath
 
 PROBE = "qtensor.probe"
 ORDERED = "qtensor.ordered"
-# With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; beyond, only
-# the files it reads (opening every file from every one of thousands of ranks would cost more than it protects).
+# With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; with more it
+# probes only the files it reads (opening every file on each of thousands of ranks would cost more than it protects).
 PROBE_ALL_BELOW = 100_000
 
 
@@ -31,7 +31,7 @@ def is_probe(item: ReadItem) -> bool:
 
 
 def is_own_index(index: MetadataIndex) -> bool:
-    """Whether it was entered into the storage data here; metadata that a reader kept has those of an earlier load."""
+    """Whether this module added it to the storage data; metadata that a reader keeps may have some of earlier loads."""
     return index.fqn in {PROBE, ORDERED}
 
 
@@ -62,7 +62,7 @@ def in_order(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[R
 def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -> list[ReadItem]:
     """One-byte reads at the end of every file; none for readers that keep no files.
 
-    `look` is called before a file is opened, where the reader tells its directory (see `OwnPath`): with the path, and
+    `look` is called before a file is opened, if the reader joins paths as `OwnPath` needs it: with the file's path, and
     the place of the last chunk in it.
     """
     stored = metadata.storage_data

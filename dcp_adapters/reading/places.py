@@ -1,12 +1,11 @@
 """Where metadata says that chunks are stored, whether the files there can hold them, and whether they do.
 
     file_faults      all files, for a reader that looks at its directory itself
-    check_ordinary   one file, before DCP's reader opens it: to open a fifo would wait for whoever writes into it
-    check_archives   of each tensor chunk to be read from it, what its archive says it holds, before anything is loaded:
-                     a plain tensor of the dtype and size in `.metadata`; where it is something else, whether torch can
-                     load it at all
+    check_ordinary   one file, before DCP's reader opens it: opening a fifo would wait for a writer
+    check_archives   the archive of each tensor chunk to be read from it, before anything is loaded: it must hold a
+                     tensor of the dtype and size in `.metadata`; what is no plain tensor must load in torch
 
-A planner is never told in which directory a reader reads: torch_private.OwnPath brings the last two to the files.
+Planners do not know a reader's directory: torch_private.OwnPath gives the last two the paths of the files.
 """
 
 import os
@@ -44,7 +43,7 @@ def shared_places(storage: Mapping[MetadataIndex, Any]) -> Iterator[tuple[Metada
 def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataIndex, Any]) -> list[Fault]:
     """Faults of the files that sound metadata names: outside of the directory, no ordinary file, too short, shared.
 
-    A file that is missing is no fault here: reading it says so.
+    A missing file is no fault here; reading it raises an error.
     """
     ends: dict[str, tuple[int, MetadataIndex]] = {}
     for index, info in storage.items():
@@ -84,12 +83,12 @@ def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
 
 
 def cut_off(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
-    """The fault of a chunk that ends behind the end of its file."""
+    """The fault of a chunk that ends beyond the end of its file."""
     return Fault(file, named(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
 
 
 def check_ordinary(path: Path) -> int | None:
-    """The length of a file in bytes, None where there is none: reading it says so.
+    """The length of a file in bytes; None where it is missing, which reading it reports.
 
     Raises:
         ValueError: it is no ordinary file.

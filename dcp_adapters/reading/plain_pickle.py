@@ -2,8 +2,8 @@
 
 `.metadata` is a pickle, and a pickle is a program. Restricting what a general unpickler may import is not enough: with
 harmless names alone a few bytes can reserve gigabytes (a memo index of 2^32), copy one list a million times, hash a
-nest of tuples for ever, or change the attributes of a class for the whole process. So this is an interpreter of its
-own for the small language that pickling DCP's records takes:
+nest of tuples for ever, or change the attributes of a class for the whole process. So this is a separate interpreter
+for the few operations that pickling DCP's records needs:
 
     plain values                 None, bool, int, float, str, tuple, list, dict with names or MetadataIndex as keys
     STACK_GLOBAL, GLOBAL         only the names of metadata_names.py; nothing is imported
@@ -48,7 +48,7 @@ def read_plain(
         data: the whole pickle.
         what: names it in errors.
         names: what globals stand for: a class in FIELDS, a Function, or a value.
-        storage: what a persistent id stands for; None, there may be none.
+        storage: what a persistent id stands for; None: the pickle may hold none.
 
     Raises:
         ValueError: a global or an operation that no metadata of DCP has, or data that is damaged or cut off. Nothing
@@ -281,7 +281,7 @@ class _Machine:
 
 
 def _defaults(kind: type, given: Container[str]) -> dict[str, Any]:
-    """Fields that a file may leave out, as torch fills them: those which some torch from 2.11 on does not have."""
+    """Torch's defaults for fields that a file may leave out: those that not every torch from 2.11 on has."""
     return {
         name: field.default
         for name, field in KNOWN_FIELDS[kind].items()

@@ -10,8 +10,8 @@ differs in two places and reads the same checkpoints otherwise:
                     rows that are wanted from the file into the target (direct_read.py); tells the planner when reading
                     fails
 
-Byte entries and what was transformed are handed on as stock does, tensors in an order of their own strides read with
-torch.load(weights_only=True).
+Stock's code reads what remains: byte entries, transformed chunks, and tensors whose elements are not contiguous in the
+file (with torch.load(weights_only=True)).
 """
 
 import os
@@ -73,7 +73,7 @@ class SafeFileSystemReader(FileSystemReader):
         """The checkpoint's metadata, sound in itself and in the files it names.
 
         Args:
-            *args: none that is used.
+            *args: unused.
             **kwargs: `rank`: read the metadata which that rank saved for itself alone.
         """
         rank = kwargs.get("rank")
@@ -158,7 +158,7 @@ class SafeFileSystemReader(FileSystemReader):
 
 @contextmanager
 def failures_told(planner: LoadPlanner) -> Iterator[None]:
-    """A block that reads: a planner with a method `read_failed(error)` hears of an error before it leaves.
+    """A block that reads: an error is first passed to the planner's `read_failed(error)`, if it has that method.
 
     Other ranks may be waiting for this one.
     """
@@ -183,7 +183,7 @@ def _named(path: Path, item: ReadItem, kinds: tuple[type[Exception], ...]) -> It
 
 
 def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:
-    """What the file holds, and the faults of its records (the first is sound only where there is none of the second).
+    """What the file holds, and the faults of its records; what it holds is sound only where there are none.
 
     Raises:
         FileNotFoundError: it is not there.

@@ -124,7 +124,7 @@ def read_header(chunk: "FileSlice", what: str) -> Header:
 
 
 def _check_records(records: list[zipfile.ZipInfo], by_name: dict[str, zipfile.ZipInfo], length: int) -> None:
-    """One directory of records, stored as they are, that take no more than the archive."""
+    """Raise unless the records lie in one directory, uncompressed, and take no more bytes than the archive."""
     if len(by_name) != len(records) or len({record.filename.partition("/")[0] for record in records}) != 1:
         raise ValueError("records are listed twice, or lie in several directories")
     if "constants.pkl" in by_name:
@@ -158,7 +158,7 @@ def _storage(reference: Any) -> _Storage:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Header:
-    """Torch's _rebuild_tensor_v2 and _v3, which differ in a dtype of their own behind requires_grad and hooks."""
+    """Torch's _rebuild_tensor_v2 and _v3; only _v3 takes a dtype, after requires_grad and hooks."""
     dtypes = [value for value in rest if isinstance(value, torch.dtype)]
     if type(storage) is not _Storage or type(shape) is not tuple or type(strides) is not tuple:
         raise ValueError("a tensor without storage, shape and strides")

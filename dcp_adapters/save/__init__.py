@@ -1,9 +1,9 @@
-"""Saving: the plan of each rank, the coordinator's part, and what is written to disk in which order.
+"""Saving: each rank's plan, the coordinator's part, and the order in which files are written.
 
 planner.py         QuantizedSavePlanner
 write_items.py     where each part's chunk lies
-coordinator.py     the global plan: duplicates, manifest, table of checksums
-plan_cache.py      what one save leaves to the next
+coordinator.py     what ranks tell the coordinator: agreement, and the manifest
+plan_cache.py      plans that one save keeps for the next
 overwrite.py       a save over an older checkpoint
-atomic_writer.py   AtomicFileSystemWriter
+atomic_writer.py   AtomicFileSystemWriter, whose commit is one rename
 """

@@ -1,8 +1,8 @@
 """AtomicFileSystemWriter: stock DCP's writer, with a commit that is one rename.
 
-Stock FileSystemWriter removes the `.metadata` in place and renames the new one behind that: a process that is killed in
-between leaves none. Up to torch 2.14 it also syncs the new one before the last of it has left the process, and it never
-syncs the directory, so that a machine that crashes may come back with an empty `.metadata`, or with none.
+Stock FileSystemWriter removes the old `.metadata`, then renames the new one: a process that is killed in between leaves
+none. Up to torch 2.14 it also syncs the new one before all of it has left the process, and it never syncs the
+directory: after a crash of the machine `.metadata` may be empty or missing.
 """
 
 import io
@@ -19,7 +19,7 @@ from dcp_adapters.stored.durable import sync
 
 
 class _Flushed(io.BufferedWriter):
-    """A file that hands over what it buffers when its descriptor is asked for, which is done to sync it."""
+    """A file that flushes its buffer when its descriptor is asked for, as is done to sync it."""
 
     def fileno(self) -> int:
         if not self.closed:
@@ -28,14 +28,14 @@ class _Flushed(io.BufferedWriter):
 
 
 class AtomicFiles(FileSystem):
-    """Files whose renames replace what has the name, atomically; with `syncs` their names outlast a crash, too."""
+    """Files whose renames replace an older file atomically; with `syncs` the names also survive a crash."""
 
     def __init__(self, *, syncs: bool) -> None:
         self.syncs = syncs
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A file that is written whole or not at all; reading is the superclass's."""
+        """For writing, a file whose sync includes what is still buffered; all else is the superclass's."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -44,12 +44,12 @@ class AtomicFiles(FileSystem):
             yield written
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Nothing for metadata, which the rename that follows replaces."""
+        """Remove a file; not `.metadata`, which the rename that follows replaces."""
         if not Path(path).name.endswith(".metadata"):
             super().rm_file(path)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Behind the names of the data files; and durable when it returns."""
+        """Replace `new_path`; with `syncs` the data files' names are durable before that, and the rename after it."""
         if self.syncs:
             sync(Path(new_path).parent)
         Path(path).replace(new_path)
@@ -60,8 +60,8 @@ class AtomicFiles(FileSystem):
 class AtomicFileSystemWriter(FileSystemWriter):
     """`torch.distributed.checkpoint.FileSystemWriter`, with a commit that is one rename.
 
-    With `QuantizedSavePlanner` a save over an older checkpoint leaves, wherever it is interrupted, the old one or the
-    new one. Files and their names are synced before the rename, and the rename before the save returns.
+    With `QuantizedSavePlanner` a save over an older checkpoint leaves the old one or the new one, wherever it is
+    interrupted. Files and their names are synced before the rename, and the rename before the save returns.
 
     Args:
         path: the directory to save into; `checkpoint_id` of `dcp.save` takes its place.

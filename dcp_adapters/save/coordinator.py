@@ -21,7 +21,7 @@ PLAIN = 255  # the kind of an item that is not the payload of a quantized tensor
 
 @dataclasses.dataclass(frozen=True)
 class Now:
-    """What of a record is other at every save, though the plan stays.
+    """The part of a record that may differ at every save while the plan stays the same.
 
     scales: bit patterns of the tensor-wide scales, one for each payload whose format has one, in item order.
     replicated: (part, offset, digest) of each part that several ranks hold; all holders must have equal bytes.
@@ -47,9 +47,9 @@ class Record:
 
 
 def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings: Any) -> list[SavePlan]:
-    """The coordinator's plan gets the replicated scalars that it left to a rank which takes no part in this save.
+    """Add to the coordinator's plan the replicated scalars that it left to a rank which takes no part in this save.
 
-    That is so where one replica group saves for all, and where each rank saves its own (use_collectives=False).
+    That happens where one replica group saves for all, and where each rank saves its own (use_collectives=False).
     """
     if not unlisted:
         return all_plans

@@ -1,15 +1,15 @@
-"""What a save does in a directory where another one has written, or is writing: at every moment one of the two loads.
+"""A save into a directory where another save has written, or is writing: at every moment one of the two loads.
 
 File writers open `__<rank>_<n>.distcp` for writing, whoever owns it. Two saves into one directory, or one that dies
-over an older checkpoint, then leave metadata of one over files of both; sizes and offsets agree as long as the shapes
-do, so it would load. These steps prevent that, on local paths:
+over an older checkpoint, would then leave the metadata of one with files of both; where shapes agree, so do sizes and
+offsets, and the mixture would load. These steps prevent that, on local paths:
 
-    make_room  the coordinator, after all checks and before any rank writes: files that the `.metadata` in place does
-               not name go, those of the checkpoint before it. What it names stays, and loads.
-    own_names  every rank, before it writes: files have names of their own where there is a checkpoint, or where the
-               first file exists already, of a save that died or of one at the same time.
-    commit     the coordinator, when all ranks have written: the files are there still. Behind it the writer puts the
-               new `.metadata` in place of the old one, and from then on the new checkpoint loads.
+    make_room  the coordinator, after all checks and before any rank writes: removes the files that the `.metadata` in
+               place does not name, those of the checkpoint before it. What it names stays, and loads.
+    own_names  every rank, before it writes: chooses new file names where there is a checkpoint, or where its first file
+               exists already (from a save that died, or from one at the same time).
+    commit     the coordinator, when all ranks have written: checks that the files are still there. Then the writer
+               replaces the old `.metadata` with the new one, and from then on the new checkpoint loads.
 
 So the files of a replaced checkpoint stay until the next save, for loads that have begun: DCP calls no planner after
 the rename. `remove_replaced` removes them earlier. `clear` removes the whole old checkpoint before anything is written,
@@ -37,21 +37,21 @@ Directory = str | os.PathLike[str] | None
 
 
 def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
-    """Remove what the checkpoint in place has replaced; it stays itself.
+    """Remove what the checkpoint in place has replaced; that checkpoint stays.
 
     Without metadata there is no checkpoint and nothing is removed: data files may belong to a save under way.
 
     Args:
         checkpoint_id: a local directory, which need not exist. None and URLs ("s3://...") are left alone: how to reach
             the store behind a URL is known only to the storage writer.
-        own: what the names of this rank's files begin with, if it saves for itself (use_collectives=False). Only such
-            files go then; others may be what another rank has just written.
+        own: what the names of this rank's files begin with, if it saves for itself (use_collectives=False). Then only
+            such files are removed; another rank may have just written the others.
 
     Returns:
         Whether there was a checkpoint.
 
     Raises:
-        OSError: a file cannot be removed, or the metadata not be read; the checkpoint in place is as it was.
+        OSError: a file cannot be removed, or the metadata cannot be read; the checkpoint in place is as it was.
     """
     directory = _local(checkpoint_id)
     if directory is None or not directory.is_dir():
@@ -81,9 +81,9 @@ def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
 def remove_replaced(checkpoint_id: str | os.PathLike[str]) -> None:
     """Remove the files that saves over older checkpoints have left beside the one that loads.
 
-    The next save into the directory does the same. Call it between saves, on one rank; it must not run while a save
-    into the directory does, whose files no metadata name yet. Whoever still loads the replaced checkpoint gets an error
-    that names a missing file.
+    The next save into the directory does the same. Call it between saves, on one rank, never during one: no metadata
+    name the files of an unfinished save. A load of the replaced checkpoint that still runs fails with an error that
+    names a missing file.
 
     Args:
         checkpoint_id: a local directory; where it holds no complete checkpoint nothing is removed.
@@ -100,9 +100,9 @@ def remove_replaced(checkpoint_id: str | os.PathLike[str]) -> None:
 def clear(checkpoint_id: Directory, *, own: str | None = None) -> bool:
     """Remove the checkpoint that is about to be overwritten, its metadata first; durable when it returns.
 
-    Args, returns and raises as `make_room`. A rank that saves for itself removes `.metadata` alone, which `dcp.load`
-    would prefer; otherwise metadata that ranks have saved each for itself (`__0.metadata`) goes as well, since
-    `dcp.load` falls back on it.
+    Args, returns and raises as `make_room`. A rank that saves for itself removes only `.metadata`, which `dcp.load`
+    would prefer to the rank's own. Otherwise the metadata of ranks that saved for themselves (`__0.metadata`) is
+    removed as well, since `dcp.load` falls back on it.
     """
     directory = _local(checkpoint_id)
     if directory is None or not directory.is_dir():
@@ -122,9 +122,9 @@ def clear(checkpoint_id: Directory, *, own: str | None = None) -> bool:
 
 
 def own_names(checkpoint_id: Directory, storage_data: Any, *, taken: bool) -> Any:
-    """The writer's storage data, with a prefix of its own unless the directory is new to this rank's names.
+    """The writer's storage data, with a new prefix unless this rank's usual file names are unused in the directory.
 
-    `taken` says that there is or was another checkpoint; a save that had begun before may still write its files.
+    `taken`: there is or was another checkpoint; a save that began earlier may still be writing its files.
     Writers that name no prefix, and stores behind URLs, are left as they are.
     """
     directory, prefix = _local(checkpoint_id), prefix_of(storage_data)
@@ -139,12 +139,12 @@ def own_names(checkpoint_id: Directory, storage_data: Any, *, taken: bool) -> An
 
 
 def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> None:
-    """What is to be done before the new metadata replace those in place.
+    """Check the new files, before the new metadata replace those in place.
 
     Args:
         checkpoint_id: as in `make_room`.
         files: the names of the files that the new metadata name.
-        alone: a rank saves for itself: the old `.metadata`, which `dcp.load` would prefer, goes at last.
+        alone: a rank saves for itself: the old `.metadata`, which `dcp.load` would prefer, is removed last.
 
     Raises:
         FileNotFoundError: another save has removed some of the files; the checkpoint in place is as it was.
@@ -166,7 +166,7 @@ def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> No
 def _named(metadata: Iterable[Path]) -> set[str] | None:
     """The data files that metadata name, and perhaps more; None where they cannot be told.
 
-    Found in the bytes, where each name stands as it is: nothing is unpickled, and a gigabyte takes seconds.
+    The names are found in the bytes of the pickle: nothing is unpickled, and a gigabyte takes seconds.
     """
     named: set[str] = set()
     for path in metadata:

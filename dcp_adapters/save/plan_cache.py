@@ -1,18 +1,18 @@
 """Plan caching: a save whose plan is that of an earlier one sends neither items nor plans, and writes the same chunks.
 
-A cached plan is known by a token, which the coordinator drew when it made the global plan, and by the rank's place in
-it. In the steps of a save:
+A cached plan is identified by a token, which the coordinator drew when it made the global plan, and by the rank's place
+in it. In the steps of a save:
 
-    create_local_plan    a rank whose plan equals one it holds a token for sends the token instead, and with it what is
-                         other at every save (scales); any difference, in formats too, sends the full plan
-    create_global_plan   the coordinator puts what it kept under the token in place of the missing plans; all of them
-                         unchanged: nothing is planned; a token it does not know raises
+    create_local_plan    a rank whose plan equals one it holds a token for sends the token instead, with what may differ
+                         at every save (scales); after any difference, in formats too, it sends the full plan
+    create_global_plan   the coordinator puts what it kept under the token in place of the missing plans; if all are
+                         unchanged, it plans nothing; a token it does not know raises
     finish_plan          a rank takes what it kept under the token, or keeps the new plan
 
 A rank forgets an entry when it sends the token and remembers it in finish_plan. So a save that fails anywhere leaves no
 rank relying on what another one may have lost: the next one sends full plans.
 
-Entries live as long as the process, in few places: planners come and go with each save.
+A few entries are kept in the process, not in planners, which come and go with each save.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def remember_local(entry: Local) -> None:
 
 
 def lookup_global(token: str) -> Global | None:
-    """What the coordinator kept under a token, from now on among the newest: so ranks keep theirs, too."""
+    """What the coordinator kept under a token; it becomes the newest entry, as it does on the ranks."""
     with _lock:
         if token in _globals:
             _globals.move_to_end(token)

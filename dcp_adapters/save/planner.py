@@ -49,12 +49,12 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     Args:
         checksums: store an xxh3 digest of every chunk, made from the bytes as they are written. With them zip's own
-            CRC32 can be off: what torch.serialization.set_crc32_options says where the planner is built holds in the
-            other threads that write, too.
+            CRC32 can be off: torch.serialization.set_crc32_options, called in the thread that builds the planner, also
+            holds in the other threads that write.
         overwrite: what becomes of a checkpoint in the local directory that is saved into. "keep": it loads until the
             new one is complete, and its files stay until the next save into the directory (or `remove_replaced`).
-            "delete_first": it goes before anything is written, so that there need not be room for two; what is
-            interrupted then leaves none.
+            "delete_first": it is removed before anything is written, so the disk needs no room for two; an interrupted
+            save then leaves none.
         **kwargs: those of DefaultSavePlanner. enable_plan_caching=True spares the exchange of plans while the state
             dict keeps its names, shapes, placements and formats.
 
@@ -69,7 +69,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
     ) -> None:
         if overwrite not in ("keep", "delete_first"):
             raise ValueError(f'QuantizedSavePlanner: overwrite={overwrite!r} is not one of "keep", "delete_first"')
-        self.caches_plans = kwargs.pop("enable_plan_caching", False)  # by itself: stock's compares no formats
+        self.caches_plans = kwargs.pop("enable_plan_caching", False)  # our own: stock's compares no formats
         super().__init__(**kwargs)
         self.overwrite = overwrite
         self.with_checksums = checksums
@@ -77,7 +77,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         self.crc32, self.built_by = torch.serialization.get_crc32_options(), threading.get_ident()
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
-        """Flatten; keep the local parts of quantized leaves, and what stock DCP saves, apart."""
+        """Flatten, and separate the local parts of quantized leaves from what stock DCP saves."""
         # ids of this save's items, none yet; those of an earlier save, still being written, do not count
         self.current: frozenset[int] = frozenset()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -136,7 +136,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator only: check that ranks agree, plan as stock DCP does, add the manifest and the checksums."""
-        # so writers mark the plans of ranks that save without collectives; no file's name has a slash
+        # writers mark the plans of ranks that save without collectives in this way; no file's name has a slash
         marked = all_plans[0].storage_data
         own = None if marked is None else prefix_of(marked) or "/"
         all_plans, token = plan_cache.restored(all_plans)
@@ -195,7 +195,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         if write_item.index.fqn == CHECKSUMS:
             return checksums.table(self.plan.items, self.resolve_data)
         data: Tensor | io.BytesIO = checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
-        self._refuse_overlap(write_item)  # and again behind the data: so it is this save's
+        self._refuse_overlap(write_item)  # again, now that the data is here: so it is this save's
         return checksums.seen(write_item.index, data) if self.with_checksums else data
 
     def _refuse_overlap(self, write_item: WriteItem) -> None:
@@ -273,14 +273,14 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
 
 def _refuse_without_bytes(name: str, local: Tensor) -> None:
-    """Here, before an older checkpoint is removed and any rank writes; a writer would fail on it later."""
+    """Refuse it now, before an older checkpoint is removed and any rank writes; a writer would fail on it later."""
     reason = without_bytes(local)
     if reason is not None:
         raise ValueError(f"{name}: {reason}")
 
 
 def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:
-    """HuggingFaceStorageWriter writes byte entries in front of a file's header, and nobody can read the file."""
+    """Refuse byte entries: HuggingFaceStorageWriter writes them before a file's header, and nobody can read that."""
     if not writes_safetensors(plan.storage_data):
         return
     names = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]

@@ -1,9 +1,9 @@
 """Write items of quantized leaves: where each part's chunk lies follows from where the weight's shard lies.
 
-DTensor is asked once for a weight's shard; offsets and sizes of its payload and scales are that, divided by their
-blocks. The items are those stock DCP makes for the parts that `expand` gives, at a fraction of the cost: a model
-repeats its layers, so weights alike are asked about once, and their items share one record. What ranks gather and what
-the coordinator unpickles is smaller by that, too.
+DTensor is asked once where a weight's shard lies; dividing by the blocks gives offsets and sizes of payload and scales.
+The items are those that stock DCP makes for the parts that `expand` gives, at a fraction of the cost: a model repeats
+its layers, so similar weights are asked about once, and their items share one record. This also shrinks what ranks
+gather and what the coordinator unpickles.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from qtensor.tensor import QuantizedTensor
 class PartLayout:
     """Where one part of a weight's shard lies.
 
-    several: other ranks hold the same bytes, as a `[N, 1]` scale under column cuts; they must be equal there.
-    withheld: a scalar that all ranks of the mesh hold and another rank, the mesh's first, lists.
+    several: other ranks hold the same chunk (a `[N, 1]` scale under column cuts, say); the bytes must be equal.
+    withheld: a scalar that all ranks of the mesh hold; the mesh's first rank lists it, not this one.
     """
 
     part: str
@@ -79,7 +79,7 @@ def _layouts(name: str, value: Tensor, q: QuantizedTensor) -> list[PartLayout]:
 
 
 def lists_scalars(value: DTensor) -> bool:
-    """Whether this rank lists what is a scalar on every rank of a mesh: the mesh's first rank does."""
+    """Whether this rank lists the scalars that all ranks of a mesh hold: only the mesh's first rank does."""
     return not any(value.device_mesh.get_coordinate() or ())
 
 

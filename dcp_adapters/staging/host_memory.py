@@ -1,11 +1,11 @@
 """Host memory for snapshots: a few slabs, each lent to one snapshot at a time.
 
-    lease      a memoryview of a slab: a free one that is large enough, else a new one, else one that must come back
+    lease      a memoryview of a slab: a free one that is large enough, else a new one; at the limit, the next to return
     tensors    torch.frombuffer(lease, ...), as many as wanted; each has a storage of exactly its bytes
     return     the lease dies with the last storage made over it, and its finalizer gives the slab back
 
 A storage made by `torch.frombuffer` holds the buffer's owner for as long as any alias of it lives (a view, a detached
-tensor, the local tensor of a DTensor, in whatever thread), so no byte of a slab is lent twice at a time. The finalizer
+tensor, the local tensor of a DTensor, in any thread), so no byte of a slab is lent twice at a time. The finalizer
 runs in the thread that drops the last alias, perhaps inside a garbage collection that interrupts `lease` itself:
 SimpleQueue.put is made for that, a lock is not.
 
@@ -78,11 +78,11 @@ class SnapshotMemory:
     def lease(self, nbytes: int, *, pinned: bool) -> memoryview:
         """A writable buffer of at least `nbytes` bytes, aligned to a page.
 
-        It and all that is made over it are one snapshot. Not for several threads at once.
+        The buffer and all that is made over it are one snapshot. Not for several threads at once.
 
         Raises:
             TimeoutError: `limit` snapshots are still alive after `patience` seconds.
-            MemoryError, RuntimeError: the memory cannot be had, or not be page-locked.
+            MemoryError, RuntimeError: the memory cannot be allocated, or cannot be page-locked.
         """
         slab = self._take(nbytes)
         if pinned:
@@ -103,7 +103,7 @@ class SnapshotMemory:
             self.returned.put(slab)
 
     def _collect(self) -> None:
-        """Put what came back among the free."""
+        """Move the slabs that came back to the free ones."""
         while not self.returned.empty():
             self._accept(self.returned.get())
 

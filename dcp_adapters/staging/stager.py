@@ -1,14 +1,14 @@
 """QuantizedStager: the blocking part of an asynchronous save, one copy of the payload bytes.
 
-    survey   walk the state dict: which parts there are, at which offset each will stand, and how everything is made
-             again of copies; whatever can be refused is refused here, before a byte is copied
+    survey   walk the state dict: which parts there are, at which offset each will be, and how everything is rebuilt
+             from copies; whatever can be refused is refused here, before a byte is copied
     copy     one slab of host memory for the snapshot (see host_memory.py), one tensor over it for each part, one copy
              for each tensor; device copies run on their own until all of them are waited for at once
     rebuild  the same containers with CPU tensors of the same kind as leaves: quantized tensors around CPU parts,
              DTensors with the mesh and the placements they had
 
-Nothing is remembered from one save to the next but memory, so there is no layout to go stale: walking costs a few
-microseconds a part. What costs is touching memory for the first time, which the first `max_snapshots` saves do.
+Only memory is kept from one save to the next, so no layout can go stale; walking costs a few microseconds a part. The
+real cost is touching memory for the first time, which the first `max_snapshots` saves do.
 """
 
 import copy
@@ -119,14 +119,14 @@ def _copied_into(lease: memoryview | None, offset: int, part: Tensor) -> Tensor:
     return copied.copy_(part, non_blocking=part.is_cuda)
 
 
-Rebuild = Callable[[Sequence[Tensor]], Any]  # given the copies of all parts, the value again
+Rebuild = Callable[[Sequence[Tensor]], Any]  # the copies of all parts -> the value, rebuilt
 
 
 @dataclass
 class Survey:
-    """The parts of one snapshot in the order they are met, each once, and where they will stand.
+    """The parts of one snapshot in the order they are met, each once, and where they will be.
 
-    nbytes: of all of them, with the gaps that align them.
+    nbytes: bytes of all parts, with the gaps that align them.
     """
 
     parts: list[Tensor] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Survey:
     seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def walk(self, name: str, value: Any) -> Rebuild:
-        """How a value is made again: its containers, their tensors around copies, copies of all other leaves."""
+        """How to rebuild a value: its containers, tensors around copies, and copies of all other leaves."""
         if isinstance(value, Tensor):
             return self._leaf(name, value)
         prefix, kind = f"{name}." if name else "", type(value)
@@ -166,7 +166,7 @@ class Survey:
         return self._local(name, value)
 
     def _local(self, name: str, local: Tensor) -> Rebuild:
-        """How a tensor that is no DTensor is made again, of its kind."""
+        """How to rebuild a tensor that is no DTensor, as the same kind of tensor."""
         if isinstance(local, HighPrecisionWeight):
             return self._local(name, local.dense)
         if isinstance(local, QuantizedTensor):
@@ -174,7 +174,7 @@ class Survey:
         if is_plain(local) or not hasattr(local, "__tensor_flatten__") or without_bytes(local) is not None:
             index = self._add(name, "", local)
             return lambda copies: copies[index]
-        # of another library's class: by the protocol through which torch.compile takes such apart
+        # of another library's class: taken apart by the protocol that torch.compile uses for such
         names, context = local.__tensor_flatten__()
         inner = {one: self._leaf(f"{name}.{one}", getattr(local, one)) for one in names}
         unflatten = type(local).__tensor_unflatten__  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ class Survey:
         return lambda copies: like(q, {part: copies[index] for part, index in indices.items()}, sharding=sharding)
 
     def _add(self, name: str, suffix: str, part: Tensor) -> int:
-        """The index of a part, which is that of an earlier one where the two are the same bytes seen alike."""
+        """The index of a part, shared with an earlier part that views the same bytes in the same way."""
         # an empty shard is refused like those of the other ranks, which would wait for this one otherwise
         _check_copyable(f"{name}.{suffix}" if suffix else name, part)
         index = len(self.parts)

@@ -1,4 +1,4 @@
-"""A checkpoint on disk as the tensors it means, read one at a time.
+"""A checkpoint on disk as logical tensors, read one at a time.
 
     keys w.payload, w.scale + manifest   ->   one entry w, quantized
     key b                                ->   one entry b, dense
@@ -27,7 +27,7 @@ from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.reader import SafeFileSystemReader
 from dcp_adapters.source import Stored
 
-BOOKKEEPING = frozenset({MANIFEST, CHECKSUMS})  # entries about the others, no data of the user
+BOOKKEEPING = frozenset({MANIFEST, CHECKSUMS})  # entries about the other entries, no data of the user
 
 
 class CheckpointUnusable(ValueError):  # noqa: N818 - what it says about the checkpoint
@@ -73,13 +73,13 @@ class StoredCheckpoint(Stored):
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors and entries of bytes, in the order in which they were saved."""
+        """The names of all tensors and entries of bytes, in the order in which they were saved."""
         owners = {key: entry.name for entry in self.entries.values() for key in entry.part_keys()}
         keys = (key for key in self.metadata.state_dict_metadata if key not in BOOKKEEPING)
         return list(dict.fromkeys(owners.get(key, key) for key in keys))
 
     def chunks(self, name: str) -> int:
-        """In how many pieces a tensor (its payload) was written."""
+        """The number of pieces in which a tensor (its payload) was written."""
         entry = self.entries[name]
         record = self.metadata.state_dict_metadata[entry.part_keys()[0]]
         return len(record.chunks) if isinstance(record, TensorStorageMetadata) else 0
@@ -170,7 +170,7 @@ class StoredCheckpoint(Stored):
         return dict(rows_of(rows))
 
     def _found_entries(self) -> dict[str, Entry]:
-        """In the order of the metadata."""
+        """The entries of all tensors, in the order of the metadata."""
         quantized = self.manifest.tensors if self.manifest is not None else {}
         owners = {key: entry for entry in quantized.values() for key in entry.part_keys()}
         found: dict[str, Entry] = {}

@@ -1,6 +1,6 @@
-"""Making what was written outlast a crash of the machine, and a directory appear when all of it is there.
+"""Files that survive a crash of the machine, and directories that appear only when they are complete.
 
-Until then it has a hidden name beside its own (`hidden_name`), under which an error removes it (`gone_on_error`).
+Until then a directory has a hidden name beside its own (`hidden_name`), and an error removes it (`gone_on_error`).
 """
 
 import errno
@@ -30,10 +30,10 @@ def sync(path: Path) -> None:
 
 
 def refuse_taken(final: Path) -> None:
-    """Raise unless a directory can be given this name: nothing has it, or an empty directory that would be replaced.
+    """Raise unless a directory can be given this name: it is free, or an empty directory has it and would be replaced.
 
     Raises:
-        FileExistsError, FileNotFoundError: it is taken, or has no directory to stand in.
+        FileExistsError, FileNotFoundError: it is taken, or the directory above it does not exist.
     """
     here = final.is_dir() and final.samefile(os.curdir)
     if not final.name or here or (os.name == "posix" and final.is_mount()):  # not to be replaced, however empty
@@ -45,13 +45,13 @@ def refuse_taken(final: Path) -> None:
 
 
 def hidden_name(final: Path) -> Path:
-    """Where a directory stands that is not finished; a new name each time."""
+    """The name of a directory that is not finished yet; a new one each time."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
 
 
 @contextmanager
 def gone_on_error(begun: Path) -> Iterator[None]:
-    """A block that fails leaves nothing of the directory it has begun."""
+    """Remove the directory that the block has begun, if the block fails."""
     try:
         yield
     except BaseException:
@@ -60,17 +60,17 @@ def gone_on_error(begun: Path) -> Iterator[None]:
 
 
 def give_name(begun: Path, final: Path) -> None:
-    """Give a finished directory its name, which an empty one may have; durable when it returns.
+    """Give a finished directory its final name, replacing an empty directory; durable when it returns.
 
     Raises:
-        FileExistsError: something has the name by now, of which nothing is overwritten.
+        FileExistsError: something else has taken the name meanwhile; nothing is overwritten.
     """
     try:
         if final.is_symlink():
             raise FileExistsError
         if os.name != "posix" and final.is_dir():
             final.rmdir()  # elsewhere no rename replaces a directory
-        begun.rename(final)  # on POSIX in one step, of an empty directory alone
+        begun.rename(final)  # on POSIX in one step; replaces only an empty directory
     except OSError as error:
         if not isinstance(error, (FileExistsError, NotADirectoryError)) and error.errno != errno.ENOTEMPTY:
             raise

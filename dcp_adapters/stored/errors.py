@@ -2,8 +2,8 @@
 
     max |B - A|        |B - A| / |A|  (Frobenius)        SNR = -20 log10 of that, in dB
 
-Elements that are not finite on one side, or infinite with other signs, would make all three useless: they are counted
-apart and left out.
+Elements that are not finite on either side would make all three useless: they are left out, and counted apart where
+they differ.
 """
 
 import math
@@ -67,7 +67,7 @@ class ErrorSum:
         self._reference += float(left.dot(left))
 
     def error(self) -> Error:
-        """Of all pieces together."""
+        """The error over all pieces."""
         relative = math.sqrt(self._squares / self._reference) if self._reference else (None if self._squares else 0.0)
         if relative is not None and not math.isfinite(relative):
             relative = None  # the squares of such values overflow

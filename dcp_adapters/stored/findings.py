@@ -33,7 +33,7 @@ class Report:
         checkpoint: the directory.
         findings: in the order of the checks.
         tensors: tensors that the metadata names.
-        chunks, bytes: chunks that were read and could be, with the bytes they take in their files.
+        chunks, bytes: chunks that could be read, and the bytes they take in their files.
         checksums: chunks whose checksum was compared and agreed.
     """
 

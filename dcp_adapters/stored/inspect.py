@@ -49,10 +49,10 @@ class Total:
 class Inspection:
     """What a checkpoint holds.
 
-    layout: of a Hugging Face directory, "" where it is not quantized; None for a checkpoint. chunks: of each tensor,
-    by name. format_version: of the manifest, None without one. world_size: at least so many ranks wrote it, None where
-    the file names do not tell; a rank that had nothing to write leaves no trace. blobs: (name, bytes) of entries of
-    bytes.
+    layout: how a Hugging Face directory is quantized, "" where it is not; None for a checkpoint. chunks: name of a
+    tensor -> number of its chunks. format_version: the manifest's, None without one. world_size: at least so many ranks
+    wrote it, None where the file names do not tell; a rank that had nothing to write leaves no trace. blobs: (name,
+    bytes) of entries of bytes.
     """
 
     path: str
@@ -167,7 +167,7 @@ def inspect_checkpoint(checkpoint: Stored, patterns: Sequence[str] = ()) -> Insp
 
 
 def _look(column: str, cell: str) -> str:
-    """Quantized kinds in colour and dense ones plain, sizes in another, details faint."""
+    """The style of a cell: quantized kinds and sizes in colour, dense kinds plain, details faint."""
     if column == "kind":
         return "bold" if cell == "total" else "" if isinstance(getattr(torch, cell, None), torch.dtype) else "cyan"
     return {"bytes": "green", "parts": "dim", "chunks": "dim", "shape": "dim"}.get(column, "")

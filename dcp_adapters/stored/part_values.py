@@ -1,14 +1,14 @@
-"""Which bytes of a quantized tensor's parts no healthy weight has, told from the parts alone.
+"""Values in the parts of a quantized tensor that no healthy weight has, found from the parts alone.
 
     payload        float8: no NaN and no infinity (packed nibbles have neither)
     scales         fp32, bf16: finite and positive; one byte (E8M0 as uint8, E4M3): no NaN, no negative (0: zeros)
     amax history   finite and not negative
 
-The part's spec says what its numbers are. Where it cannot, because torch has no name for its codes, nothing is told
-of the part, and `holds_nan` asks the format.
+The part's spec says what its numbers are. Where torch has no dtype for its codes, `value_fault` finds nothing in the
+part, and `holds_nan` decodes the tensor.
 
-A NaN in payload or block scale is how the formats store an element that was not finite when it was quantized. Nothing
-is wrong with its bytes, but the weight it belongs to is NaN, so it is told as a fault.
+A NaN in payload or block scale is how the formats store an element that was not finite when it was quantized. The bytes
+are intact, but the weight they belong to is NaN, so this is reported as a fault.
 
 Parts of one byte an element are judged by how often each of the 256 codes occurs.
 """

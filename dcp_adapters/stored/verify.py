@@ -145,7 +145,7 @@ class _Verification:
         return inside
 
     def stray_files(self, known: Mapping[str, Any]) -> None:
-        """Data files that nothing refers to; not wrong, an earlier save may have left them."""
+        """Data files that nothing refers to: a warning, since an earlier save may have left them."""
         try:
             names = sorted(path.name for path in self.directory.iterdir() if path.suffix == ".distcp")
         except OSError as error:
@@ -229,7 +229,7 @@ class _Verification:
     # -- the checkpoint's own entries ----------------------------------------------------------------------------------
 
     def whole(self, name: str) -> Tensor | None:
-        """An own entry, put together from its chunks along dim 0; None where it is not there or not readable."""
+        """An entry of the checkpoint's own, its chunks joined along dim 0; None where it is missing or unreadable."""
         pieces = sorted(
             (index for index in self.known if index.fqn == name), key=lambda index: tuple(index.offset or ())
         )
@@ -251,7 +251,7 @@ class _Verification:
             return
         table = self.whole(CHECKSUMS)
         if table is None:
-            return  # that it cannot be read has been told
+            return  # that it cannot be read has been reported
         if table.dtype != torch.uint8 or table.ndim != 2 or table.shape[1] != ROW:
             message = f"it is {table.dtype} {tuple(table.shape)}, expected torch.uint8 with {ROW} columns"
             self.add(METADATA, CHECKSUMS, message)

@@ -1,12 +1,12 @@
-"""`report`: one page about one checkpoint, from records that are measured a tensor at a time.
+"""`report`: one page about one checkpoint, measured one tensor at a time.
 
-records.py     what is known about a tensor and about all of them, plain data
-tiles.py       a tensor as pieces of bounded size, beside the parts they were decoded from
+records.py     what is known about each tensor and about the checkpoint, plain data
+tiles.py       a tensor as pieces of bounded size, with the parts they were decoded from
 elements.py    elements at the end of their format's range, codes that are no number
 scales.py      histograms of scales
 channels.py    rows and columns that stand out
 measure.py     the shell: reads, measures, forgets
-layers.py      names as a kind and the number of a layer
+layers.py      a name as a kind and the number of a layer; kinds by layers as a grid
 findings.py    what is said of all tensors together
 drawing.py     small pictures as coordinates
 page.py        what is shown, in which order; templates/: where and how

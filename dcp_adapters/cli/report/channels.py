@@ -2,8 +2,8 @@
 
 A channel is a row (an output of a linear) or a column (an input); dims before the last are rows. Its amax is the
 largest finite |value| in it. It is an outlier where its amax is more than FACTOR times the median of those of its axis
-(of an even number the lower of the two in the middle), channels of zeros aside. With fewer than CHANNELS of these there
-is no median worth the name, and none is.
+(of an even number the lower of the two in the middle), not counting channels of zeros. With fewer than CHANNELS others
+there is no meaningful median, and no channel is an outlier.
 """
 
 from typing import Literal

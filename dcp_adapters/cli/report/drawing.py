@@ -1,7 +1,8 @@
 """Small pictures as coordinates: a heat map of errors, a histogram of scales, the profile of channels.
 
-One unit is a CSS pixel where a picture is as wide as it was drawn. Looks are classes of the style sheet. Strength of
-colour is opacity of one hue, so that it reads on light and dark pages and by eyes that do not tell red from green.
+One unit is a CSS pixel where a picture is as wide as it was drawn. Looks are classes of the style sheet. Stronger
+colour is more opacity of one hue, which is readable on light and dark pages and for eyes that do not tell red from
+green.
 """
 
 import math
@@ -53,7 +54,7 @@ class Picture(NamedTuple):
 
 
 def heat_map(grid: Grid) -> Picture:
-    """The lowest SNR of each kind in each layer; the stronger, the lower."""
+    """The lowest SNR of each kind in each layer; the lower it is, the stronger the colour."""
     low, high = snr_range([cell.worst for cell in grid.cells.values()])
     names = labels(grid.kinds)
     left, row = 190, 26

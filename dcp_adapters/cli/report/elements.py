@@ -1,13 +1,13 @@
-"""Elements at the end of their format's range, told from the payload, and what that cut off, told with dense values.
+"""Elements at the end of their format's range, found in the payload, and clipped ones, found with dense values.
 
     at the largest     codes of the largest finite magnitude (448 for E4M3, 57344 for E5M2, 6 for E2M1)
-    saturated          those, less one for each scale that has any: the element that a scale was made for is there by
-                       right. Others may have been rounded to the largest value or clipped to it, which a payload does
-                       not tell: an upper bound of what was clipped.
+    saturated          those, less one for each scale that has any: the element that a scale was made for belongs there.
+                       The others were rounded or clipped to the largest value, and the payload does not tell which: an
+                       upper bound of what was clipped.
     clipped            |dense value| > largest * scale by more than half a step, so that rounding does not explain it
     NaN codes          codes of the payload that are NaN or infinite (E2M1 has none)
 
-A scale here is what is decided once: square blocks store theirs a row at a time, and it counts once.
+A scale that is stored several times counts once: square blocks store theirs for every row.
 """
 
 from dataclasses import dataclass

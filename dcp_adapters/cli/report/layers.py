@@ -48,7 +48,7 @@ def kind_and_layer(name: str) -> tuple[str, int | None]:
 
 
 def grid_of(tensors: Sequence[TensorReport]) -> Grid:
-    """The tensors with an error, in the order they come; kinds without any are left out uncounted."""
+    """The grid of all compared tensors, in the order they come; kinds that are exact are left out, uncounted."""
     placed: dict[str, list[tuple[int | None, TensorReport]]] = {}
     for tensor in tensors:
         if tensor.error is not None:

@@ -4,7 +4,7 @@ What writing a tensor costs is not stored in a checkpoint, so it is measured her
 
     read_seconds    reading the tensor from the checkpoint's files, its chunks joined (from disk or the page cache)
     write_seconds   what a writer does for the same bytes besides storing them: `torch.save` of each part to nowhere,
-                    and its checksum; the quickest of up to TRIES, for whatever else runs only makes it slower
+                    and its checksum; the quickest of up to TRIES, since whatever else runs only makes it slower
 
 Neither says how fast the storage or the network of the training job is.
 """

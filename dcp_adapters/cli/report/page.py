@@ -1,7 +1,7 @@
 """The page: one HTML file that loads nothing, runs nothing, and is bounded in size whatever the checkpoint holds.
 
-Here stands what is shown, in which order; where and how it is shown stands in templates/. Names come from checkpoints,
-and checkpoints from anywhere: whatever a template prints is escaped, and characters that steer are replaced.
+This module decides what is shown and in which order, templates/ where and how. Names come from checkpoints, and
+checkpoints from anywhere: whatever a template prints is escaped, and control characters are replaced.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def compact(number: float) -> str:
 
 
 def _finalized(value: Any) -> Any:
-    """What `{{ value }}` prints: markup of a macro as it is, coordinates to two decimals, text without what steers."""
+    """What `{{ value }}` prints: a macro's markup as it is, coordinates to two decimals, text made `printable`."""
     if hasattr(value, "__html__"):
         return value
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else printable(str(value))

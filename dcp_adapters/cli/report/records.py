@@ -17,8 +17,7 @@ class ScaleHistogram:
     """The scales of one part of a tensor.
 
     part: of the tensor. stored_as: e4m3, e8m0, fp32, or the name of a dtype. counts: exponent e -> number of scales in
-    [2^e, 2^(e+1)).
-    zero, negative, not_finite: how many are none of them.
+    [2^e, 2^(e+1)). zero, negative, not_finite: how many others there are.
     """
 
     part: str
@@ -79,7 +78,7 @@ class TensorReport:
     """One tensor.
 
     Attributes:
-        name, kind, dtype, shape, numel, nbytes, chunks, entries: as stored (see stored.py).
+        name, kind, dtype, shape, numel, nbytes: see entry.py. chunks: of the payload. entries: keys it is stored under.
         quantized: whether it is.
         compared: "yes"; "no", nothing to compare with; "absent" from the dense checkpoint; another "shape" there;
             "undecodable", of a dtype that torch does not convert, or complex on one side alone.
@@ -91,7 +90,7 @@ class TensorReport:
         saturated: `at_largest` less one for each scale that has one: an upper bound of what was clipped.
         clipped: elements of the dense checkpoint beyond the largest value under their scale by more than half a step.
         nan_codes: codes of the payload that are NaN or infinite. not_finite: values that are.
-        zero_rows: rows without any other value; None below two dims and for what is not floating.
+        zero_rows: rows of zeros only; None below two dims and for what is not floating.
         outliers: the largest few; row_outliers, column_outliers: how many there are.
         profile: of the axis with the largest outlier.
         read_seconds, write_seconds: measured here (see measure.py).
