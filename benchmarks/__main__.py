@@ -1,8 +1,8 @@
-"""Runs questions and writes what they answer, with machine, versions and command beside the figures.
+"""Asks questions and writes the answers, with machine, versions and command beside the figures.
 
     python -m benchmarks                      # all questions, within 20 minutes on two quiet cores
-    python -m benchmarks numerics linear      # some; their names end the files' names
-    python -m benchmarks calibration --full   # those that have a longer version, at length
+    python -m benchmarks numerics linear      # some; the files' names end with theirs
+    python -m benchmarks calibration --full   # the longer version, for questions that have one
 
     results/<date>-<machine>-cpu.json             figures
     results/<date>-<machine>-cpu.md               the same to read, and a table of all targets
@@ -14,8 +14,8 @@ A question is a module of this package:
     markdown(figures) -> str            tables
     draw(figures, path) -> None         the picture
 
-One that raises has its error in its place, and the others are asked all the same; the exit status is 1 then. Files are
-written anew after each question, so whatever ends the run loses the one that was being asked only.
+If a question raises, its error takes the place of its answer, the others are still asked, and the exit status is 1.
+Files are written again after each question, so an interrupted run loses only the question that was being asked.
 """
 
 import argparse
@@ -114,12 +114,12 @@ def ask_all(names: Sequence[str], stem: Path, command: str, *, full: bool = Fals
 
 
 def _ask(name: str, results: dict[str, Any], answers: dict[str, str], picture: Path, *, full: bool) -> None:
-    """Fill in what there is of a question; what was there before an error stays."""
+    """Ask a question and fill in what it gives; figures that came before an error stay."""
     threads = torch.get_num_threads()
     try:
         question = importlib.import_module(f"benchmarks.{name}")
         figures = question.run(full=True) if full and QUESTIONS[name].full else question.run()
-        json.dumps(figures)  # raises here, and not when all is written
+        json.dumps(figures)  # so that figures that are not JSON raise here, not when files are written
         results[name] = figures
         answers[name] = question.markdown(results[name])
         question.draw(results[name], picture)

@@ -3,12 +3,12 @@
     python -m benchmarks calibration [--full]
 
     time      wall and CPU seconds of one process with two threads, contenders in turn, medians of rounds
-    memory    the most bytes of tensors alive beside the model itself, counted, in a run of its own
+    memory    the peak of bytes of live tensors besides the model itself, counted, in a run of its own
     result    held-out perplexity with the quantized weights, and how many of them equal ModelOpt's
-    ranks     a sharded model on 2 ranks: gathers of each layer, and the peak against what cannot be avoided
+    ranks     a sharded model on 2 ranks: gathers of each layer, and peak memory against what cannot be avoided
 
-The targets are about CPU seconds, which neighbours on the machine disturb less than the clock. ModelOpt's GPTQ takes
-some ten seconds a layer on a CPU, so that task runs on the first three layers, and without --full all is smaller still;
+The targets are in CPU seconds, which other processes disturb less than wall time. ModelOpt's GPTQ takes some ten
+seconds a layer on a CPU, so that task runs on the first three layers at most; without --full all sizes are smaller.
 `benchmarks/calibration_sides.py` says what each side does and leaves behind. ModelOpt comes with the extra "bench".
 """
 
@@ -36,7 +36,7 @@ THREADS = 2
 SIDES = ("layerwise", "at once", "modelopt")
 CPU_TARGETS = {"nvfp4_max": 0.7, "fp8_gptq": 0.5}  # of ModelOpt's CPU seconds, at most
 PEER = "modelopt"
-STORED = "modelopt, stored"  # with the rounded values in the weights, which ours always has
+STORED = "modelopt, stored"  # ModelOpt with the rounded values in the weights, where our side always puts them
 TITLES = {"nvfp4_max": "NVFP4, Max", "fp8_gptq": "FP8, GPTQ"}
 MIB = 1 << 20
 STATISTICS = {"median": statistics.median, "min": min, "max": max}
@@ -75,15 +75,15 @@ def rounds(workers: dict[str, Worker], task: str, effort: Effort) -> dict[str, l
 
 
 def job(task: Any, side: Any, sizes: tuple[int, int], **options: Any) -> Job:
-    """A job on so many (layers, batches)."""
+    """A job on `sizes`, (layers, batches)."""
     return Job(task=task, side=side, layers=sizes[0], batches=sizes[1], **options)
 
 
 def results(workers: dict[str, Worker], task: str, effort: Effort, directory: Path) -> dict[str, Any]:
-    """Held-out perplexity of each side, and the share of weights that are ModelOpt's but for the last bits.
+    """Held-out perplexity of each side, and the share of weights that equal ModelOpt's except for the last bits.
 
-    In NVFP4 k_proj, v_proj and up_proj differ: ours share the scale of the tensor with those that take the same input,
-    as inference engines want it; ModelOpt makes them share it when it exports.
+    In NVFP4 k_proj, v_proj and up_proj differ: ours share a tensor-wide scale with the linears that take the same
+    input, as inference engines want it; ModelOpt makes them share it only when it exports.
     """
     out: dict[str, Any] = {"perplexity": {}, "weights_equal_to_modelopt": {}}
     weights, sizes = {}, effort.sizes[task]
@@ -168,7 +168,7 @@ def of_answers(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def targets(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was aimed at, what came out, and whether that is met."""
+    """Each target, its value, and whether it is met."""
     rows: list[tuple[str, float, float, str]] = []
     for task, limit in CPU_TARGETS.items():
         figures = results[task]

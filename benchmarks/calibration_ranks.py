@@ -1,10 +1,10 @@
-"""Two ranks calibrate a sharded SmolLM2-135M: how often each FSDP group is gathered, and what is in memory at most.
+"""Two ranks calibrate a sharded SmolLM2-135M: how often each FSDP group is gathered, and the peak of memory.
 
     torchrun --nproc-per-node 2 -m benchmarks.calibration_ranks OUT TASK...
 
 The batches are split unevenly, three to one, and the peak is compared with what cannot be avoided: the root and the
 layer that is worked on, the inputs of one layer for all batches, the result, and for GPTQ the Hessians of one layer.
-FSDP gathers a group into one buffer and copies the parameters out of it, so that for a moment it exists twice.
+FSDP gathers a group into one buffer and copies the parameters out of it, so for a moment the group exists twice.
 """
 
 import json
@@ -44,7 +44,7 @@ def local_parts(model: nn.Module) -> list[Tensor]:
 
 
 def nbytes(module: nn.Module) -> int:
-    """Of all parameters, gathered; a tied one once."""
+    """Bytes of all parameters, gathered; a tied one counts once."""
     return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
@@ -70,7 +70,7 @@ def measure(task: Any, layers: int, count: int) -> dict[str, Any]:
         "result": layers * layer // 2 * (9 if task == "nvfp4_max" else 16) // 64,  # NVFP4: 4.5 bits of 32, FP8: 8
         "Hessians": sum(columns**2 * 4 for columns in HESSIANS[task]),
     }
-    at_work = sum(parts.values()) + layer  # the second time: the buffer a layer was gathered into
+    at_work = sum(parts.values()) + layer  # the layer once more: the buffer that it was gathered into
     unavoidable = max(at_work, 2 * parts["root"])
     return {
         "batches": sizes[rank],

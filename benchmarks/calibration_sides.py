@@ -4,9 +4,9 @@
     fp8_gptq    FP8 with one scale a weight, GPTQ (damping 0.01, blocks of 128 columns); inputs stay as they are
 
 Both sides quantize every linear of the decoder layers and leave the output projection alone. What they leave behind
-differs: ours are the quantized bytes, and their values in the model's weights. ModelOpt's `max` leaves scales beside
-untouched weights, which its fake quantizers would round in every forward (in NVFP4 on a GPU only); rounding them once
-is timed by itself, as "store". Its GPTQ writes the rounded values, and no bytes.
+differs. Our side leaves the quantized bytes, and their values in the model's weights. ModelOpt's `max` leaves scales
+beside untouched weights, which its fake quantizers would round in every forward (in NVFP4 only on a GPU); rounding them
+once is timed by itself, as "store". Its GPTQ writes the rounded values, and no bytes.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Job:
     """One calibration.
 
     Attributes:
-        layers: only so many first decoder layers exist while it runs.
+        layers: how many decoder layers, the first ones, exist while it runs.
         batches: of one row of `seq_len` tokens each.
         measure: the "time" it takes, the "memory" it takes, or its "result": held-out perplexity and the weights, which
             are saved in the file `out`.
@@ -76,14 +76,14 @@ def blocks(seq_len: int, split: Literal["train", "heldout"] = "train") -> Tensor
 
 
 def batches(job: Job) -> list[dict[str, Any]]:
-    """What the model is called with; one logit is enough, so that no side pays for the output projection."""
+    """What the model is called with; only one logit is computed, so that no side pays for the output projection."""
     rows = blocks(job.seq_len)[: job.batches]
     return [{"input_ids": row[None], "use_cache": False, "logits_to_keep": 1} for row in rows]
 
 
 @torch.no_grad()
 def perplexity(model: nn.Module, rows: Tensor) -> float:
-    """Of `rows` [n, seq_len]."""
+    """Perplexity on `rows` [n, seq_len]."""
     losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss for row in rows]
     return math.exp(torch.stack(losses).mean().item())
 
@@ -96,7 +96,7 @@ def algorithm(task: Task) -> Any:
 
 
 def calibrate_ours(model: nn.Module, job: Job, data: list[dict[str, Any]] | None = None) -> None:
-    """Our side; `at once` makes the whole model one stage. Without `data`, it is on all batches of the job."""
+    """Our side; "at once" makes the whole model one stage. Without `data` it takes all batches of the job."""
     from layerwise import calibrate
 
     calibrate(
@@ -143,7 +143,7 @@ def quantized_linears(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def store_modelopt(model: nn.Module, job: Job) -> None:
-    """The values that ModelOpt's scales round the weights to, written into the weights; its quantizers go off."""
+    """Write into the weights what ModelOpt's scales round them to, and switch its quantizers off."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     linears = quantized_linears(model)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.calibration_worker THREADS
 
-Each side has a process of its own, because ModelOpt's import patches classes of transformers; the process stays, so
-that contenders can take turns without loading the model anew each time. While one works, the others wait for a line.
+Each side has a process of its own, because importing ModelOpt patches classes of transformers. The process stays alive,
+so that contenders can take turns without loading the model each time. While one works, the others wait for a line.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ RATIO_TARGETS: tuple[tuple[tuple[str, ...], str, float], ...] = (
 
 
 def of_seconds(seconds: dict[str, list[float]], entries: dict[str, int]) -> dict[str, Any]:
-    """Median, least and greatest seconds of each contender, all ratios that they allow, and what an entry costs."""
+    """Median, least and greatest seconds of each contender, all ratios between them, and what an entry costs."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "entries": entries,
@@ -69,7 +69,7 @@ def of_seconds(seconds: dict[str, list[float]], entries: dict[str, int]) -> dict
 
 
 def targets(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was aimed at, what came out, and whether that is met."""
+    """Each target, its value, and whether it is met."""
     rows: list[tuple[str, float, float, str]] = [
         (f"{model}: bytes of {form}, {what.replace('_', ' ')} / bf16", value, BYTES[form], WHY_BYTES)
         for model in MODELS
@@ -103,7 +103,7 @@ def markdown(results: dict[str, Any]) -> str:
         cells = [results[model]["ratios"].get(name) for model in MODELS]
         lines.append(f"| {name} | {' | '.join(map(with_spread, cells))} |")
     for name in results[MODELS[0]]["ms_per_entry_beyond_raw"]:
-        cost = results[MODELS[0]]["ms_per_entry_beyond_raw"][name]  # of large tensors, it is bytes that take the time
+        cost = results[MODELS[0]]["ms_per_entry_beyond_raw"][name]  # for large tensors, bytes take the time
         lines.append(f"| {name}: ms an entry beyond raw | {cost:.2f} | - |")
     return "\n".join(lines)
 
@@ -123,7 +123,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         shown = [(row, name) for row, name in enumerate(names) if name in ratios]
         at = [row + (number - 0.5) * 0.38 for row, _ in shown]
         values = [ratios[name]["ratio"] for _, name in shown]
-        # the ratio of medians may lie outside of the ratios within rounds
+        # the ratio of medians may lie outside the range of the ratios within rounds
         below = [max(value - ratios[name]["min"], 0) for value, (_, name) in zip(values, shown, strict=True)]
         above = [max(ratios[name]["max"] - value, 0) for value, (_, name) in zip(values, shown, strict=True)]
         axes.barh(at, values, 0.36, xerr=(below, above), label=model, color=f"C{number}", error_kw={"elinewidth": 0.8})

@@ -1,4 +1,4 @@
-"""State dicts of one model in bf16, MXFP8 and NVFP4: a real one, and one of a size to measure with."""
+"""State dicts of a model in bf16, MXFP8 and NVFP4: a real model, and one large enough to measure with."""
 
 import dataclasses
 import re
@@ -49,7 +49,7 @@ class Bench:
         return self.folder / f"kept-{form}"
 
     def raw(self, form: str) -> Path:
-        """The same bytes with no format."""
+        """The file with the same bytes and no format."""
         return self.folder / f"raw-{form}"
 
     @property

@@ -3,17 +3,17 @@
     python -m benchmarks checkpoints
 
 A real model (SmolLM2-135M; its embedding stays bf16) and a synthetic one of 0.9 GB, in bf16 with stock DCP and in MXFP8
-and NVFP4 with ours; beside them the route of those who can only save dense weights (dequantize, then save), and the
-disk itself (the same bytes written and synced, or read, with no format at all). One process. Contenders take turns;
-figures are ratios of medians, with the least and the greatest ratio within one round. Unless a name says otherwise
-saves use the settings we recommend: two writing threads, no CRC32. "Default settings" are torch's.
+and NVFP4 with ours. Two more contenders: dequantizing and then saving dense weights, and the disk itself (the same
+bytes written and synced, or read, with no format at all). One process. Contenders take turns; figures are ratios of
+medians, with the least and the greatest ratio within one round. Unless a name says otherwise, saves use the settings we
+recommend: two writing threads, no CRC32. "Default settings" are torch's.
 
 What the figures are made of (on two cores):
 
-    Of small tensors it is entries that cost, and an NVFP4 weight has three: torch.save takes 0.2 ms for each, most
-    of it Python, which threads cannot share; torch.load 0.3 to 0.4 ms, into memory of its own, while nobody reads on.
-    SafeFileSystemReader ("safe load") reads from the file into the target instead.
-    set_crc32_options holds for the calling thread alone; the planner hands it on to the threads that write.
+    With small tensors the number of entries matters, and an NVFP4 weight has three. torch.save takes 0.2 ms for each,
+    most of it Python, which threads cannot share; torch.load takes 0.3 to 0.4 ms, into new memory, while no other
+    reading goes on. SafeFileSystemReader ("safe load") reads from the file into the target instead.
+    set_crc32_options applies to the calling thread alone; the planner passes it on to the threads that write.
     Dequantizing first needs fresh memory, whose pages cost more than the save.
 """
 
@@ -42,7 +42,7 @@ SCRATCH = ROOT / "runs"  # on the filesystem that is measured
 REPEATS = 3
 # The synthetic model, of the widths of a Llama with 1.1 billion parameters: 88 MB a layer in bf16.
 SYNTHETIC = {"layers": 10, "hidden": 2048, "keys": 256, "inner": 5632}
-# Some layers only where a contender quantizes or dequantizes, which takes longer than all the rest.
+# Only some layers where a contender quantizes or dequantizes, which takes longer than all the rest.
 CONVERTED_LAYERS = 10  # of SmolLM2
 DEQUANTIZED_LAYERS = {"smollm2_135m": 10, "synthetic": 2}
 
@@ -62,7 +62,7 @@ def run() -> dict[str, Any]:
     }
     SCRATCH.mkdir(exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process, which is what is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is intended
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
         for name, states in (("smollm2_135m", smollm2_135m), ("synthetic", partial(llama_like, **SYNTHETIC))):
             with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
@@ -91,7 +91,7 @@ def _measured(bench: Bench) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {}
     for phase in phases:
         print(f"  {bench.name}: {phase.__name__.strip('_').replace('_', ' ')}", flush=True)
-        # the first model warms up the code of the second one, whose rounds are long
+        # the first model warms up the code for the second one, whose rounds are long
         seconds |= interleaved(phase(bench), REPEATS, warm_up=bench.name == "smollm2_135m")
     entries = {form: len(bench.parts(form)) for form in FORMATS}
     return figures | checkpoint_figures.of_seconds(seconds, entries)
@@ -185,7 +185,7 @@ def _dequantizing_saves(bench: Bench) -> Contenders:
 
 
 def _each_removed(bench: Bench, calls: dict[str, Callable[[], object]], nbytes: dict[str, int]) -> Contenders:
-    """Contenders that find no files of the one before them and, by format, so much memory at hand."""
+    """Contenders before each of which old files are removed, and `nbytes` of its format are made ready in memory."""
 
     def before(form: str) -> None:
         disk.remove(bench.scratch)
@@ -279,7 +279,7 @@ def _loads(bench: Bench) -> Contenders:
 def _reading(
     parts: list[Tensor], path: Path, call: Callable[[], object], prepare: Callable[[Path], object]
 ) -> Contender:
-    """A load that has to bring back the largest part, which is wiped before."""
+    """A load of a state whose largest part is wiped first, and must be back afterwards."""
     probe = max(parts, key=lambda part: part.nbytes).reshape(-1).view(torch.uint8)
 
     def before() -> None:

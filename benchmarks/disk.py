@@ -1,6 +1,6 @@
-"""What a disk does without any format: bytes written and synced, read back cold or warm; and what a checkpoint holds.
+"""Writes and reads bytes without any format, cold or warm, to measure a disk; and sizes of what is on it.
 
-Cold means that this machine's page cache has none of the file; a disk of a virtual machine may have caches of its own.
+Cold means that nothing of the file is in this machine's page cache; a virtual machine's disk may have other caches.
 """
 
 import os
@@ -64,9 +64,9 @@ def warm(path: Path) -> None:
 
 
 def touch(nbytes: int) -> None:
-    """Use that much memory and give it back, so that whoever is next finds it at hand.
+    """Use that much memory and give it back, so that it is ready for whoever needs it next.
 
-    In a virtual machine the first to use a page waits for the host, several times as long as copying takes.
+    In a virtual machine the first use of a page waits for the host, several times as long as copying takes.
     """
     torch.empty(nbytes, dtype=torch.uint8).fill_(1)
 

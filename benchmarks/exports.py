@@ -1,8 +1,8 @@
-"""How long do exports to and imports from Hugging Face directories take? Beside the same bytes through plain files.
+"""How long do exports to and imports from Hugging Face directories take, compared with plain files of the same bytes?
 
 Written: the bytes of all payloads and scales into one file and to the disk (fsync), by plain writes, by safetensors'
 save_file, by `export_hf` of a state dict, and of a checkpoint, which is read and compared with its checksums first.
-Read, from the page cache into memory that is new: plain reads, and `import_hf` without a model.
+Read, from the page cache into new memory: by plain reads, and by `import_hf` without a model.
 """
 
 import os
@@ -25,7 +25,7 @@ from qtensor import MXFP8BlockScaling, quantize
 WEIGHTS, ROWS, COLUMNS = 12, 4096, 4096
 REPEATS = 5
 WRITING, READING = "plain write", "plain read"
-# One copy of what is gathered, a look for NaN, a sync; and a checkpoint is read and digested on top of that.
+# One copy of what is gathered, a check for NaN, a sync; a checkpoint is read and digested in addition.
 MOST = {"export_hf, state dict": 1.5, "export_hf, checkpoint": 3.0, "import_hf": 2.0}
 
 

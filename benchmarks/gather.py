@@ -2,11 +2,11 @@
 
     python -m benchmarks gather
 
-Two ranks, gloo, one thread each, at first on a cable without limit and then on slower and slower ones (gather_link.py).
-All contenders live in the same two processes and take turns (gather_rank.py). Beside the steps bare collectives of a
-bf16 layer are timed: gloo's all-gather does not always fill a cable.
+Two ranks, gloo, one thread each, first on a cable without limit and then on slower and slower ones (gather_link.py).
+All contenders live in the same two processes and take turns (gather_rank.py). Besides the steps, bare collectives of a
+bf16 layer are timed, since gloo's all-gather does not always fill a cable.
 
-Where there can be no namespaces, bytes and copies are counted all the same, and one ratio is taken on the loopback.
+Without namespaces, bytes and copies are still counted, and one ratio is measured on the loopback.
 """
 
 import math
@@ -25,7 +25,7 @@ from benchmarks.timing import ratio
 
 WIDTH, LAYERS, TOKENS = 1024, 4, 256
 LIMITS = (2000.0, 1000.0, 500.0, 250.0, 100.0)  # Mbit/s, each way
-SECONDS = 12.0  # a point of the curve, about; never fewer rounds than
+SECONDS = 12.0  # for each point of the curve, about; never fewer rounds than
 ROUNDS = (3, 15)
 BITS = 8 / 1e6  # bytes a second on the cable -> Mbit/s
 BF16 = 2.0
@@ -61,7 +61,7 @@ def _measured(ranks: Ranks, link: dict[str, Any]) -> dict[str, Any]:
         "model": {"width": WIDTH, "layers": LAYERS, "tokens": TOKENS, "weights": weights},
         "peers": {name: _peer(name) for name in CONTENDERS if _peer(name) != name},
         "link": link,
-        "copies": ranks.ask(do="copies", width=WIDTH)[1],  # of uneven shards, that of this rank is the shorter
+        "copies": ranks.ask(do="copies", width=WIDTH)[1],  # rank 1 has the shorter of two uneven shards
         "bytes": _bytes(ranks.ask(do="bytes")[0], linked=linked),
     }
     curve = results["curve"] = [_point(ranks, None, rounds=7)]
@@ -104,7 +104,7 @@ def _point(ranks: Ranks, mbit_s: float | None, *, rounds: int) -> dict[str, Any]
 
 
 def _bytes(counted: dict[str, dict[str, int]], *, linked: bool) -> dict[str, dict[str, Any]]:
-    """A row a contender: what the formats say, what was given to collectives, what came over the cable."""
+    """A row for each contender: bytes by the formats, bytes given to collectives, bytes that came over the cable."""
     rows: dict[str, dict[str, Any]] = {}
     bf16 = predicted_bytes("bf16", WIDTH, LAYERS)
     for name, found in counted.items():
@@ -137,7 +137,7 @@ def _pays_below(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def gathered_per_weight(recipe: str, width: int) -> float:
-    """Bytes an element that an all-gather sends: payload and scales, by the definition of the format.
+    """Bytes that an all-gather sends for each element: payload and scales, by the definition of the format.
 
     The tensor-wide scale of NVFP4, 4 bytes a shard, is left to `predicted_bytes`.
     """
@@ -147,7 +147,7 @@ def gathered_per_weight(recipe: str, width: int) -> float:
 def predicted_bytes(recipe: str, width: int, layers: int) -> dict[str, float]:
     """What a rank of two receives in one step: half of every weight, for the forward and again for the backward.
 
-    A reduce-scatter needs half of every bf16 gradient, too. gloo makes an all-reduce of it, which takes twice that.
+    A reduce-scatter needs half of every bf16 gradient, too. gloo does an all-reduce instead, which takes twice that.
     """
     half = layers * width * width / 2
     wide = 4 * layers if recipe == "nvfp4" else 0
@@ -156,7 +156,7 @@ def predicted_bytes(recipe: str, width: int, layers: int) -> dict[str, float]:
 
 
 def crossing(bandwidths: Sequence[float], ratios: Sequence[float]) -> tuple[float | None, str]:
-    """The bandwidth below which all ratios are under 1, by interpolation in its logarithm, and that in words."""
+    """The bandwidth below which all ratios are under 1, interpolated in its logarithm; and the result in words."""
     points = sorted(zip(bandwidths, ratios, strict=True))
     slower = next((number for number, (_, value) in enumerate(points) if value >= 1), None)
     if slower is None:

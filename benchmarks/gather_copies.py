@@ -1,9 +1,9 @@
 """Who writes how many bytes while FSDP2 gathers, and what the collectives move: counted at every torch operation.
 
 An operation writes what it allocates and fills, and the arguments that its schema marks as written; views and
-allocations write nothing. One all-gather needs two writes of each byte, and both are FSDP2's: from the shards into one
-buffer for the collective, and out of its result into the gathered parameters. Whatever else is written between the two
-ends of `unshard()` is a copy that the all-gather hooks make, or for dense shards, their quantization.
+allocations write nothing. One all-gather needs two writes of each byte, both FSDP2's: from the shards into one buffer
+for the collective, and from its result into the gathered parameters. Anything else written during `unshard()` is a copy
+that the all-gather hooks make or, for dense shards, their quantization.
 """
 
 import collections
@@ -23,7 +23,7 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 
 
 class Written(TorchDispatchMode):
-    """Counts inside its block, on plain tensors: what operations on subclasses do to their inner tensors included.
+    """Counts inside its block, on plain tensors, including the inner tensors of subclasses.
 
     Attributes:
         written: bytes, by the operation that wrote them.
@@ -37,13 +37,13 @@ class Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(cls not in (Tensor, nn.Parameter) for cls in types):
-            return NotImplemented  # a subclass answers first, and its operations on plain tensors come here again
+            return NotImplemented  # a subclass handles it first; its operations on plain tensors come here again
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
         if func.namespace in COLLECTIVES:
             self.sent[name] += _given(name, args)
-        elif name == COPY_IN:  # its schema marks nothing as written; the first result is what it has filled
+        elif name == COPY_IN:  # its schema marks nothing as written; the first result is what it fills
             self.written[name] += out[0].nbytes
         elif func.overloadpacket.__name__ not in ALLOCATES and (count := _bytes_written(func, args, kwargs, out)):
             self.written[name] += count

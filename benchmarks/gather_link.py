@@ -1,10 +1,10 @@
-"""Two processes with a network of their own each, and one slow cable between them.
+"""Two processes, each with a network of its own, and one slow cable between them.
 
     rank 0 [namespace] 10.77.0.1 --- veth pair, tc tbf on both ends --- 10.77.0.2 [namespace] rank 1
 
-A namespace has no name: `unshare --net` makes it for the process, and it goes when the process does, with its end of
-the cable and the limit on it. Nothing is left behind however the processes, or their parent, come to an end.
-Needs to be root, with `unshare`, `nsenter`, `ip` and `tc`; `NoLink` says what is missing.
+A namespace has no name: `unshare --net` makes it for the process, and it goes when the process ends, with its end of
+the cable and the limit on that. Nothing is left behind, however the processes or their parent end.
+This needs root, `unshare`, `nsenter`, `ip` and `tc`; `NoLink` says what is missing.
 """
 
 import json
@@ -20,7 +20,7 @@ TOOLS = ("unshare", "nsenter", "ip", "tc")
 CABLE = "qtg0"  # the name of both ends; each namespace has one
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HEADERS = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with timestamps, in front of every packet
-# Collectives pause and go on at once: no slow start after each, no probing for a bandwidth that is known.
+# After a pause, collectives continue at full speed: no slow start, no probing for a bandwidth that is known.
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 MTU = 9000  # large frames, so that the cable costs the cores little
 WIRE = (MTU + 14) / (MTU + 14 - HEADERS)  # bytes on the cable for each byte handed to TCP, in full packets
@@ -35,7 +35,7 @@ class Ranks:
 
     Args:
         log: folder for what the processes say.
-        linked: in a namespace each, joined by a cable; else on this machine's loopback.
+        linked: each rank in a namespace, joined by a cable; else both on this machine's loopback.
 
     Raises:
         NoLink: no namespaces, cable or limit here.
@@ -64,7 +64,7 @@ class Ranks:
                     )
                 )
         try:
-            self._answers()  # both stand, each where it belongs
+            self._answers()  # both have started, each in its namespace
             if linked:
                 self._join()
         except BaseException:
@@ -91,10 +91,10 @@ class Ranks:
         return self._answers()
 
     def limit(self, mbit_s: float | None) -> None:
-        """What each end of the cable sends at most, in Mbit/s; None: no limit.
+        """Limit what each end of the cable sends to `mbit_s`; None: no limit.
 
-        The burst is a millisecond's bytes: less is not reached where both cores are busy, more would be a large part of
-        a message. The queue is so long that nothing is lost.
+        The burst is a millisecond's bytes: with less, busy cores would not reach the limit; more would be a large part
+        of a message. The queue is so long that nothing is lost.
         """
         for pid in self.pids if self._linked else ():
             if mbit_s is None:
@@ -108,7 +108,7 @@ class Ranks:
         """End both processes, and with them their namespaces."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()  # which a waiting rank takes as the end
+            process.stdin.close()  # a waiting rank then ends
         for process in self._processes:
             try:
                 process.wait(10)
@@ -156,7 +156,7 @@ def _said(command: list[str]) -> str:
 
 
 def received() -> int:
-    """Bytes that TCP has handed over from the cable of this process' namespace so far.
+    """Bytes that TCP has delivered so far from the cable of this process's namespace.
 
     The kernel counts packets with their headers, which are taken off: 66 bytes each where none is lost.
     """

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gather_rank
 
-A contender is a stack of square Linear layers, an FSDP2 group each (gathered for the forward, again for the backward,
-and its gradients reduce-scattered in bf16), with its optimizer. Every contender has a bf16 peer with the same
-optimizer: for quantized shards MasterWeightOptimizer(AdamW), which gives bf16 shards fp32 masters, too; for dense
-shards that are gathered quantized torch's AdamW on the shards themselves.
+A contender is a stack of square Linear layers with its optimizer. Each layer is an FSDP2 group, gathered for the
+forward and again for the backward, with gradients reduce-scattered in bf16. Every contender has a bf16 peer with the
+same optimizer: MasterWeightOptimizer(AdamW) for quantized shards, with fp32 masters for the bf16 peer, too; for dense
+shards that are gathered quantized, torch's AdamW on the shards themselves.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Model:
         self.agrees = storage == "high_precision"
 
     def step(self) -> None:
-        """Forward, backward, optimizer; with dense shards also what scales they share."""
+        """Forward, backward, optimizer; with dense shards also the agreement on shared scales."""
         self.net(self.x).float().square().mean().backward()
         self.optimizer.step()
         if self.agrees:
@@ -64,7 +64,7 @@ class Model:
 
 
 class Wide(nn.Module):
-    """x + linear(relu(x)), cut to or filled with zeros to the width: any number of weight rows."""
+    """x + linear(relu(x)), cut or zero-padded to the width, so that the weight may have any number of rows."""
 
     def __init__(self, width: int, rows: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Rank:
         return interleaved(turns, rounds, warm_up=False)
 
     def bandwidth(self, rank: int, layer: int) -> dict[str, float]:
-        """Bytes a second that bare collectives of a bf16 layer of so many bytes receive."""
+        """Bytes a second that a rank receives in bare collectives of a bf16 layer of `layer` bytes."""
         whole, shard = torch.zeros(layer // 2, dtype=torch.bfloat16), torch.zeros(layer // 4, dtype=torch.bfloat16)
         seconds = medians(
             {
@@ -126,7 +126,7 @@ class Rank:
         return {"gather": shard.nbytes / seconds["gather"], "reduce": whole.nbytes / seconds["reduce"]}
 
     def bytes(self, rank: int) -> dict[str, dict[str, int]]:
-        """What one step gives to each collective, and what TCP hands over meanwhile, without that of a barrier."""
+        """Bytes that one step gives to each collective, and bytes that TCP delivers meanwhile, less a barrier's."""
         nothing = min(self._received(lambda: None) for _ in range(5))
         return {
             name: {**_sent(model), "received": self._received(model.step) - nothing}
@@ -162,7 +162,7 @@ def _sent(model: Model) -> dict[str, int]:
 
 
 def main() -> None:
-    """Say that this rank stands, then answer."""
+    """Say that this rank has started, then answer jobs."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes elsewhere
     torch.set_num_threads(1)

@@ -6,10 +6,10 @@
     planning    what a checkpoint costs one rank of up to 1024, and the coordinator, simulated; and against weights
     memory      the most bytes that a phase holds at once: of tensors against bytes, of Python objects against layers
 
-The peer is the same model in bf16: where torch itself is super-linear, that shows there. What is run is in
-benchmarks/growth_rank.py and growth_planning.py; what an exponent is, stands below. Anything whose exponent is above
-1.1, and above the peer's by more than 0.1, is a defect. Tensors are counted under a dispatch mode, where kernels run
-eagerly; compiled ones hold less.
+The peer is the same model in bf16: it shows where torch itself is super-linear. benchmarks/growth_rank.py and
+growth_planning.py run the models; a comment below says what an exponent is. An exponent above 1.1, and above the peer's
+by more than 0.1, is a defect. Tensors are counted under a dispatch mode, where kernels run eagerly; compiled ones hold
+less.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.growth_planning import PLANNING, against_ranks, against_weights
 from benchmarks.growth_rank import PHASES, Job
 
-FORM = "nvfp4"  # its tensor-wide scales make it do everything there is: agreement, three parts a weight
+FORM = "nvfp4"  # it exercises everything: tensor-wide scales that ranks agree on, and three parts a weight
 SIDES = (FORM, "bf16")
 SMALL = 64  # width of the many layers
 LAYERS = (6, 18, 54, 120)
@@ -77,7 +77,7 @@ def run() -> dict[str, Any]:
 
 
 def _on_ranks(world: int, **jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """What each rank measured: `times`, bytes of `tensors` and bytes of `objects`, whichever there are jobs for."""
+    """What each rank measured: `times`, bytes of `tensors` and bytes of `objects`, as far as jobs ask for them."""
     with tempfile.TemporaryDirectory() as folder:
         order, out = Path(folder, "order.json"), Path(folder, "out.json")
         rows = {what: [dataclasses.astuple(job) for job in wanted] for what, wanted in jobs.items()}
@@ -125,7 +125,7 @@ def _counts(ranks: list[dict[str, Any]], jobs: dict[int, list[Job]], what: str) 
 
 
 def _against_real_ranks() -> dict[str, Any]:
-    """CPU seconds of the ranks, on average and of the coordinator, which saves more; and wall seconds."""
+    """CPU seconds of the mean rank and of the coordinator, which does more in a save; and wall seconds."""
     jobs = [Job(side, LAYERS_ON_RANKS, SMALL) for side in SIDES]
     measured = {world: _on_ranks(world, times=jobs) for world in RANKS}
     out: dict[str, Any] = {}
@@ -158,9 +158,10 @@ def _grown(figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _targets(results: dict[str, Any]) -> dict[str, Any]:
-    """Every exponent but those of the clock.
+    """Targets for every exponent, except those of wall time.
 
-    What one rank does may not grow with ranks at all, unless the peer's does; what reads or writes .metadata, as it.
+    What one rank does must not grow with ranks at all, unless the peer's does; what reads or writes .metadata may grow
+    with its size.
     """
     tables = [("time against layers", results["layers"], MOST), ("time against bytes", results["bytes"], MOST)]
     tables += [(name, table, MOST) for name, table in results["memory"].items()]
@@ -182,10 +183,10 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
 
 # -- exponents ---------------------------------------------------------------------------------------------------------
 #
-# A cost is a + b * size ** p, and a constant part a only lowers the slope, most where sizes are small. So the slope
-# between the two largest sizes, "top", is what says whether growth is super-linear; "fit" is that of least squares over
-# all sizes. Of both, the figure is that of the least costs of all rounds, since whatever else runs on the machine only
-# adds to a cost; min and max are those of single rounds.
+# A cost is a + b * size ** p. The constant a only lowers the slope, most where sizes are small. So "top", the slope
+# between the two largest sizes, tells whether growth is super-linear; "fit" is the slope of least squares over all
+# sizes. Both are taken from the least cost over all rounds, since other load on the machine only adds to a cost; min
+# and max are taken from single rounds.
 
 Series = Mapping[str, Sequence[float]]  # size -> one cost a round
 
@@ -200,7 +201,7 @@ def summary(series: Series) -> dict[str, Any]:
 
 
 def exponents(series: Series) -> dict[str, dict[str, float]] | None:
-    """`top` and `fit`; None where the cost is nothing at some size."""
+    """`top` and `fit`; None where the cost is 0 at some size."""
     sizes = sorted(map(int, series))
     rounds = [list(costs) for costs in zip(*(series[str(size)] for size in sizes), strict=True)]
     least = [min(series[str(size)]) for size in sizes]

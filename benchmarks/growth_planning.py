@@ -1,8 +1,8 @@
 """Growth beyond the ranks a machine can run: what planning costs one rank, against ranks and against weights.
 
-By the simulation of benchmarks/plan_scaling.py; CPU seconds of one thread with the garbage collector off. Each rank
-makes a local plan and a load plan and reads .metadata; the coordinator plans for all and writes .metadata, which
-describes every chunk of every rank and so must grow with them.
+It uses the simulation of benchmarks/plan_scaling.py; CPU seconds of one thread with the garbage collector off. Each
+rank makes a local plan and a load plan and reads .metadata; the coordinator plans for all and writes .metadata, which
+describes every chunk of every rank and so must grow with the ranks.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ LOCAL_REPEATS = 5  # of the local plan, which takes a millisecond
 
 @dataclasses.dataclass(frozen=True)
 class Weights(Contender):
-    """A model of so many equal weights; format None is bf16 by stock DCP."""
+    """A model of equal weights; format None is bf16 by stock DCP."""
 
     count: int
 
@@ -33,7 +33,7 @@ class Weights(Contender):
 
     @property
     def shapes(self) -> Shapes:
-        """Like benchmarks/model_shapes.py."""
+        """Names and shapes, as in benchmarks/model_shapes.py."""
         return {f"layers.{i}.linear.weight": ((ROWS, COLUMNS), True) for i in range(self.count)}
 
     def state_dict(self, mesh: Any) -> dict[str, Any]:

@@ -4,11 +4,11 @@
 
 A life: build on the meta device, fully_shard each layer, fill the shards, first step (builds the optimizer and its
 state), step, save, load. A side is a recipe by its name, or bf16, which is stock FSDP2, AdamW and DCP. All jobs take
-turns in every round, in another order each, behind a warm-up, in which kernels are compiled, too.
+turns, in a new order each round, after a warm-up, which also compiles kernels.
 
-Time is the CPU time of the process (other processes on the machine disturb it little) beside the clock. The garbage
-collector is off within a phase: it walks all objects whenever it likes, whoever made them. Memory is counted in lives
-of its own, since counting takes time: tensors by LiveStorages, Python objects by tracemalloc.
+Time is the CPU time of the process (which other processes disturb little) and wall time. The garbage collector is off
+within a phase: it could walk all objects at any time, whoever made them. Memory is counted in separate lives, since
+counting takes time: tensors by LiveStorages, Python objects by tracemalloc.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Life:
         self.job, self.recipe, self.folder = job, RECIPES.get(job.side), folder
 
     def build(self) -> None:
-        """Parameters without bytes."""
+        """Make the parameters, without bytes."""
         with torch.device("meta"), quantized_model_init(self.recipe or NVFP4BlockScaling(), enabled=bool(self.recipe)):
             layers = [Layer(self.job.width) for _ in range(self.job.layers)]
             self.model: Any = nn.Sequential(*layers).to(torch.bfloat16)
@@ -85,7 +85,7 @@ class Life:
         fully_shard(self.model)
 
     def fill(self) -> None:
-        """Bytes, and values in them."""
+        """Allocate the shards, and fill them with values."""
         self.model.to_empty(device="cpu")
         for layer in self.model:
             layer.linear.reset_parameters()
@@ -148,8 +148,8 @@ def timed(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def tensors(job: Job, folder: Path) -> dict[str, int]:
-    """The most bytes of tensors that each phase holds at once of its own."""
-    # DTensor works out once how an operation shards, with fake tensors, which no other mode may watch
+    """The most bytes of its own tensors that each phase holds at once."""
+    # The first time, DTensor works out with fake tensors how an operation shards; no other mode may watch these.
     Life(dataclasses.replace(job, layers=2), folder).live(lambda _, call: call())
     peaks = {}
 
@@ -163,7 +163,7 @@ def tensors(job: Job, folder: Path) -> dict[str, int]:
 
 
 def objects(job: Job, folder: Path) -> dict[str, int]:
-    """The most bytes of Python objects that each phase holds at once of its own."""
+    """The most bytes of its own Python objects that each phase holds at once."""
     peaks = {}
 
     def phase(name: str, call: Callable[[], None]) -> None:

@@ -1,12 +1,12 @@
 """What does a quantized linear layer cost against bf16 nn.Linear, forward and backward?
 
 On the CPU the weight is dequantized twice, for y = x @ w.T and for dx = dy @ w, and dw is never quantized, so a layer
-costs bf16's three products and two dequantizations: "dequantized twice" is timed beside the layers, and is what the
-overhead would be if nothing else were to pay. At 2048 tokens products should hide it; at 64 they cannot, and that is
-for information.
+costs bf16's three products and two dequantizations. "dequantized twice" is timed beside the layers: it is the overhead
+if nothing else costs anything. At 2048 tokens the products should hide it; at 64 they cannot, so that is only for
+information.
 
 On a CUDA device, Float8 with activations="dynamic" multiplies in Float8. That is the forward product alone: both
-backward products stay in bf16. So the forward is held against the target, and forward + backward is for information.
+backward products stay in bf16. So the target is for the forward, and forward + backward is only for information.
 """
 
 import statistics
@@ -70,7 +70,7 @@ def _pass(layer: nn.Linear, x: Tensor, grad: Tensor) -> Contender:
 
 
 def _against_dense(layers: dict[str, nn.Linear], tokens: int, rounds: int) -> dict[str, Any]:
-    """Of each quantized layer: the ratio to the dense one, and what dequantizing it twice is of the dense one."""
+    """For each quantized layer: its time, and that of dequantizing it twice, over the time of the dense layer."""
     x, grad = _input(tokens, WIDTH, "cpu").requires_grad_(), _input(tokens, WIDTH, "cpu")
     contenders = {name: _pass(layer, x, grad) for name, layer in layers.items()}
     for name in RECIPES:

@@ -1,6 +1,6 @@
 """How many bytes of tensor storage are alive at once, counted at every torch operation: no clock and no RSS.
 
-What an operation allocates and frees inside itself is not seen, nor what was alive before the block began.
+It does not see what an operation allocates and frees inside itself, nor what was alive before the block began.
 """
 
 import collections
@@ -19,8 +19,8 @@ class LiveStorages(TorchDispatchMode):
 
     Args:
         except_for: tensors whose storages do not count.
-        resized: storages may grow without an operation, as those that FSDP gathers into do: look at all of them after
-            every operation, where otherwise it is enough to look when the peak could have been passed.
+        resized: storages may grow without an operation, as those do that FSDP gathers into: look at all of them after
+            every operation, instead of only when the peak could have been passed.
 
     Attributes:
         peak: the most bytes of storage that results of operations held at one moment.

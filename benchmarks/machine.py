@@ -1,4 +1,4 @@
-"""What figures depend on beside the code: recorded with every result."""
+"""What figures depend on besides the code; recorded with every result."""
 
 import os
 import platform

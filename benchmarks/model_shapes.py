@@ -1,4 +1,4 @@
-"""Parameter names and shapes of large models, from their public configurations; quantized are the layers' projections.
+"""Parameter names and shapes of large models, from their public configurations; the layers' projections are quantized.
 
 name -> (global shape, whether it is quantized)
 """

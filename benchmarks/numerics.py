@@ -6,7 +6,7 @@ and eager. The peer is torchao's MXTensor and NVFP4Tensor, eager and under torch
 and takes the tensor-wide scale of NVFP4 from the amax in the same call. It has no such Float8 tensor and no square
 blocks. The unit is `out.copy_(x)` into memory that exists already.
 
-First of all the bytes are compared: where compiled kernels gave others than eager ones, there is nothing to time.
+First the bytes are compared: if compiled and eager kernels give different ones, an error is raised instead of timing.
 """
 
 import statistics

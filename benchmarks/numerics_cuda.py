@@ -1,4 +1,4 @@
-"""Quantize and dequantize on a GPU: which share of the bandwidth of a copy do they reach?
+"""Quantize and dequantize on a GPU: what share of a copy's bandwidth do they reach?
 
     share = (bytes read and written / time)  over the same of out.copy_(x)
 

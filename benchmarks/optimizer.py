@@ -15,9 +15,9 @@ Foreseen for large weights, in bytes that cross the memory bus a parameter (page
                      + digests (1 before, 1 after; 2 each for bf16)                                   about 20
     so               1.15 to 1.25 times the time of the dense one, if every phase runs at the speed of memory
 
-Where that fails: AdamW on masters takes less than the dense step, for it goes chunk by chunk and its temporaries are
-used again, where those of all parameters at once are pages never touched before. And quantizing in eager operations is
-a dozen passes, not the two that were counted. Small weights cost what their operations cost to call, not their bytes.
+Where that estimate fails: AdamW on masters takes less than the dense step, since it goes chunk by chunk and reuses its
+temporaries, while those of all parameters at once are pages never touched before. Quantizing in eager operations takes
+a dozen passes, not the two that were counted. Small weights cost the calls of their operations, not their bytes.
 """
 
 import contextlib
@@ -167,9 +167,9 @@ def _timed(original: Callable[..., Any], phase: str, clocks: dict[str, float]) -
 
 
 def _peak(step: Callable[[], object]) -> int:
-    """The most bytes that are alive at one moment of a step beyond those alive when it begins.
+    """The most bytes alive at one moment of a step, beyond those alive when it begins.
 
-    As torch's CPU allocator reports them to its profiler: compiled kernels, too, which no dispatch mode sees.
+    torch's CPU allocator reports them to its profiler, also for compiled kernels, which no dispatch mode sees.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -187,7 +187,7 @@ def _peak(step: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Nothing to stderr: the profiler announces itself there, past Python."""
+    """Nothing goes to stderr, where the profiler announces itself without using Python's stream."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)

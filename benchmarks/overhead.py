@@ -39,7 +39,7 @@ PLACES = {"one process": False, "FSDP2, 1 rank": True}
 def run() -> dict[str, Any]:
     """All figures; `targets` says which were met."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # nothing here is large enough for a second one, whose waking would be timed
+    torch.set_num_threads(1)  # nothing here is large enough for a second thread; waking one would be timed
     try:
         results: dict[str, Any] = {"ops": {op: _op(op) for op in OPS}}
         print("  ops done", flush=True)

@@ -3,7 +3,7 @@
     valgrind --tool=callgrind --instr-atstart=no --collect-atstart=no python -m benchmarks.overhead_instructions OUT
 
 is what `counted()` runs; OUT receives the names of what was counted, in the order of callgrind's dumps. A step is that
-of a model of LAYERS layers, and counts a layer.
+of a model of LAYERS layers; its figure is per layer.
 """
 
 import gc

@@ -7,9 +7,8 @@
 
     python -m benchmarks plan_scaling [--full]
 
-Times are CPU times of this one thread, which neighbours on the machine disturb little; "gc off" is with the garbage
-collector off, as a coordinator should run. Figures at 4,096 ranks are extrapolations along a fitted power of the number
-of ranks.
+Times are CPU times of this one thread, which other processes disturb little; "gc off" is with the garbage collector
+off, as a coordinator should run. Figures at 4,096 ranks are extrapolated as a power of the number of ranks.
 """
 
 import contextlib

@@ -64,7 +64,7 @@ torch.compiler.list_backends()  # imports what DTensor imports at its first use:
 
 def run(conn: Connection, place: Place, job: Save | Load) -> None:
     """The life of a rank."""
-    gc.disable()  # one pass over what importing torch left costs more than the job
+    gc.disable()  # one pass over the objects that importing torch made costs more than the job
     logging.disable(logging.WARNING)  # DCP logs a traceback for a missing .metadata
     warnings.simplefilter("ignore")  # and warns where it overwrites
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def run(conn: Connection, place: Place, job: Save | Load) -> None:
     except BaseException as error:  # noqa: BLE001 - the soak judges it
         conn.send(("raised", f"{type(error).__name__}: {error}"))
     conn.close()
-    os._exit(0)  # a group that lost a rank cannot be left in order
+    os._exit(0)  # a group that lost a rank cannot be shut down cleanly
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """How long does an asynchronous save block training? Stagers against a plain copy of the same parts.
 
 Each ratio is the time of `stage()` over that of `for buffer, part in ...: buffer.copy_(part)` with buffers that exist
-and have been touched; microseconds a part are what is left of it after the copy loop. "second" is every save but the
-first ones, which touch their memory for the first time ("first").
+and have been touched; microseconds a part are what `stage()` takes beyond the copy loop. "first" is a save that touches
+its memory for the first time, "second" any later one.
 """
 
 import gc

@@ -37,7 +37,7 @@ def medians(contenders: dict[str, Callable[[], object]], repeats: int = 15) -> d
 
 
 def nothing() -> None:
-    """What a contender does before or after its call, if nothing."""
+    """Do nothing before or after a contender's call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def interleaved(contenders: dict[str, Contender], repeats: int, *, warm_up: bool
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     order, shuffle = list(contenders), random.Random(0).shuffle
     for number in range(-1 if warm_up else 0, repeats):
-        shuffle(order)  # whoever follows the same one always inherits its caches and pages
+        shuffle(order)  # else each contender would always inherit caches and pages from the same one
         for name in order:
             one = contenders[name]
             one.before()

@@ -51,7 +51,7 @@ def sharded_model(layers: int | None) -> LlamaForCausalLM:
 
 
 def perplexity(model: Any, blocks: torch.Tensor) -> float:
-    """Of `blocks` [n, seq_len], n a multiple of the ranks, which share the work; the same on every rank."""
+    """Perplexity on `blocks` [n, seq_len], the same on every rank; ranks share the work: n is a multiple of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     loss = torch.tensor(held_out_loss(model, blocks[rank::world]) / world)
     dist.all_reduce(loss)

@@ -34,7 +34,7 @@ class CountingAllGather:
         self.received = self.calls = 0
 
     def received_per_round(self, model: nn.Module) -> float:
-        """Bytes from other ranks each time the whole model was gathered; 0 on one rank, where nothing travels."""
+        """Bytes from other ranks for each gather of the whole model; 0 on one rank, where nothing travels."""
         groups = sum(isinstance(module, FSDPModule) for module in model.modules())
         return self.received * groups / self.calls if self.calls else 0.0
 

@@ -2,17 +2,17 @@
 
     calibrate    the call: plan -> run -> result, modules of running/
 
-Folders, each of which knows those above it only:
+Folders; each imports only from those above it:
 
-    algorithms/   what decides about weights: pure mathematics
-    stages/       what of a model is calibrated together: layers, weights to quantize, stages
+    algorithms/   decide how weights are quantized: pure mathematics
+    stages/       the layers, the weights to quantize in them, and the stages they are calibrated in
     weights/      how a stage gets its weights and gives them back, and whether somebody wrote into them
     statistics/   what reaches linears: watched, summed exactly, reduced over ranks
     inputs/       what layers are called with: recorded from the model, replayed batch by batch
-    folding/      where column factors can go: found by probing, and folded
-    report/       what became of each linear, in figures
-    resume/       what a run is, and its state on disk
-    running/      a run: planned, agreed on by all ranks, taken through its stages
+    folding/      finds where column factors can go by probing, and folds them there
+    report/       the error of each linear, measured and shown
+    resume/       the identity of a run, and its state on disk
+    running/      plans a run, checks that all ranks agree on it, and takes it through its stages
 """
 
 from layerwise.algorithms.algorithm import Algorithm, Decision, Group, Inputs, Linear, Smoothing

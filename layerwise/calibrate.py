@@ -5,7 +5,7 @@
     run        batches recorded; each stage held -> calibrated -> released -> own rows kept -> shards -> checkpoint
     result     quantized weights beside the shards, and a report
 
-Each is a module of running/. Ranks go through the same stages together; how many batches each has is its own affair.
+Each is a module of running/. Ranks go through the same stages together, each with as many batches as it has.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -57,40 +57,40 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
 ) -> CalibrationResult:
     """Quantize the linear weights of a model, layer by layer, each with scales (and values) fitted to data.
 
-    Call it on all ranks of the group. Only one layer's weights are gathered at a time; the batches run through it by
-    themselves, on the outputs of the layer before. Afterwards the model's weights equal the result's, dequantized and
-    cast to the parameters' dtype (in quantized storage they are the same bytes); inputs are not quantized by the model.
+    Call it on all ranks of the group. Only one layer's weights are gathered at a time, and the batches run through that
+    layer alone, on the outputs of the layer before. Afterwards the model's weights equal the result's, dequantized and
+    cast to the parameters' dtype (in quantized storage they are the same bytes); the model does not quantize inputs.
 
     Args:
         model: plain, or sharded by FSDP2 (dense or quantized storage, CPU offload), or on the meta device with
             `weights`. It runs in eval mode.
         data: an iterable of this rank's batches (a tensor, a tuple, or a dict of keyword arguments for the model), or
-            a function that calls the model it is given for each of them (which computes nothing then, and returns
-            None). Ranks may have different numbers of batches, or none. None is enough for Max and Mse.
+            a function that gets the model and calls it with each batch (these calls compute nothing and return None).
+            Ranks may have different numbers of batches, or none. `None` is enough for Max and Mse.
         recipe: the format of the weights.
         algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), or one of your own.
-        layers: the layers, as names, glob patterns or modules; None, the largest list of modules; (), none: the whole
-            model at once.
+        layers: the layers, as names, glob patterns or modules; None: the largest list of modules; (): no layers, the
+            whole model at once.
         include: globs over module fqns of what to quantize; each must match something.
         exclude: globs over module fqns of what to leave alone; one that matches nothing warns.
         inputs: "dynamic", or "static": the result holds a scale for each linear's input.
-        checkpoint_dir: where to keep finished layers; a run that finds its own there goes on behind them, on any
-            number of ranks, to the same bytes. A directory that all ranks share.
+        checkpoint_dir: where to keep finished layers, a directory that all ranks share. A later run of the same
+            calibration continues after them, on any number of ranks, to the same bytes.
         save_every: after how many layers to save.
         on_event: called with every `Event`, on every rank.
         progress: show a bar on rank 0, where it has a terminal.
         layer_inputs: what layers are calibrated on: outputs of the "unquantized" or of the "quantized" layer before;
-            None, as the algorithm says ("quantized" for GPTQ).
+            None: as the algorithm says ("quantized" for GPTQ).
         inputs_on: where inputs of layers wait: "device", "cpu" or "disk".
-        device: where a model without FSDP computes; None, where its weights are.
+        device: where a model without FSDP computes; None: where its weights are.
         weights: safetensors of a model on the meta device: a file, or a directory.
-        process_group: the ranks; None, all of them, or this process alone where there is no process group.
+        process_group: the ranks; None: all of them, or this process alone where there is no process group.
 
     Returns:
         The result; see `CalibrationResult.state_dict` and `.report`.
 
     Raises:
-        ValueError, TypeError: options, patterns, shapes or a checkpoint that do not fit, or are not alike on all ranks;
+        ValueError, TypeError: options, patterns, shapes or a checkpoint that do not fit, or differ between ranks;
             nothing has been changed.
         NotImplementedError: a model whose layers depend on each other in a way that cannot be replayed, by name.
         RuntimeError: weights were changed where the change would be lost; inputs that are not finite; a factorisation

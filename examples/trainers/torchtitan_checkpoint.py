@@ -30,14 +30,14 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc] # torchtitan's types
     """The manager with this library's planners."""
 
     def dcp_save(self, state_dict: Any, checkpoint_id: str, async_mode: AsyncMode, **_: Any) -> Any:
-        """What all its saves come to."""
+        """Every save of the manager ends here."""
         options: dict[str, Any] = {"checkpoint_id": checkpoint_id, "planner": QuantizedSavePlanner()}
         if async_mode == AsyncMode.DISABLED:
             return dcp.save(state_dict, **options)
         return dcp.async_save(state_dict, **options, async_stager=QuantizedStager(), process_group=self.pg)
 
     def dcp_load(self, state_dict: Any, checkpoint_id: str, **_: Any) -> None:
-        """What all its loads come to; weights are written in place."""
+        """Every load of the manager ends here; weights are written in place."""
         dcp.load(state_dict, checkpoint_id=checkpoint_id, planner=QuantizedLoadPlanner())
 
 

@@ -1,1 +1,8 @@
-"""The algorithms, one a file: from the statistics of inputs to the scales and values of weights."""
+"""Algorithms: from the statistics of inputs to the scales and values of weights.
+
+algorithm       the interface: an `Algorithm`, what it gets (`Group`, `Inputs`) and what it returns (`Decision`)
+maximum, mse, local_hessian, smoothquant, awq, gptq     one algorithm each
+search          finds the best scales among the quantizers that candidates lists (Mse, LocalHessian)
+clipping        finds the best fraction of each amax (AWQ)
+arithmetic      full fp32 products, and one thread on CPU
+"""

@@ -1,6 +1,6 @@
-"""What an algorithm is: pure mathematics between the statistics of a layer's inputs and the decision about its weights.
+"""The interface of an algorithm, which turns statistics of a layer's inputs into decisions about its weights.
 
-    Group      linears that take the very same input, with the statistics of that input over all batches of all ranks
+    Group      linears that take the same input, with the statistics of that input over all batches of all ranks
     smooth     Group -> Smoothing, factors s [K], or None        (SmoothQuant and AWQ; W * s, input / s)
     decide     Group -> one Decision for each of its linears
 
@@ -19,22 +19,22 @@ from torch import Tensor
 
 from qtensor.recipes import Recipe
 
-# What an algorithm can ask to know about inputs; their amax is always known.
+# The statistics of inputs that an algorithm can ask for; it always gets their amax.
 COLUMNS, LOCAL_HESSIAN, HESSIAN = "columns", "local_hessian", "hessian"
 SUB_BLOCK = 16  # columns of one block of the local Hessian
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Statistics of one input X [tokens, K] over all batches of all ranks; what was not asked for is None.
+    """Statistics of one input x [tokens, K] over all batches of all ranks; what was not asked for is None.
 
     Attributes:
-        tokens: rows of X.
-        amax: fp32 [], largest finite |X|.
-        column_amax: fp32 [K], of each column.
-        column_mean: fp32 [K], the mean of |X| in each column.
-        local_hessian: fp32 [ceil(K / 16), 16, 16], X_b^T X_b / tokens for each block b of 16 columns (zero-padded).
-        hessian: fp32 [K, K], 2 X^T X / tokens.
+        tokens: rows of x.
+        amax: fp32 [], largest finite |x|.
+        column_amax: fp32 [K], largest |x| in each column.
+        column_mean: fp32 [K], mean |x| in each column.
+        local_hessian: fp32 [ceil(K / 16), 16, 16], x_b^T x_b / tokens for each block b of 16 columns (zero-padded).
+        hessian: fp32 [K, K], 2 x^T x / tokens.
     """
 
     tokens: int
@@ -52,8 +52,8 @@ class Linear:
     Attributes:
         name: fqn of the parameter, with the number of the expert in brackets where it has several.
         weight: [N, K], the high-precision values in the model's dtype: the live tensor.
-        amax: what decides its shared scale, as `formats.shared_amax` returns it, agreed with the siblings that share
-            it; None for formats without a shared scale.
+        amax: the amax that its shared scale is made from, as `formats.shared_amax` returns it; weights that share the
+            scale have the same one. None for formats without a shared scale.
     """
 
     name: str
@@ -74,8 +74,8 @@ class Decision:
     """How one weight is quantized.
 
     Attributes:
-        quantizer: what decides every scale, as `Format.quantizer` returns it for this weight.
-        weight: fp32 [N, K], the values to round instead of the weight's own; only of algorithms that write weights.
+        quantizer: what fixes every scale, as `Format.quantizer` returns it for this weight.
+        weight: fp32 [N, K], the values to round instead of the weight's own; only algorithms that write weights set it.
         notes: what a report shows, such as a clip ratio (a number) or a warning (text under "warning").
     """
 
@@ -102,9 +102,9 @@ class Algorithm:
     """Base of all algorithms; subclasses are frozen dataclasses whose fields are their options, checked when made.
 
     Attributes:
-        writes_weights: it changes high-precision values before they are rounded. One that says False and writes is
-            refused, by name, and nothing of the layer is stored.
-        layer_inputs: whose outputs the next layer is calibrated on by default, those of the "unquantized" or of the
+        writes_weights: whether it changes high-precision values before they are rounded. If it says False and writes
+            all the same, an error names the weights, and nothing of the layer is stored.
+        layer_inputs: what the next layer is calibrated on by default: the outputs of the "unquantized" or of the
             "quantized" layer.
     """
 
@@ -113,7 +113,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which statistics of inputs it reads: any of COLUMNS, LOCAL_HESSIAN, HESSIAN."""
+        """The statistics of inputs that it reads: any of COLUMNS, LOCAL_HESSIAN, HESSIAN."""
         return frozenset()
 
     @property
@@ -122,7 +122,7 @@ class Algorithm:
         return False
 
     def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
-        """Factors for the columns of the group's weights, by which their input is divided; None for none.
+        """Factors to multiply the columns of the group's weights with, and to divide their input by; None for none.
 
         Called only for groups whose input can be divided by folding the factors into the module that produces it.
         """

@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Products of fp32 matrices use no shorter format inside: no TF32, no bf16, no autocast."""
+    """Inside, products of fp32 matrices are computed in fp32: no TF32, no bf16, no autocast."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -23,7 +23,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """CPU kernels run on one thread inside: the only number of threads that every rank and every machine has."""
+    """Inside, CPU kernels run on one thread: every rank on every machine has one, so all add in the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

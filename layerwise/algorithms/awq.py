@@ -3,16 +3,16 @@
     smooth   for alpha in 0, 0.1, .. 1:  s = act^alpha / w^(1 - alpha), clamped to [1e-4, 1e4], over sqrt(max * min)
              act: the mean of |X| in each column
              w: the mean over all rows of the group of |W| / (the largest |W| in its scale's block)
-             the s of least output error, or none: none is always tried, so AWQ is never worse than Max
+             the s of least output error wins; no s at all is also tried, so scaling never makes that error larger
     clip     for each scale the fraction of its amax with the least local error (see clipping.py)
 
 The output error of values W' in place of W, over all tokens of all ranks, comes from the Hessian H = 2 X^T X / n:
 
     |X (W' - W)^T|^2 = n / 2 * tr((W' - W) H (W' - W)^T)
 
-so no token is needed again and no rank decides by itself. Scales and activations are those of Lin et al., 2023
-(arXiv:2306.00978); weights relative to their block's largest are what the authors' code and NVIDIA's ModelOpt use.
-A column without a value in X or in the weights has nothing to balance and takes no part: s = 1.
+so no token is needed again, and every rank decides the same. The formula of s, and act, are those of Lin et al., 2023
+(arXiv:2306.00978); w, relative to the largest of its block, is what the authors' code and NVIDIA's ModelOpt use.
+A column that is all zero in X or in the weights has nothing to balance and takes no part: s = 1.
 """
 
 import math
@@ -38,9 +38,9 @@ class AWQ(Algorithm):
 
     Args:
         variant: "lite" scales columns where that can be folded, "clip" clips, "full" does both.
-        alpha_step: between the exponents that are tried, from 0 to 1.
+        alpha_step: the step between the exponents that are tried, from 0 to 1.
         least_clip: the smallest clip ratio.
-        clip_step: between the clip ratios that are tried, from 1 down.
+        clip_step: the step between the clip ratios that are tried, from 1 down.
 
     Raises:
         ValueError: another variant, or a number that is not above 0 and at most 1.
@@ -62,7 +62,7 @@ class AWQ(Algorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its variant reads; the local Hessian of "full" is cut out of the full one."""
+        """What its variant reads; "full" cuts the local Hessian out of the Hessian."""
         return frozenset({LOCAL_HESSIAN} if self.variant == "clip" else {COLUMNS, HESSIAN})
 
     @property
@@ -112,7 +112,7 @@ class AWQ(Algorithm):
             assert hessian is not None
             local = local_hessian_of(hessian)
         clipped = best_clips(group, recipe, local, self.ratios)
-        # The local error leaves out what blocks do to each other. Where all of it is known, clipping has to pass it.
+        # The local error leaves out how blocks interact. Where the full Hessian is known, clips must lower its error.
         kept = [True] * len(clipped)
         if self.variant == "full" and hessian is not None:
             for members in sharing(group.linears):
@@ -129,9 +129,9 @@ class AWQ(Algorithm):
 
 
 def _relative_sizes(group: Group, recipe: Recipe) -> Tensor:
-    """fp32 [K]: how large each column is, on average over all rows, beside the largest value of its block.
+    """fp32 [K]: the mean over all rows of each column's magnitude, relative to the largest in its block.
 
-    The block is the columns of one scale; a row where scales serve whole rows or the tensor.
+    The block is the columns of one scale, or the whole row where scales serve whole rows or the tensor.
     """
     block = block_multiple(recipe)
     weights = torch.cat([finite(one.weight).abs() for one in group.linears])  # [rows, K]
@@ -142,7 +142,7 @@ def _relative_sizes(group: Group, recipe: Recipe) -> Tensor:
 
 
 def _factors(activations: Tensor, sizes: Tensor, alpha: float) -> Tensor:
-    """fp32 [K], those of live columns spread around 1 (the geometric mean of the largest and the smallest)."""
+    """fp32 [K]; those of live columns are divided by sqrt(largest * smallest), so that they spread around 1."""
     live = (activations > 0) & (sizes > 0)
     if not bool(live.any()):
         return torch.ones_like(activations)
@@ -152,7 +152,7 @@ def _factors(activations: Tensor, sizes: Tensor, alpha: float) -> Tensor:
 
 
 def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor | None) -> float:
-    """tr(dW H dW^T) over the group, its columns scaled before rounding and back after it.
+    """tr(dW H dW^T) over the group, its columns scaled before rounding and scaled back afterwards.
 
     Scaled weights are rounded to their dtype first, as folding stores them; inf where they leave its range.
     """

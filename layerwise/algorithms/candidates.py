@@ -1,13 +1,13 @@
 """What a search for better scales tries: quantizers with one candidate for every scale, from large to small.
 
-What they are follows from the specs of a format's parts:
+The candidates depend on the kind of scale:
 
     E8M0 scales                      the codes that MULTIPLES of a block's amax have
-    E4M3 scales of E2M1 elements     all that are positive, under the tensor-wide scale of the amax
-    any other                        those of MULTIPLES of the amax that decides the scale
+    E4M3 scales of E2M1 elements     all positive codes, under the tensor-wide scale that the amax gives
+    any other                        the scales that MULTIPLES of the amax give
 
-Left out are scales under which a block decodes as under another candidate, and, where every element counts by itself
-(`elementwise`), those under which no element comes nearer to its value than under another candidate.
+A scale is left out if the block decodes the same under another candidate. Where every element counts by itself
+(`elementwise`), a scale is also left out if no element comes nearer to its value than under another candidate.
 """
 
 from collections.abc import Iterator
@@ -37,9 +37,9 @@ def candidates(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: b
 
 
 def scaled_quantizer(x: Tensor, recipe: Recipe, amax: Tensor | None, factor: float | Tensor) -> Quantizer:
-    """The quantizer of x with every amax that decides a scale multiplied by `factor` (or by those, one a scale).
+    """The quantizer of x with every amax multiplied by `factor` first: one number, or one for each scale.
 
-    Where blocks have scales of their own, the tensor-wide scale above them stays what it was.
+    Where blocks have scales of their own, the tensor-wide scale above them does not change.
     """
     fmt = format_of(recipe)
     if any(spec.per_row and spec.block for spec in specs_of(recipe)[1:]):
@@ -50,17 +50,20 @@ def scaled_quantizer(x: Tensor, recipe: Recipe, amax: Tensor | None, factor: flo
 
 
 def spread(scales: Tensor, columns: int) -> Tensor:
-    """One value for each scale -> something that multiplies [N, K]."""
+    """One value for each scale -> a tensor that broadcasts against [N, K]."""
     if scales.ndim == 0 or scales.shape[-1] == 1:
         return scales
     return scales.repeat_interleave(columns // scales.shape[-1], dim=-1)
 
 
 def _powers_of_two(x: Tensor, recipe: Recipe, *, elementwise: bool) -> Iterator[Quantizer]:
-    """All codes between those of the largest and the smallest multiple, for none is over 1.4 * the one below.
+    """All codes from that of the largest multiple down to that of the smallest.
 
-    The elements of 2d up to the largest of d are elements of d, too. So where nothing saturates under d, nothing comes
-    nearer to its value under 2d: with `elementwise`, the lowest code that does not saturate is the highest.
+    No multiple is over 1.4 times the next smaller one, so no code in between is skipped.
+
+    Every element of scale 2d that is not above the largest of d is an element of d, too. So where nothing saturates
+    under d, nothing comes nearer to its value under 2d: with `elementwise`, the highest code to try is the lowest one
+    that does not saturate.
     """
     if x.numel() == 0:
         return
@@ -79,9 +82,10 @@ def _powers_of_two(x: Tensor, recipe: Recipe, *, elementwise: bool) -> Iterator[
 def _e4m3_scales(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: bool) -> Iterator[Quantizer]:
     """The positive E4M3 block scales under the global scale of the amax, up to where the whole block becomes 0.
 
-    The elements of 2d up to 6d are elements of d, too, and the next is 8d. So where nothing is above 7d, nothing comes
-    nearer to its value under 2d than under d. With `elementwise` the highest code is therefore 7 above the lowest like
-    that: 8 codes are a factor of 2, except that subnormal codes, up to 15, may have no half.
+    The elements of scale 2d up to 6d are elements of d, too, and the next is 8d. So where nothing is above 7d, nothing
+    comes nearer to its value under 2d than under d. With `elementwise`, the highest code to try is therefore 7 above
+    the lowest d for which nothing is above 7d: 8 codes are a factor of 2. Codes up to 15 are always tried, since half
+    of a subnormal scale need not be a code.
     """
     if x.numel() == 0:
         return
@@ -93,7 +97,7 @@ def _e4m3_scales(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise:
     if elementwise:
         high = (torch.searchsorted(dec * 7.0, own) + 1 + 7).clamp(min=15)
     else:
-        # Half of the smallest element, 0.25, is rounded to 0; the slack is more than what enc is rounded by.
+        # 0.25, half of the smallest element, is rounded to 0; the slack exceeds the rounding error of enc.
         high = torch.searchsorted(dec * (0.25 * (1 - 2.0**-20)), own) + 1
     high = high.clamp(max=LARGEST_E4M3_CODE)
     for below in range(int(high.amax())):

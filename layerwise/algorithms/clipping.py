@@ -1,11 +1,11 @@
 """Clip ratios: scales made from a fraction of the amax, so that most values get a finer grid and a few saturate.
 
-For each scale, ratio r of 1, 0.95, .. 0.5: the values that the scale serves are rounded under the scale that r * amax
-gives; the ratio with the least output error wins, 1 on a tie. What a scale serves depends on the format:
+For each scale, the ratios r = 1, 0.95, .. 0.5 are tried: the values it serves are rounded under the scale that r * amax
+gives. The ratio of the least error wins, the larger one on a tie. What a scale serves depends on the format:
 
-    blocks   r * the block's amax; the tensor-wide scale above them (NVFP4's) stays what it was
+    blocks   r * the block's amax; the tensor-wide scale above them (NVFP4's) does not change
     rows     r * the row's amax
-    tensor   r * the tensor's amax, one ratio for all linears whose amaxes were agreed (they share the scale)
+    tensor   r * the tensor's amax, one ratio for all linears that share the scale
 
 The error is that of the local Hessian, the sum of dW_b^T H_b dW_b over the 16-column blocks that the scale serves:
 what the output error would be if the inputs of different blocks were uncorrelated.
@@ -41,20 +41,20 @@ class Clipped:
 
 
 def finite(weight: Tensor) -> Tensor:
-    """fp32, with 0 for what is not finite: such a value is marked when it is stored and decides nothing."""
+    """fp32, with 0 in place of what is not finite: such values are marked when stored, and have no say in scales."""
     values = weight.float()
     return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
 
 
 def rounded(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Tensor:
-    """fp32 [N, K], what x is once it is stored under this quantizer."""
+    """fp32 [N, K], the values that x decodes to once it is stored under this quantizer."""
     fmt = format_of(recipe)
     enc, dec = (spread(scales, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
     return fmt.snap(x * enc, recipe) * dec
 
 
 def sharing(linears: Sequence[Linear]) -> list[list[int]]:
-    """Indices of linears that share a tensor-wide scale (their amaxes were agreed, so are equal); else one by one."""
+    """Indices of linears, grouped by shared tensor-wide scale (their agreed amaxes are equal); others by themselves."""
     sets: list[list[int]] = []
     for i, one in enumerate(linears):
         for members in sets:
@@ -83,7 +83,7 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
         group: with the amaxes of its linears, where the format has shared scales.
         recipe: of all of them.
         local_hessian: fp32 [ceil(K / 16), 16, 16].
-        ratios: in falling order, beginning with 1.
+        ratios: in descending order, beginning with 1.
     """
     found: list[Clipped | None] = [None] * len(group.linears)
     for members in sharing(group.linears) if _served(recipe) is None else [[i] for i in range(len(group.linears))]:
@@ -110,7 +110,7 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
 
 
 def _served(recipe: Recipe) -> int | None:
-    """Columns that one scale serves; 0 for all of a row, None for all of the tensor."""
+    """How many columns one scale serves; 0 for the whole row, None for the whole tensor."""
     spec = next(spec for spec in specs_of(recipe) if spec.name == "scale")
     return spec.block if spec.per_row else None
 

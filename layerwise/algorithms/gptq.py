@@ -1,4 +1,4 @@
-"""GPTQ: what rounding one column costs the output is made up for by the columns after it.
+"""GPTQ: later columns make up for what rounding a column costs the output.
 
     H       = 2 X^T X / tokens, with damping * mean(diag H) added to its diagonal
     U       upper triangular, U^T U = H^-1
@@ -6,15 +6,15 @@
         q   = snap(w[j] * enc) * dec           the values that encode_with will store
         w[k] -= (w[j] - q) / U[j, j] * U[j, k] for all k > j
 
-The scales are decided before the first column and stay. A decision's `weight` holds every column as it stood when its
-turn came, so that rounding it under the same scales chooses the same elements again.
+The scales are fixed before the first column. A decision's `weight` holds every column as it was just before it was
+rounded, so that rounding it under the same scales chooses the same elements again.
 
-U is found by one factorisation: with J, which reverses the order of rows, J H J = L L^T gives U = J L^-1 J, without the
-inverse of H and its own Cholesky. Columns are worked on as the rows of W^T, in blocks: inside a block a column first
-collects what the earlier ones owe it, and the rest of the matrix is updated once a block, by a matrix product.
+U takes one factorisation: with J, which reverses the order of rows, J H J = L L^T gives U = J L^-1 J; neither the
+inverse of H nor a Cholesky of that is needed. Columns are processed as the rows of W^T, in blocks: inside a block, a
+column first takes in the corrections of the earlier ones; the rest is updated once a block, by a matrix product.
 
-Last bits matter here: one of them decides a tie, and the columns after it follow. So products run in full fp32, on one
-thread on CPU, where the number of threads would change the order of additions.
+Last bits matter here: one of them can decide a tie, and so change all columns after it. So products run in full fp32,
+and on one thread on CPU, where the number of threads would change the order of additions.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
 """
@@ -38,12 +38,12 @@ RAISES = 3  # of the damping, tenfold each, before giving up
 
 @dataclass(frozen=True, kw_only=True)
 class GPTQ(Algorithm):
-    """Rounds column by column, each error made up for by the columns that follow; changes what is rounded.
+    """Rounds column by column, and changes the columns that follow to make up for each error.
 
     Args:
-        damping: added to the diagonal of the Hessian, as a part of its mean. Where it is not enough to factorise, it is
-            raised tenfold, up to three times, and the decision's notes say so.
-        block: columns between two updates of all the others; a matter of speed.
+        damping: added to the diagonal of the Hessian, as a fraction of its mean. Where that is too little to factorise
+            the Hessian, it is raised tenfold, up to three times, and the decision's notes say so.
+        block: columns between two updates of all the others; only a matter of speed.
         act_order: start with the columns whose inputs are largest.
         scales: "max", from the largest magnitudes, or "mse", those of `Mse()`.
         hessians: "shared", all Hessians of a layer are collected in one pass over the batches; "one_at_a_time", a pass
@@ -80,7 +80,7 @@ class GPTQ(Algorithm):
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether the Hessians of a layer come one after the other."""
+        """Whether the Hessians of a layer are collected one after the other."""
         return self.hessians == "one_at_a_time"
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class GPTQ(Algorithm):
 
 @dataclass(frozen=True, eq=False)
 class _Rounding:
-    """How all rows of a group are rounded: row s of both is for the columns s * span and on, [scales, rows]."""
+    """How all rows of a group are rounded; row s of both, [scales, rows], is for `span` columns from s * span on."""
 
     enc: Tensor
     dec: Tensor
@@ -159,14 +159,14 @@ def _rounding(group: Group, recipe: Recipe, quantizers: Sequence[Mapping[str, Te
 
 
 def _order(hessian: Tensor) -> Tensor:
-    """Columns by decreasing diagonal, equals in their order."""
+    """Columns by decreasing diagonal; equal ones keep their order."""
     return torch.argsort(hessian.diagonal(), descending=True, stable=True)
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
-    """U [K, K], upper triangular, U^T U = (H + damping * mean(diag H))^-1; None where there is none.
+    """U [K, K], upper triangular, U^T U = (H + damping * mean(diag H))^-1; None where H cannot be factorised.
 
-    A column without input has no say in the others: its row and column of U are those of the identity.
+    A column without input does not affect the others: its row and column of U are those of the identity.
     """
     flipped = hessian.flip(0, 1)
     diagonal = flipped.diagonal()  # a view

@@ -1,8 +1,8 @@
-"""LocalHessian: of several scales the one under which outputs change least, 16 input columns at a time.
+"""LocalHessian: picks the scale under which outputs change least, looking at 16 input columns at a time.
 
     error = sum over blocks b of 16 columns of dW_b^T H_b dW_b,   dW = QDQ(W) - W,   H_b = X_b^T X_b / tokens
 
-It is the expected squared change of the output, but for what different blocks of columns have in common.
+It is the mean squared change of the output, if inputs of different blocks were uncorrelated.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from qtensor.recipes import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class LocalHessian(Algorithm):
-    """Scales of the least output error that 16 columns of the input at a time see; never worse there than Max's.
+    """Scales of the least local error (see above), which is never larger than under Max's scales.
 
-    The scales tried, and the note "clip", are those of Mse, which also decides where no token reached a linear; the
-    note "warning" then says so.
+    It tries the same scales as Mse, and its note "clip" means the same. Where no token reached a linear, Mse decides,
+    and the note "warning" says so.
     """
 
     writes_weights: ClassVar[bool] = False

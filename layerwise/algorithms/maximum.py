@@ -1,4 +1,4 @@
-"""Max: every scale from the largest magnitude under it, as `quantize` makes them."""
+"""Max: every scale is made from the largest magnitude it serves, as `quantize` makes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Mse: of several scales the one under which weights change least, sum (W - QDQ(W))^2."""
+"""Mse: picks the scale under which weights change least, by sum (W - QDQ(W))^2."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from qtensor.recipes import Recipe
 class Mse(Algorithm):
     """Scales of the least squared error of the weights, each searched for by itself; never worse than Max's.
 
-    Tried are amax * m for 39 values of m from 0.25 to 4, and for the block scales of NVFP4 all positive E4M3 values
+    It tries amax * m for 39 values of m from 0.25 to 4, and for the block scales of NVFP4 all positive E4M3 values
     under the global scale of the amax. The note "clip" is the mean ratio of the scales to Max's.
     """
 

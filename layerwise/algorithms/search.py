@@ -1,27 +1,27 @@
-"""The search for better scales: the error of every candidate (candidates.py), the best for whatever shares a scale.
+"""The search for better scales: tries every candidate (candidates.py), and keeps the best for each scale.
 
-    error(scale) = sum over all that shares it of e_b^T H_b e_b,   e = decoded - weight, H_b = 1 or of a block's inputs
+    error(scale) = sum of e_b^T H_b e_b over the blocks b it serves,   e = decoded - weight, H_b = 1 or of b's inputs
 
-What shares a scale is a block of 16 or 32, the rows of a square block, a row, or the whole tensor. The rules:
+A scale serves a block of 16 or 32, a square block, a row, or the whole tensor. The rules:
 
-    a candidate must beat the scale of the amax by more than rounding (`BETTER`), or that is kept: never worse than Max
+    the scale of the amax is kept unless a candidate beats it by more than rounding (`BETTER`): never worse than Max
     of candidates with equal errors the smallest scale wins
 
-Nothing is packed into payloads: an error needs `Format.snap` alone. Rows are taken a few at a time, so that all passes
-over them stay in the processor's cache, and transposed, [K, rows], so that one scale lies beside the next.
+Nothing is packed into payloads: an error needs `Format.snap` alone. Rows are taken a few at a time, so that they stay
+in the processor's cache, and transposed, [K, rows], so that the rows of one scale lie side by side.
 
-Without H, each element's error counts by itself, and two kinds of candidates are not even tried. What doubled scales
-lose is known beforehand (`candidates(elementwise=True)`); that is exact but for elements beside a tie, which the
-rounding of weight / scale, 2^-23 of it, may send to either side. And a scale that is too small saturates the largest
-element: its (amax - largest * dec)^2 is one term of the error, so where that alone is more than the best error so far,
-this candidate loses, and so do all that follow, whose scales are smaller. Computed sums are no less than their computed
-terms, for rounding is monotonic: this changes no choice.
+Without H, each element's error counts by itself, and two kinds of candidates need no trial. The first are too large:
+`candidates(elementwise=True)` leaves out scales whose half is at least as good. That is exact except for elements
+beside a tie, which the rounding of weight / scale, by 2^-23 of it, may send to either side. The second are too small:
+they saturate the largest element, whose (amax - largest * dec)^2 is one term of the error. Where that alone exceeds the
+best error so far, this candidate loses, and so do all later ones, whose scales are smaller. Rounding is monotonic, so a
+computed sum is no less than any of its computed terms: skipping these changes no choice.
 
 With H, an error is at least (w^T H e)^2 / w^T H w (Cauchy-Schwarz), and decoded values are at most largest * dec, so
 
     |w^T H e| >= w^T H w - largest * dec * sum |H w|
 
-which rises as scales fall, too. A tenth of it is given to the rounding of fp32 sums.
+which also rises as scales fall. A tenth of it is allowed for the rounding of fp32 sums.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +39,7 @@ from qtensor.recipes import Recipe
 # Errors are sums of 16 terms in fp32, the rest in fp64: off by less than 20 * 2^-24 of themselves, and so is Max's.
 BETTER = 1 - 2.0**-18
 ROWS = 64  # rows are taken in multiples of it: whole square blocks, whole vector registers
-CPU_ELEMENTS, ELEMENTS = 2**16, 2**24  # taken at once, about: a few such fp32 tensors fit into a cache of 1 MiB
+CPU_ELEMENTS, ELEMENTS = 2**16, 2**24  # about so many at once: a few such fp32 tensors fit into a cache of 1 MiB
 
 Quantizer = Mapping[str, Tensor]
 
@@ -53,8 +53,8 @@ def search(
     Args:
         weight: [N, K]; elements that are not finite do not count.
         recipe: how it is quantized.
-        amax: what decides its shared scale, None for formats without.
-        hessian: fp32 [ceil(K / 16), 16, 16], what errors of 16 columns each are weighed with; None for squared errors.
+        amax: the amax of its shared scale; None for formats without one.
+        hessian: fp32 [ceil(K / 16), 16, 16], weighs the errors of 16 columns each; None for squared errors.
 
     Returns:
         The quantizer, and the mean ratio of its scales to Max's.
@@ -105,7 +105,7 @@ class _Span:
         rows = (F.pad(x, (0, missing)) if missing else x).split(_rows_at_once(x))
         self.tiles = [(few * unit).t().contiguous() for few in rows]  # [K, rows] each
         scale, _ = self.fmt.grid(recipe, own)
-        self.scales = scale.shape[1] if scale.ndim else 0  # a row has, 0: all share one
+        self.scales = scale.shape[1] if scale.ndim else 0  # of each row; 0: all rows share one
         self.amax = self._shared([self._blocks(tile).abs().amax(dim=1).t() for tile in self.tiles], torch.amax)
         self.largest = self.fmt.snap(torch.full_like(unit, torch.inf), recipe)
         if hessian is not None:
@@ -118,7 +118,7 @@ class _Span:
         return self._shared([self._errors(*each) for each in zip(self.tiles, *grid, strict=True)], torch.sum)
 
     def least_errors(self, quantizer: Quantizer) -> Tensor:
-        """What the errors are at least, since no element decodes to more than the largest; see above."""
+        """A lower bound of the errors: no element decodes to more than the largest; see above."""
         _, dec = self._grid(quantizer)
         if self.hessian is None:
             too_large: Tensor = self.amax - self.largest * dec
@@ -143,7 +143,7 @@ class _Span:
         return [part.t().unsqueeze(1).contiguous() for part in scale.split(self.tiles[0].shape[1])]
 
     def _blocks(self, tile: Tensor) -> Tensor:
-        """[K, rows], or [K // 16, rows] -> [scales, what each has of it, rows]."""
+        """[K, rows] or [K // 16, rows] -> [scales, entries of each scale, rows]."""
         return tile.view(self.scales or 1, -1, tile.shape[1])
 
     def _errors(self, tile: Tensor, enc: Tensor, dec: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class _Span:
 
 
 def _best(span: _Span, own: Quantizer, tried: Iterator[dict[str, Tensor]]) -> Quantizer:
-    """The best for each scale: `own`, or the last of the least errors among those tried, whose scales fall."""
+    """The best for each scale: `own`, or the tried one of least error; on a tie the last, since scales fall."""
     best, least = own, span.errors(own)
     enough = least * BETTER
     for candidate in tried:
@@ -176,7 +176,7 @@ def _best(span: _Span, own: Quantizer, tried: Iterator[dict[str, Tensor]]) -> Qu
         errors = span.errors(candidate)
         better = (errors < enough) & (errors <= least)
         least = torch.where(better, errors, least)
-        best = {  # what is shared beyond the scales searched for, such as a global scale, is the same in all
+        best = {  # all other parts, such as a global scale, are the same in every quantizer
             name: torch.where(better, part, best[name]) if part.shape == better.shape else part
             for name, part in candidate.items()
         }

@@ -2,7 +2,7 @@
 
     s = clamp(Xamax^alpha / Wamax^(1 - alpha), 1e-4, 1e4)    for each column; W * s, X / s; then as Max
 
-Wamax is the largest magnitude of the column over all linears that take X. A column without a value in X or in the
+Wamax is the largest magnitude of the column over all linears that take X. A column that is all zero in X or in the
 weights has nothing to balance: s = 1. (Xiao et al., 2022, arXiv:2211.10438, equation 4.)
 """
 
@@ -25,7 +25,7 @@ class SmoothQuant(Algorithm):
     """Balances columns between inputs and weights where that can be folded, then quantizes as Max does.
 
     Args:
-        alpha: from 0 (inputs keep their range as the weights get even) to 1 (inputs get even).
+        alpha: from 0 (evens out the columns of the weights) to 1 (evens out the columns of the inputs).
 
     Raises:
         ValueError: alpha is not between 0 and 1.

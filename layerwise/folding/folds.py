@@ -1,11 +1,11 @@
-"""Folds column factors into the modules that produce the columns, and checks that the layer is still the same.
+"""Folds column factors into the modules that produce the columns, and checks that the layer computes the same.
 
     fold          weights * s, producers / s, each weight rounded once; returns the factors as applied
-    transformed   the statistics of X / s, from those of X
+    transformed   the statistics of x / s, from those of x
     verify        the layer's outputs before and after differ by rounding only
 
-Factors of all groups of a layer are found first, on the statistics as they were; then all are folded at once, for a
-producer may itself be a target whose columns are scaled.
+The factors of all groups of a layer are found first, from the unchanged statistics, and then folded at once: a producer
+may itself be a target whose columns are scaled.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from torch import Tensor
 from layerwise.algorithms.algorithm import SUB_BLOCK, Inputs
 from layerwise.folding.probing import Producer
 
-AMPLIFICATION = 4.0  # what a layer may make of the rounding errors of a fold (see `tolerance`)
+AMPLIFICATION = 4.0  # how much a layer may amplify the rounding errors of a fold (see `tolerance`)
 
 Key = tuple[int, tuple[int, ...]]  # where a tensor's values lie, and its shape
 
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Factors to fold: the columns of `weights` ([N, K] or [E, N, K]) times `factors` [K], the producer divided."""
+    """Factors [K] to fold: the columns of `weights` ([N, K] or [E, N, K]) are multiplied, the producer is divided."""
 
     producer: Producer
     weights: tuple[Tensor, ...]
@@ -38,9 +38,9 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
     """Fold all factors of a layer in place, in fp32, every weight rounded once to its dtype.
 
     Returns:
-        The factors as applied, fp32 [K] for each fold, for `transformed`: those given for a linear, while behind a norm
-        the columns are multiplied by what its gain really lost once it was rounded, so that its rounding costs nothing
-        (1 + weight would lose a small gain altogether; a channel whose gain would round to nothing keeps it).
+        The factors as applied, fp32 [K] for each fold, for `transformed`. For a linear they are those given. For a norm
+        they are old gain / new gain, after the new gain was rounded, so that its rounding costs nothing. (1 + weight
+        would lose a small gain altogether: a channel whose gain would round to 0 keeps its gain, with factor 1.)
 
     Raises:
         ValueError: factors that are not [K], finite and positive; nothing was written.
@@ -76,12 +76,12 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
 
 
 def _place_of(tensor: Tensor) -> Key:
-    """The same for a parameter and its detached alias: both may be named, and each must be written once."""
+    """The same for a parameter and its detached alias: both may be named, and the memory must be written once."""
     return tensor.data_ptr(), tuple(tensor.shape)
 
 
 def _divided_channels(producer: Producer, tensor: Tensor, value: Tensor, factors: Tensor) -> Tensor:
-    """`value` (the producer's tensor, its columns scaled where it is a target too) with its channels divided."""
+    """`value` with its channels divided: a tensor of the producer, its columns scaled already if it is a target too."""
     spread = factors.reshape(-1, *[1] * (value.ndim - 1))
     if producer.kind == "offset" and _place_of(tensor) == _place_of(producer.weight):
         return (1 + value) / spread - 1
@@ -89,7 +89,7 @@ def _divided_channels(producer: Producer, tensor: Tensor, value: Tensor, factors
 
 
 def _applicable(one: Fold) -> Tensor:
-    """The factors of a fold, checked; behind a norm, those that its rounded gain amounts to."""
+    """The factors of a fold, checked; for a norm, old gain / rounded new gain."""
     producer, factors = one.producer, one.factors.float()
     if factors.shape != (producer.channels,) or not bool((torch.isfinite(factors) & (factors > 0)).all()):
         found = f"{tuple(factors.shape)} from {float(factors.min()):.3g} to {float(factors.max()):.3g}"
@@ -105,7 +105,7 @@ def _applicable(one: Fold) -> Tensor:
 
 
 def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
-    """The statistics of X / factors, from those of X.
+    """The statistics of x / factors, from those of x.
 
     Raises:
         ValueError: the amax of each column is not known (an algorithm that smooths needs COLUMNS).
@@ -133,11 +133,11 @@ def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
 def tolerance(dtype: torch.dtype, folds: int, columns: int) -> float:
     """The relative RMS difference that `folds` folds may make to a layer's outputs of this dtype.
 
-    Each fold rounds three things anew: the producer's channels, the group's columns and the values between them. Each
-    is an independent error of at most u (the dtype's unit roundoff), so their RMS grows with the square root of their
-    number. Sums run in fp32 over up to `columns` terms; a sum of random signs gathers sqrt(columns) fp32 errors.
-    What follows in the layer (softmax, gates, a residual that cancels) may amplify that, for which a factor of 4 is
-    allowed: 5 % for four folds in bf16. A wrong fold is off by the size of the output itself.
+    Each fold rounds three things anew: the producer's channels, the group's columns and the values between them. These
+    errors are independent and at most u (the dtype's unit roundoff), so their RMS grows with the square root of their
+    number. Sums run in fp32 over up to `columns` terms; with random signs they gather sqrt(columns) fp32 errors.
+    What follows in the layer (softmax, gates, a residual that cancels) may amplify all that; a factor of 4 is allowed,
+    which gives 5 % for four folds in bf16. A wrong fold is off by the size of the output itself.
     """
     unit = torch.finfo(dtype).eps / 2
     return AMPLIFICATION * math.sqrt(3 * folds) * (unit + 2**-24 * math.sqrt(columns))
@@ -159,7 +159,7 @@ def verify(before: Sequence[Tensor], after: Sequence[Tensor], allowed: float, wh
 
 
 def _deviation(before: Tensor, after: Tensor) -> float:
-    same = (before == after) | (torch.isnan(before) & torch.isnan(after))  # infinities of a mask, say
+    same = (before == after) | (torch.isnan(before) & torch.isnan(after))  # such as the infinities of a mask
     off = torch.where(same, 0.0, before.double() - after.double())
     size = float(torch.linalg.vector_norm(torch.where(torch.isfinite(before), before.double(), 0.0)))
     distance = float(torch.linalg.vector_norm(off))

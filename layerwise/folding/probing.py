@@ -1,8 +1,8 @@
 """Finds the modules that column factors can be folded into, exactly, by probing.
 
-SmoothQuant and AWQ multiply the columns of weights by factors s [K], for which the input X has to be divided by s. That
-costs nothing where one module makes X, channel by channel, and nobody else sees it: the module's channels are divided
-once and for all. Which module that is cannot be read off names. It is probed:
+SmoothQuant and AWQ multiply the columns of weights by factors s [K], so the input x has to be divided by s. That costs
+nothing where one module makes x, channel by channel, and nothing else sees it: that module's channels are divided once
+and for all. Names do not tell which module it is, so candidates are probed:
 
     multiply the channels of a candidate P by powers of two p [K], divide the columns of the group's weights by p
     -> run the layer on a few batches: its output must be the same, BIT FOR BIT
@@ -12,10 +12,10 @@ Powers of two only move exponents, so every product and every sum inside the lay
 sees P's output, or P's channels are mixed, permuted or bent on their way to the group: then bits change. (They also
 change where a value leaves the normal range of its dtype; such a fold is not used.)
 
-A module that the batches do not reach, as an expert without a token, would not show. So a candidate is accepted only if
-dividing the group's columns alone changes the output, and so does multiplying by p the columns of every other weight
-that could take P's output, one at a time, which is exactly what P would do to it. Where that is not seen the answer is
-to abstain, for other ranks to see more.
+A module that the batches do not reach, such as an expert without a token, would not show. So a candidate is accepted
+only if dividing the group's columns alone changes the output, and if multiplying by p the columns of any other weight
+that could take P's output (exactly what P would do to it) changes it too, one weight at a time. A rank whose batches do
+not show this abstains; other ranks may see more.
 
     producers_of   the candidates of a layer
     propose        on each rank: NO, YES or ABSTAIN for every group and candidate; to be reduced by MIN over ranks
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from qtensor.formats import APPEARANCE_DTYPES
 
-# In this order, so that the least answer over ranks is theirs together: a NO anywhere refuses, a YES needs one rank.
+# In this order, so that the minimum over ranks is their common answer: one NO refuses, else one YES is enough.
 NO, YES, ABSTAIN = 0, 1, 2
 
 RunLayer = Callable[[], Sequence[Tensor]]
@@ -46,7 +46,7 @@ class Producer:
         name: fqn of the module.
         kind: "norm", whose gain is its weight [K]; "offset", a norm whose gain is 1 + weight (Gemma's); "linear", whose
             channels are the rows of its weight [K, N].
-        weight: what makes the gain.
+        weight: the gain is made from it.
         bias: [K], or None.
     """
 
@@ -69,8 +69,8 @@ class Producer:
 def producers_of(layer: nn.Module) -> list[Producer]:
     """All candidates in a layer, norms first. Call it while the layer's parameters are plain, full tensors.
 
-    A norm is any module with a 1-D weight; it is listed twice, as "norm" and as "offset", for at most one can pass. A
-    parameter that modules outside the layer use too must be left out by the caller: no probe of this layer sees them.
+    A norm is any module with a 1-D weight. It is listed twice, as "norm" and as "offset"; at most one of them can pass.
+    The caller must leave out parameters that modules outside the layer use too: no probe of this layer sees those.
     """
     norms, linears = [], []
     for name, module in layer.named_modules():
@@ -85,7 +85,7 @@ def producers_of(layer: nn.Module) -> list[Producer]:
 
 
 def _scalable(tensor: Tensor) -> bool:
-    """Whether powers of two scale it exactly: not where it is quantized, and not as a DTensor's local values."""
+    """Whether powers of two scale it exactly: it is a plain dense tensor, neither quantized nor a DTensor."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in APPEARANCE_DTYPES
 
 
@@ -105,8 +105,8 @@ def propose(
             to run gets only NO.
 
     Returns:
-        int8 [groups, producers] of NO, YES and ABSTAIN. Only a fold seen to be exact with everything else that could
-        take the producer's output at work is a YES. Reduce by MIN over ranks, then `choose`.
+        int8 [groups, producers] of NO, YES and ABSTAIN. YES only where the fold was exact, and the batches reached
+        everything else that could take the producer's output. Reduce by MIN over ranks, then `choose`.
 
     Raises:
         ValueError: the weights of a group have different K.
@@ -122,7 +122,7 @@ def propose(
 
 
 def choose(answers: Tensor, producers: Sequence[Producer]) -> dict[int, Producer]:
-    """Index of group -> producer: the first YES of each group, in the order of `producers`, each used once."""
+    """Index of group -> producer: the first YES of each group in the order of `producers`; no module serves two."""
     chosen: dict[int, Producer] = {}
     for j, producer in enumerate(producers):
         for i in range(answers.shape[0]):
@@ -133,10 +133,10 @@ def choose(answers: Tensor, producers: Sequence[Producer]) -> dict[int, Producer
 
 
 def _worth_probing(group: Sequence[str], weights: Mapping[str, Tensor], producers: Sequence[Producer]) -> list[int]:
-    """Indices of the producers worth probing: every norm with K channels, and the linears with K that are nearest.
+    """Indices of the producers worth probing: every norm with K channels, and the nearest linears with K channels.
 
-    Names only save probes here (a layer with 128 experts would need 128 x 128): of the linears, those in the smallest
-    module around the group that holds any.
+    The nearest are those in the smallest module around the group that holds any. Names only save probes here: a layer
+    with 128 experts would need 128 x 128.
     """
     widths = {name: weights[name].shape[-1] for name in group}
     if len(set(widths.values())) != 1:
@@ -177,7 +177,7 @@ class _Probing:
         if not self.repeatable:
             return NO
         if producer.kind == "offset":
-            # (1 + w) * p - 1 is seldom a number of w's dtype. How the gain travels does not depend on w, so take w = 0.
+            # (1 + w) * p - 1 is seldom exact in w's dtype. Where the gain goes does not depend on w, so take w = 0.
             with _changed([(producer.weight, torch.zeros_like(producer.weight))]):
                 return self._answer(group, producer, _copies(self.run()), producer.name)
         return self._answer(group, producer, self.plain, "")
@@ -211,7 +211,7 @@ class _Probing:
 
 
 def _probe(channels: int, device: torch.device) -> Tensor:
-    """Powers of two from 1/2 to 4, in an order without a period that heads or channel shuffles could share."""
+    """Powers of two from 1/2 to 4, in an order without a period that heads or shuffled channels could match."""
     mixed = (torch.arange(channels, dtype=torch.int64, device="cpu") * 2654435761) >> 13  # Knuth's multiplicative hash
     return torch.exp2((mixed % 4 - 1).float()).to(device)
 
@@ -226,7 +226,7 @@ def _scaled_channels(producer: Producer, tensor: Tensor, factors: Tensor) -> Ten
 
 @contextmanager
 def _changed(changes: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """The tensors hold the given values inside, and exactly the bytes they had afterwards, whatever happens."""
+    """Inside, the tensors hold the given values; afterwards, whatever happens, exactly the bytes they had before."""
     saved = [(tensor, tensor.detach().clone()) for tensor, _ in changes]
     try:
         for tensor, value in changes:
@@ -238,7 +238,7 @@ def _changed(changes: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def _copies(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The next run may write into the same buffers."""
+    """Copies, since the next run may write into the same buffers."""
     return [output.detach().clone() for output in outputs]
 
 

@@ -1,8 +1,8 @@
-"""Column factors of a stage: where they can go is probed, on all ranks; what they are, the algorithm says; then folded.
+"""Column factors of a stage: probes on all ranks where they can go, asks the algorithm for them, and folds them.
 
-    probe -> agree over ranks -> factors of all groups, on the statistics as they are -> fold all -> verify the output
+    probe -> agree over ranks -> factors of all groups, from the statistics as they are -> fold all -> verify the output
 
-Groups whose input nothing can be divided for keep their weights and statistics.
+A group whose factors can go nowhere keeps its weights and statistics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ from layerwise.statistics.collector import Groups
 
 @dataclass(frozen=True, eq=False)
 class Smoothed:
-    """Groups with the statistics of their inputs as they are now, and what was folded.
+    """The groups with the statistics of their inputs after folding, and what was folded.
 
     Attributes:
         groups: names and statistics.
         factors: name of a linear -> what its input has been divided by.
-        notes: name of a linear -> what a report shows of that.
+        notes: name of a linear -> what a report shows of its factors.
         written: names of all parameters that factors went into.
-        pairs: where factors could go, by names in the stage.
+        pairs: where factors could go, by names within the stage.
     """
 
     groups: Groups
@@ -42,7 +42,7 @@ class Smoothed:
 
 
 def smooths(algorithm: Algorithm) -> bool:
-    """Whether it is an algorithm with factors."""
+    """Whether the algorithm has column factors."""
     return type(algorithm).smooth is not Algorithm.smooth
 
 
@@ -52,9 +52,9 @@ def smooth(stage: Stage, groups: Groups, method: Method, replay: Replay, identit
     Args:
         stage: held.
         groups: names of linears, and the statistics of their input.
-        method: its algorithm finds the factors; learns where they can go.
-        replay: to probe and verify on.
-        identities: of the stage's output for each of this rank's batches.
+        method: its algorithm gives the factors; its `known` learns where they can go.
+        replay: runs the stage, to probe and to verify.
+        identities: a digest of the stage's output for each of this rank's batches.
 
     Raises:
         RuntimeError: the outputs of the stage changed by more than rounding.

@@ -1,10 +1,10 @@
-"""Where column factors of a stage can go: probed on the same batches whoever has them, agreed on by all ranks.
+"""Where column factors of a stage can go: probed on the same batches on any number of ranks, agreed on by all of them.
 
-    identities of all outputs -> PROBES batches, those of the least identity -> each probed by a rank that has it
+    identities of all outputs -> the PROBES batches of least identity -> each probed by a rank that has it
     -> least answer over ranks -> index of group -> producer
 
-In the first stage of a kind all candidates are probed, in later ones only what was found there (`KnownPairs`). What is
-known is saved with the stage that has shown it, so that a resumed run asks what an uninterrupted one would.
+In the first stage of a kind all candidates are probed, in later ones only what was found there (`KnownPairs`). What a
+stage has shown is saved with it, so that a resumed run probes what an uninterrupted one would.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from fsdp_hooks.across_ranks import raise_together
 from layerwise.folding.probing import Producer, choose, producers_of, propose
 from layerwise.stages.stage import Method, Stage
 
-PROBES = 2  # batches, of all ranks' together
+PROBES = 2  # batches, over all ranks
 
 
 def where_to_fold(
@@ -31,14 +31,14 @@ def where_to_fold(
     *,
     identities: Sequence[int],
 ) -> dict[int, Producer]:
-    """What factors can be folded into, by index of group, the same on all ranks.
+    """The producer that each group's factors can be folded into, by index of the group, the same on all ranks.
 
     Args:
         stage: held.
         groups: index -> names of linears that take the same input.
-        method: with what earlier stages have shown.
-        run: runs the stage on one of this rank's batches; everything that leaves it.
-        identities: of the stage's output for each of this rank's batches.
+        method: knows what earlier stages have shown.
+        run: runs the stage on one of this rank's batches, and returns everything that leaves it.
+        identities: a digest of the stage's output for each of this rank's batches.
     """
     pairs, own = method.known.of(stage), {id(module) for module in stage.modules().values()}
     producers = [
@@ -65,10 +65,10 @@ def _answers(
     runs: Sequence[Callable[[], list[Tensor]]],
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """int8 [groups, producers]: what the probes of all ranks say together."""
-    # No embedding: it is looked up in, not multiplied with, so changing its columns would show nothing.
+    """int8 [groups, producers]: the least answer over the probes of all ranks."""
+    # Embeddings are left out: they are looked up in, not multiplied with, so changing their columns would show nothing.
     looked_up = {id(one.weight) for one in stage.modules().values() if isinstance(one, nn.Embedding)}
-    # Probed are aliases: what is put back must not count as written, or fp32 shards gathered in bf16 would lose bits.
+    # Probe aliases: what is put back must not count as written, or fp32 shards gathered in bf16 would lose bits.
     params = stage.params()
     aliases: dict[int, Tensor] = {id(param): param.data for param in params.values()}
     everything = {
@@ -92,9 +92,9 @@ def _answers(
 
 
 def _probed_batches(identities: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
-    """Those of this rank's batches that are probed: PROBES of all ranks', however these are spread over them.
+    """Which of this rank's batches to probe: over all ranks, the PROBES batches of least identity.
 
-    One is probed at a time, so that no answer depends on which of them a rank has together.
+    Each is probed by itself, so that no answer depends on which of them are on the same rank.
     """
     own = {value: batch for batch, value in enumerate(identities)}
     everyone: list[Any] = [sorted(own)[:PROBES]]

@@ -1,1 +1,15 @@
-"""What layers are called with: recorded once from the parent, replayed batch by batch."""
+"""What layers are called with: recorded from the parent, replayed batch by batch.
+
+batches           the batches of a rank, each kept as it was when it came
+recorder          what each layer is called with, for every batch
+parent_run        one run of the parent for one batch, which records calls
+stand_ins         what takes the layers' places in that run
+calls             one recorded call, and where each of its arguments comes from
+shared_objects    refuses objects that change while several batches share them
+caches            sets key/value caches back before every call
+replay            runs a stage on one batch after the other
+hooks             calls a layer without FSDP's hooks
+stores            where tensors wait: device, CPU or disk
+structure         takes values apart into leaves, and puts them together
+contents          hashes of objects
+"""

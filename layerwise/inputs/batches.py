@@ -1,12 +1,12 @@
-"""The batches a model is calibrated on, from whatever the user has, and kept: they are needed more than once.
+"""The batches a model is calibrated on, taken from whatever the user gives, and kept, since they are needed repeatedly.
 
     an iterable of batches    a tensor -> model(tensor), a tuple or list -> model(*batch), a mapping -> model(**batch)
     a callable                forward_loop(model): every call of the model inside it is a batch. The model computes
                               nothing there and returns None; its hooks run, so what FSDP casts is cast.
 
-Iterators are consumed once. A batch is what it is when it comes: its tensors are copied then, whatever is written into
-their memory for the next one. Objects that cannot be copied are looked at again when all have come. A filled cache
-among the arguments is remembered as it was, see `caches`.
+Iterators are consumed once. The tensors of a batch are copied when it comes, so the next batch may be written into the
+same memory. Objects other than tensors are not copied; a change of one by a later batch is refused. A filled cache
+among the arguments is remembered as it was, see caches.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ Data = Iterable[Any] | Callable[[nn.Module], Any]
 
 @dataclass(eq=False)
 class Batch:
-    """What the model is called with once.
+    """The arguments of one call of the model.
 
     Attributes:
         structure: of (args, kwargs).
@@ -45,7 +45,7 @@ class Batch:
     opaque: list[str]
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Kept]]]:
-        """The arguments, to be written by whoever gets them, and which of their tensors comes from where."""
+        """The arguments, which the caller may write into, and the `Kept` that each of their tensors comes from."""
         taken: dict[int, Tensor] = {}
         used: list[tuple[Tensor, Kept]] = []
         for leaf in self.leaves:
@@ -66,7 +66,7 @@ def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], Kept]) -> 
 
     Raises:
         TypeError: `data`, or something in it, is not what a model can be called with.
-        ValueError: an object that is no tensor, in some batch, was filled anew for a later one.
+        ValueError: an object other than a tensor was filled anew for a later batch.
     """
     batches: list[Batch] = []
     objects: list[tuple[str, Any, int]] = []  # what is not copied, and its content
@@ -78,7 +78,7 @@ def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], Kept]) -> 
         digest, opaque = _hash(leaves, names, caches)
         kept = [keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for name, leaf in zip(names, leaves, strict=True):
-            if not isinstance(leaf, Tensor):  # a cache is set back to the past it has now, unless that is written
+            if not isinstance(leaf, Tensor):  # a cache is set back to its present past, unless that is overwritten
                 past = [one for state in caches if state.cache is leaf for one in state.tensors()]
                 held = past or leaf
                 objects.append((f"{name} of batch {len(batches)} is a {type(leaf).__name__}", held, content_hash(held)))
@@ -140,7 +140,7 @@ def _calls_in(
 
 
 def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tuple[int, list[str]]:
-    """The hash of a call's arguments, and those of them that are in it by their type alone."""
+    """The hash of a call's arguments, and the names of those that are in it by their type alone."""
     opaque = []
     digest = xxhash.xxh3_64()
     for name, leaf in zip(names, leaves, strict=True):
@@ -151,7 +151,7 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
                 opaque.append(f"{name} ({type(leaf).__name__})")
         elif isinstance(leaf, bool | int | float | str | bytes | torch.dtype | torch.device | None):
             digest.update(repr(leaf).encode())
-        else:  # an object: only that it is there, and for a cache what it holds
+        else:  # an object: only its type, and for a cache what it holds
             digest.update(type(leaf).__qualname__.encode())
             past = [tensor for state in caches if state.cache is leaf for tensor in state.tensors()]
             if not is_cache(leaf) or not (past or is_empty(leaf)):

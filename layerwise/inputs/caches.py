@@ -1,8 +1,8 @@
-"""Key/value caches that a model is called with: what they held is what they hold again before every call.
+"""Key/value caches that a model is called with: before every call they are set back to what they held at first.
 
-A layer is called several times on the same batch; a cache that every call appends to would make each call another one.
-So an empty cache is not passed on at all (None: attention without a past is the same), and one that holds a past is set
-back to that past. A cache is what has `get_seq_length` and `update`, as in transformers.
+A layer is called several times on the same batch; if each call appended to the cache, no two calls would be alike. So
+an empty cache is not passed on at all (None instead: attention without a past is the same), and one that holds a past
+is set back to it. Whatever has `get_seq_length` and `update`, as in transformers, is a cache.
 """
 
 import copy
@@ -38,16 +38,16 @@ class CacheState:
         layers = getattr(cache, "layers", None)
         self._layers = [(layer, _copied(vars(layer))) for layer in layers] if isinstance(layers, list) else None
         self._length = None if self._layers is not None else cache.get_seq_length()
-        # What shows a write: its version, or, as torch counts no writes of inference tensors, its values.
+        # A write shows in the tensor's version; torch counts none for inference tensors, so for those in the values.
         self._were = [(one, one.clone() if one.is_inference() else version(one)) for one in self.tensors()]
 
     def tensors(self) -> list[Tensor]:
-        """The past it holds, layer by layer, where the cache lets one see its layers."""
+        """The past it holds, layer by layer, as far as the cache shows its layers."""
         states = [state for _, state in self._layers or ()]
         return [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
 
     def restore(self) -> None:
-        """Set the cache back to it.
+        """Set the cache back to this state.
 
         Raises:
             NotImplementedError: the past itself was overwritten, as caches of a fixed size do.

@@ -1,13 +1,13 @@
-"""How a layer is called for one batch, recorded without what it is called with.
+"""How a layer is called for one batch: recorded as where each argument comes from, not as values.
 
 Each leaf of a call's arguments has a source:
-    Link    an output of an earlier layer, by the very object its stand-in returned
+    Link    an output of an earlier layer, recognised as the object that its stand-in returned
     Kept    any other tensor: masks, rotary embeddings, position ids; one that several calls share is kept once
     Fixed   everything else, the object itself: numbers, None, caches, and the containers that layers may fill
 
-A list, dict or dataclass that is passed to several layers may be how they talk to each other (shared keys and values).
-So a mutable container is a leaf, kept live, unless an output is in it; what one run of the parent passes to several
-layers is one object for all of them, however many runs it takes to record them.
+Layers may talk to each other through a list, dict or dataclass that several of them get (shared keys and values). So a
+mutable container is a leaf, and kept live, unless it holds an output. An object that the parent passes to several
+layers in one run stays one object for all of them, however many runs it takes to record them.
 """
 
 import weakref
@@ -51,7 +51,7 @@ class Call:
     before: list[tuple[Any, Any]] | None = field(default=None)  # live containers as they were at the first use
 
     def kept(self) -> dict[str, Kept]:
-        """The tensors among its leaves that are no outputs, by name."""
+        """The tensors among its leaves that are not outputs of layers, by name."""
         return {name: source for name, source in zip(self.names, self.sources, strict=True) if isinstance(source, Kept)}
 
     def links(self) -> set[int]:
@@ -59,7 +59,7 @@ class Call:
         return {source.layer for source in self.sources if isinstance(source, Link)}
 
     def arguments(self, output: Callable[[int], "Output"], cast: torch.dtype | None) -> tuple[Any, Any]:
-        """Args and kwargs to call the layer with, in memory of their own, caches and live containers as recorded."""
+        """Args and kwargs to call the layer with: tensors copied, caches and live containers set back as recorded."""
         taken: dict[Any, Any] = {}
         for source in self.sources:
             key = source if isinstance(source, Link) else id(source)
@@ -109,7 +109,7 @@ def state_of_container(value: Any) -> Any:
 
 
 def restore_container(container: Any, state: Any) -> None:
-    """Set a live container back to what `state_of_container` said."""
+    """Set a live container back to the state that `state_of_container` returned."""
     if isinstance(container, list):
         container[:] = state
         return
@@ -144,18 +144,18 @@ class Output:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is known of an output without its tensors; a stand-in can pass for a layer whose outputs have an equal one.
+    """What is known of an output without its tensors; a stand-in can replace a layer whose outputs have an equal one.
 
     Attributes:
         structure: of the output.
-        specs: for each leaf a TensorSpec, the value of what is neither tensor nor object, the type of an object.
+        specs: for each leaf, a TensorSpec if it is a tensor, its type if it is another object, else its value.
     """
 
     structure: Structure
     specs: tuple[Any, ...]
 
     def placeholders(self, origin: int, zeros: dict[Any, Tensor]) -> list[Any]:
-        """Leaves that can be told apart from all others, where they are not mere values."""
+        """Leaves for a stand-in to return; all but mere values are new objects, so that each can be recognised."""
         return [
             spec.placeholder(origin, zeros)
             if isinstance(spec, TensorSpec)
@@ -165,7 +165,7 @@ class Shape:
 
 
 class _Object:
-    """In the place of an object that a layer returns; the parent may pass it on, but not look into it."""
+    """Stands for an object that a layer returns; the parent may pass it on, but not look into it."""
 
     def __init__(self, origin: int) -> None:
         self._origin = origin
@@ -175,14 +175,14 @@ class _Object:
 
 
 def is_value(leaf: Any) -> bool:
-    """Whether a leaf has no identity that matters."""
+    """Whether a leaf is a mere value, whose identity does not matter."""
     return isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None)
 
 
 class Statics:
-    """Tensors that are no outputs of layers, each kept once however many calls it is passed to.
+    """Tensors that are not outputs of layers, each kept once however many calls it is passed to.
 
-    Only where to look is told by a tensor's memory; whether it is kept already, by its bits, for a model may fill the
+    A tensor's memory only tells where to look. Its bits tell whether it is kept already, since a model may fill the
     same memory anew.
     """
 
@@ -191,12 +191,12 @@ class Statics:
         self._known: dict[Any, weakref.ref[Kept]] = {}
 
     def known(self, tensor: Tensor, kept: Kept) -> None:
-        """Say that a tensor is one that is kept already."""
+        """Note that this tensor is kept already."""
         if is_plain(tensor):
             self._known[_place(tensor)] = weakref.ref(kept)
 
     def keep(self, tensor: Tensor) -> Kept:
-        """Keep it, or find that it is kept."""
+        """Keep a tensor, or return it as already kept."""
         found = self._known.get(_place(tensor)) if is_plain(tensor) else None
         kept = None if found is None else found()
         if kept is None or not kept.holds(tensor):
@@ -205,7 +205,7 @@ class Statics:
         return kept
 
     def forget(self) -> None:
-        """Drop what is no longer there."""
+        """Forget tensors that nobody keeps any more."""
         for key in [key for key, kept in self._known.items() if kept() is None]:
             del self._known[key]
 
@@ -215,7 +215,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Whether two states of a container hold the very same objects."""
+    """Whether two states of a container hold the same objects, or equal mere values."""
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

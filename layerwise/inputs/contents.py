@@ -15,7 +15,7 @@ DEPTH = 4  # how far into objects to look
 
 
 def add_tensor(digest: xxhash.xxh3_64, tensor: Tensor) -> None:
-    """Add a tensor to a digest; of one that is more than its bytes only dtype and shape."""
+    """Add a tensor to a digest; if it is more than its bytes, only dtype and shape."""
     digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
     if is_plain(tensor) and tensor.numel():
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -23,7 +23,7 @@ def add_tensor(digest: xxhash.xxh3_64, tensor: Tensor) -> None:
 
 
 def content_hash(value: Any) -> int:
-    """A hash of what an object holds that is passed as it is: values, arrays and tensors, as far as DEPTH reaches."""
+    """A hash of what an object holds: values, arrays and tensors, as far as DEPTH reaches."""
     digest = xxhash.xxh3_64()
     _add_content(digest, value, DEPTH)
     return digest.intdigest()

@@ -1,7 +1,7 @@
-"""A layer called with the hooks that its user gave it, and without FSDP's.
+"""Calls a layer with the hooks that its user gave it, and without FSDP's.
 
-FSDP's own would gather and shard the layer's weights around every call, while they are held for all calls together.
-Any other hook is part of what the layer computes: one that scales its output, say, decides what the next layer gets.
+FSDP's hooks would gather and shard the layer's weights around every call; here they are held for all calls together.
+Any other hook is part of what the layer computes: one that scales its output, say, changes what the next layer gets.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ FSDP = "torch.distributed.fsdp."
 
 
 def call_without_fsdp(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What `layer(*args, **kwargs)` returns, its forward hooks included, but for those of FSDP."""
+    """What `layer(*args, **kwargs)` returns, with its forward hooks except those of FSDP."""
     for hook, with_kwargs in _hooks(layer, "forward_pre_hooks"):
         changed = hook(layer, args, kwargs) if with_kwargs else hook(layer, args)
         if changed is not None and with_kwargs:
@@ -30,7 +30,7 @@ def call_without_fsdp(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _hooks(layer: nn.Module, kind: str) -> list[tuple[Any, bool]]:
-    """Each hook of a kind in its order, and whether it gets keyword arguments."""
+    """The hooks of a kind in order, each with whether it gets keyword arguments."""
     tables = hook_tables(layer)
     with_kwargs = tables[f"{kind}_with_kwargs"]
     return [

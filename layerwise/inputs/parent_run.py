@@ -1,14 +1,14 @@
 """One run of the parent for one batch, with stand-ins for all layers, that records how layers are called.
 
-    layers before `first`    were run: they return what they returned, where that is still kept, or placeholders
+    layers before `first`    have run: they return their outputs again, where these are still kept, or placeholders
     layer `first`            is recorded from what the parent made of the real output of the layer before it
-    layers after it          are recorded as far as the parent passes on, untouched, what stand-ins return
-    layer `stop`             ends the run; behind the last one it goes on until another module is called, which shows
-                             whether the parent begins with its layers anew
+    layers after it          are recorded as long as the parent passes on, untouched, what stand-ins return
+    layer `stop`             ends the run; after the last layer it goes on until another module is called, which shows
+                             whether the parent calls its layers again
 
-A parent that only hands each layer's output to the next is recorded in one run. One that changes hidden states between
-two layers ends the run there; the next run begins behind, when the real output is there. A parent that never
-leaves them alone is run once per layer.
+A parent that only hands each layer's output to the next is recorded in one run. Where a parent changes hidden states
+between two layers, the run ends; the next one begins there, once the real output is known. A parent that changes them
+between all layers is run once per layer.
 """
 
 from collections.abc import Callable
@@ -36,15 +36,15 @@ class BatchProgress:
     Attributes:
         batch: what the model is called with.
         calls: of the layers from the first on, as far as they are recorded; None for layers that are done.
-        outputs: of the layers that were run, as long as somebody may need them.
-        shapes: of all outputs there ever were.
+        outputs: of the layers that were run, as long as they may be needed.
+        shapes: of all outputs so far, freed ones too.
         assumed: what stand-ins returned when later layers were recorded.
         last_use: the last layer known to take an output of this one.
-        live: objects that layers are called with, by the place where they were met first.
-        met: tensors that the layer before the next to be recorded was called with, by name.
+        live: objects that layers are called with, by the place where they were first met.
+        met: tensors that the last recorded layer was called with, by name, if the parent runs again for the next one.
         left: containers that layers share, and what was in them after the call whose output was put last.
         sights: objects that were met since the last `prepare`.
-        cautious: the parent writes into what it passed to a layer, so each run records only one.
+        cautious: the parent writes into what it passed to a layer, so each run records only one layer.
     """
 
     batch: Batch
@@ -61,7 +61,7 @@ class BatchProgress:
 
 
 class ParentRun:
-    """See the module; `number` and the layers' names are for messages."""
+    """One run, see the module; `number` and the layers' names are for messages."""
 
     def __init__(
         self, progress: BatchProgress, number: int, layers: list[tuple[str, nn.Module]], first: int, stop: int
@@ -79,11 +79,11 @@ class ParentRun:
         self.zeros: dict[Any, Tensor] = {}
         self.escape: Escape | None = None
         self.result: Any = None
-        self.behind = False  # the last layer was called, and the run is to end there
+        self.behind = False  # the last layer was called, and the run should end soon
         self.disorder: NotImplementedError | None = None
 
     def execute(self, model: nn.Module, statics: Statics) -> None:
-        """Run the parent, in whose layers' places are stand-ins that call `called`."""
+        """Run the parent; its layers are replaced by stand-ins that call `called`."""
         self.statics = statics
         for state in self.progress.batch.caches:
             state.restore()
@@ -125,7 +125,7 @@ class ParentRun:
         """
         if not self.calls:
             raise self._refusal()
-        # the parent changed, later on, an object that it had called a layer with
+        # the parent later changed an object that it had called a layer with
         if self.stop > self.first and any(not seen.holds() for seen in self.captured):
             self.progress.cautious = True
             return
@@ -179,7 +179,7 @@ class ParentRun:
         return rebuild(shape.structure, leaves)
 
     def _behind_layers(self, index: int, given: list[Any]) -> Any:
-        """What the last layer returns: nothing is recorded from it, it shows whether the parent begins anew."""
+        """What the last layer's stand-in returns, to see whether the parent calls layers again; never recorded."""
         self.behind = True
         if index in self.progress.outputs or self._shape(index) is not None:
             returned = self._returned(index)
@@ -188,10 +188,10 @@ class ParentRun:
         spec = next((spec for spec in map(TensorSpec.of, given) if spec is not None), None)
         if spec is None:
             raise EarlyStop
-        return spec.placeholder(index, self.zeros)  # the only layer, which never ran: as what it is called with
+        return spec.placeholder(index, self.zeros)  # the only layer, which never ran: returns the shape it is given
 
     def _shape(self, index: int) -> Shape | None:
-        """That of this layer's output; while it is unknown, of the last layer of the same class, or of the last."""
+        """The shape of this layer's output; while unknown, that of the last layer of the same class, or of any."""
         shapes = self.progress.shapes
         same_class = [other for other in shapes if self.kinds[other] is self.kinds[index]]
         return shapes.get(index) or (shapes[max(same_class or shapes)] if shapes else None)
@@ -229,12 +229,12 @@ class ParentRun:
         return Fixed(sight.live, self._cache_state(sight.live))
 
     def _untouched(self, leaf: Tensor, link: Link) -> bool:
-        """Whether an output's copy still holds what it held: what is written past torch raises no version."""
+        """Whether a stand-in's output still holds what it held: a write past torch does not raise the version."""
         output = self.progress.outputs.get(link.layer)
         return output is None or output.leaves[link.leaf].holds(leaf)
 
     def _remember(self, index: int, name: str, leaf: Any) -> None:
-        """Find out which object of an earlier run this one is."""
+        """Find the object of an earlier run that this one stands for."""
         known = isinstance(leaf, Placeholder) and not leaf.is_inference()  # those count no writes
         if known and index == self.first - 1 and name in self.progress.met:
             self.again[id(leaf)] = (leaf, version(leaf), self.progress.met[name])
@@ -245,7 +245,7 @@ class ParentRun:
             self.sights[id(leaf)] = Sight(leaf, live, state_of_container(leaf))
 
     def _seen(self, value: Any) -> Sight | None:
-        """What is known of an object in this run, unless the parent changed it since: then it speaks for itself."""
+        """What is known of an object in this run; None where the parent has changed it since, or it is new."""
         sight = self.sights.get(id(value))
         return sight if sight is not None and same_state(state_of_container(value), sight.state) else None
 
@@ -275,7 +275,7 @@ class ParentRun:
         )
 
     def check_tail(self) -> None:
-        """After a run that was to reach the model's end: whether it did.
+        """Check that a run reached the model's end as it should.
 
         Raises:
             NotImplementedError: it looked at outputs that are not kept, or did not call all layers.

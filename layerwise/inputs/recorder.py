@@ -9,17 +9,17 @@
                 recorder.put(i, b, layer.forward(*args, **kwargs))
             recorder.done(i)                         # frees what no later layer needs
         for b in range(len(recorder)):
-            recorder.run_tail(b)                     # everything behind the last layer sees its true inputs
+            recorder.run_tail(b)                     # everything after the last layer sees its true inputs
 
-`prepare(0)` stops each batch at the first layer. Once that ran, the shape of its output is known, so `prepare(1)` can
-run the parent through placeholders up to the last layer. `put` notices when a layer returns something of another shape
-than its placeholder had, and `needs_parent` of the next layer then says so; likewise where a parent does more between
-two layers than to pass hidden states on (see `ParentRun`).
+`prepare(0)` stops each batch at the first layer. Once that has run, the shape of its output is known, so `prepare(1)`
+can run the parent with placeholders up to the last layer. If a layer returns something of another shape than its
+placeholder had, `put` notices, and `needs_parent` of the next layer is True. It is also True where a parent does more
+between two layers than pass hidden states on (see `ParentRun`).
 
 Nothing here is a collective, and no weight is touched; a rank may have no batches. But the parent's own modules run in
-`Recorder(...)` with a forward_loop, `prepare` and `run_tail`: where they are sharded, hold them gathered around these
-calls, and let all ranks agree on `needs_parent`, which depends on their own batches. Outside these calls the model is
-as it was.
+`Recorder(...)` with a forward_loop, in `prepare` and in `run_tail`. Where these are sharded, keep them gathered around
+such calls, and let all ranks agree on `needs_parent`, which depends on each rank's batches. Outside these calls the
+model is as it was.
 """
 
 from collections.abc import Iterator
@@ -43,15 +43,15 @@ class Recorder:
     """Records and replays the calls of all layers of a model.
 
     Args:
-        model: in eval mode, and if sharded then run once before (FSDP finds its root in the first forward).
+        model: in eval mode; if sharded, it must have run once (FSDP finds its root in the first forward).
         layers: (fqn, module) in the order of their calls; none to use only `run_tail`, as a plain forward.
-        data: an iterable of batches, or a callable forward_loop(model), see `batches`. All of it is taken at once.
+        data: an iterable of batches, or a callable forward_loop(model), see batches.py. All of it is taken at once.
         inputs_on: where inputs and outputs of layers wait: "device", "cpu" or "disk" (a temporary directory, removed at
             the end). Tensors inside of mutable containers that layers share stay where they are.
 
     Raises:
         ValueError: `inputs_on` is none of the three.
-        TypeError: `data` is no batches.
+        TypeError: `data` does not give batches.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Recorder:
         """An unsigned 64-bit hash of what the model is called with, for each batch; the same on every device.
 
         Raises:
-            TypeError: an argument is an object of which it is not known what decides the outcome.
+            TypeError: an argument is an object whose effect on the outcome cannot be hashed.
         """
         for number, progress in enumerate(self._progress):
             if progress.batch.opaque:
@@ -104,8 +104,8 @@ class Recorder:
         """Run the parent for all batches that need it; later layers are recorded on the way, as far as possible.
 
         Raises:
-            NotImplementedError: the model does something between its layers that cannot be replayed, or fills an object
-                that it passes to them again for another batch; names the layer.
+            NotImplementedError: the model does something between its layers that cannot be replayed, or passes them one
+                object and fills it again for another batch; names the layer.
             RuntimeError: the outputs of the layer before were not put.
         """
         if not self.needs_parent(index):
@@ -129,7 +129,7 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Args and kwargs to call a layer's forward with; their tensors may be written in place.
 
-        May be called again for the same layer and batch, before the next layer's.
+        Call it again for the same layer and batch as often as needed, until the next layer's turn.
 
         Args:
             index: of the layer.
@@ -137,7 +137,7 @@ class Recorder:
             cast: floating tensors come in this dtype, as FSDP's mixed precision would hand them over.
 
         Raises:
-            RuntimeError: it was not prepared, or is done.
+            RuntimeError: the layer was not prepared, or is done.
             NotImplementedError: layers changed an object that is the same for several batches.
         """
         self._shared.check()
@@ -153,7 +153,7 @@ class Recorder:
         return call.arguments(output, cast)
 
     def shared(self, index: int, batch: int) -> tuple[Tensor, ...]:
-        """What a layer, called with its `inputs` just now, put into containers that it shares with later layers."""
+        """Tensors that a layer, just called with its `inputs`, put into containers that later layers get, too."""
         call = self._progress[batch].calls[index]
         return () if call is None else tuple(call.written())
 
@@ -180,7 +180,8 @@ class Recorder:
     def done(self, index: int) -> None:
         """Free the inputs of a layer, and the outputs that no layer after it takes.
 
-        What layers share is then as the call left it whose output was put, however often the layer was called since.
+        Containers that layers share are set to what the call left in them whose output was put last, even if the layer
+        has been called again since.
 
         Raises:
             NotImplementedError: layers changed an object that is the same for several batches.
@@ -190,7 +191,7 @@ class Recorder:
                 restore_container(container, state)
             progress.left = []
             call = progress.calls[index]
-            # The parent runs again for the next layer, and may call that with a tensor it called this one with.
+            # The parent runs again for the next layer, and may pass it a tensor that it passed to this one.
             again = len(progress.calls) == index + 1 < len(self.layers)
             progress.met = call.kept() if call is not None and again else {}
             progress.calls[index] = None
@@ -230,7 +231,7 @@ class Recorder:
         self._progress, self._run = [], None
         self._store.close()
         for state in caches:
-            with suppress(NotImplementedError):  # said when it was in the way
+            with suppress(NotImplementedError):  # raised before, when it mattered
                 state.restore()
 
     def _check_put(self, index: int, batch: int) -> None:
@@ -263,7 +264,7 @@ class Recorder:
 
             return hook
 
-        # Only modules that do the work: what holds others may well be handed more than it uses.
+        # Only modules without children: one that holds others may be passed more than it uses.
         outside = [
             (fqn, module) for fqn, module in self.model.named_modules() if not any(True for _ in module.children())
         ]

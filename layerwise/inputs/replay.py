@@ -1,7 +1,7 @@
-"""How a stage is run on one batch after the other: a layer by itself, what is outside of the layers by the model.
+"""Runs a stage on one batch after the other: a layer by itself, what is outside of the layers through the model.
 
-LayerReplay   what the layer was called with when its parent was recorded, and the outputs of the layers before it
-ModelReplay   the model itself: stand-ins in place of the layers hand on what the last layer returned
+LayerReplay   calls the layer as its parent was recorded to, with the outputs of the layers before it
+ModelReplay   calls the model; stand-ins in place of the layers hand on what the last layer returned
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from layerwise.stages.stage import Stage
 
 @dataclass(frozen=True, eq=False)
 class LayerOutput:
-    """All that one run of a layer is seen by: who changes a layer so that it stays the same function looks at both.
+    """All that one run of a layer hands on: a layer still computes the same only if both stay the same.
 
     Attributes:
         returned: what it returned.
@@ -29,7 +29,7 @@ class LayerOutput:
 
 
 class LayerReplay:
-    """Runs one layer, past the hooks of FSDP: its weights are held, and stay.
+    """Runs one layer without FSDP's hooks, since its weights are held.
 
     Args:
         recorder: has the batches; `len` of the replay is how many there are on this rank.
@@ -70,7 +70,7 @@ class ModelReplay:
         return self.recorder.run_tail(batch)
 
     def keep(self, batch: int, output: Any) -> None:
-        """Nothing comes after it."""
+        """Do nothing: no stage comes after it."""
 
 
 Replay = LayerReplay | ModelReplay

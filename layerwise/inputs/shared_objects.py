@@ -1,7 +1,7 @@
-"""Objects that layers are called with are kept live, one for each batch: what is shared by batches must not change.
+"""Refuses objects that several batches share and that change: layers get the live objects when they are replayed.
 
 A model that makes a new dict in each forward gives each batch its own. One that keeps a dict, or a buffer in it, and
-fills that in every forward has the last batch's in it when the first one is replayed. Then it is refused.
+fills it in every forward would have the last batch's values in it when the first batch is replayed: that is refused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,9 @@ from layerwise.inputs.contents import content_hash
 
 @dataclass
 class Sight:
-    """An object that stand-ins were called with in this run: what layers get instead, and what it held then.
+    """An object that stand-ins were called with in this run, the live one that layers get for it, and what it held.
 
-    content: a hash of it; None where it is not looked at, since it was met in an earlier run.
+    content: a hash of what it held; None for caches, and for objects that stand for one of an earlier run.
     """
 
     value: Any
@@ -26,13 +26,13 @@ class Sight:
     content: int | None = None
 
     def holds(self) -> bool:
-        """Whether nobody changed it since, nor filled a tensor in it."""
+        """Whether nobody has changed it since, or written into a tensor in it."""
         same = same_state(state_of_container(self.value), self.state)
         return same and (self.content is None or content_hash(self.value) == self.content)
 
 
 class SharedObjects:
-    """Objects that were met, and those of them that were met in several batches.
+    """The objects that were met, and which of them were met in several batches.
 
     Args:
         fqns: of the layers, for messages.
@@ -44,10 +44,10 @@ class SharedObjects:
         self._shared: dict[int, Sight] = {}
 
     def meet(self, sights: Iterable[Sight]) -> None:
-        """What one batch's layers are called with, when all batches have been recorded.
+        """Add the objects that one batch's layers are called with; call it once all batches have been recorded.
 
         Raises:
-            NotImplementedError: it is no longer what it was when it was recorded.
+            NotImplementedError: an object no longer holds what it held when it was recorded.
         """
         for sight in sights:
             if content_hash(sight.live) != sight.content:
@@ -56,7 +56,7 @@ class SharedObjects:
                 self._shared[id(sight.live)] = sight
 
     def check(self) -> None:
-        """Raise NotImplementedError where layers have changed what is the same object in several batches."""
+        """Raise NotImplementedError where layers have changed an object that several batches share."""
         for sight in self._shared.values():
             if content_hash(sight.live) != sight.content:
                 raise self._refusal(sight, "is the same for several batches, and layers change it")

@@ -1,12 +1,12 @@
 """What takes the places of the layers while their parent runs: stand-ins without parameters, and placeholder tensors.
 
     with swapped(model, layers, called):    every layer is replaced, wherever in the model it is registered
-        with forward_of(model, ...):        the model's forward, and nothing outside it, is left by an early stop
+        with forward_of(model, ...):        an early stop leaves the model's forward, but not the hooks around it
             model(batch)                    called(index, args, kwargs) decides what each layer "returns"
 
-A `Placeholder` has the shape of an output that is not there. What is computed from placeholders is a placeholder, too,
-and knows which layers it comes from: so it shows when a parent changes hidden states between layers. Code that looks at
-the values themselves, or writes them into an ordinary tensor, would get zeros: that raises `Escape`.
+A `Placeholder` has the shape of an output that is not known yet. Whatever is computed from placeholders is a
+placeholder, too, and knows which layers it comes from: this shows where a parent changes hidden states between layers.
+Code that looks at the values, or writes them into an ordinary tensor, would get zeros, so it raises `Escape`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,7 @@ def _placeholders(value: Any) -> Iterator[Placeholder]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor without its values, as far as two have to agree to pass for each other (strides need not)."""
+    """A tensor without its values; two equal specs can replace each other (strides may differ)."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -98,7 +98,7 @@ class TensorSpec:
         return cls(value.shape, value.dtype, value.device, stride)
 
     def placeholder(self, origin: int, zeros: dict[Any, Tensor]) -> Placeholder:
-        """A placeholder; all of one size share the memory that is in `zeros`, but count writes each for itself."""
+        """A placeholder; all of one size share memory from `zeros`, but each counts its own writes."""
         key = (self.shape.numel(), self.dtype, self.device)
         if key not in zeros:
             with torch.inference_mode(mode=False):
@@ -113,7 +113,7 @@ class TensorSpec:
 
 
 class StandIn(nn.Module):
-    """In a layer's place: has the layer's attributes, none of its parameters, and reports its calls."""
+    """Takes a layer's place: has the layer's attributes, none of its parameters, and reports its calls."""
 
     def __init__(self, layer: nn.Module, called: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -126,16 +126,16 @@ class StandIn(nn.Module):
         return self.called(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["layer"], name)  # parents ask layers for their attention type, for one
+        return getattr(self.__dict__["layer"], name)  # parents ask layers for their attention type, say
 
 
 @contextmanager
 def swapped(
     model: nn.Module, layers: Sequence[nn.Module], called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 ) -> Iterator[None]:
-    """Context manager in which stand-ins are in the places of the layers; afterwards the same layers are back.
+    """Context manager in which stand-ins take the layers' places; afterwards the layers are back.
 
-    Attributes and hooks that modules around the layers got in the meantime are gone then, too.
+    Attributes and hooks that the modules around the layers got in the meantime are removed, too.
 
     Args:
         model: the model that contains them.
@@ -147,7 +147,7 @@ def swapped(
         return StandIn(layers[index], lambda args, kwargs: called(index, args, kwargs))
 
     stand_ins = {layer: stand_in(index) for index, layer in enumerate(layers)}
-    # A layer may be registered at several places, and each is replaced.
+    # A layer may be registered in several places; it is replaced in each.
     fqns = [(fqn, child) for fqn, child in model.named_modules(remove_duplicate=False) if child in stand_ins]
     split = [(fqn.rpartition("."), child) for fqn, child in fqns]
     places = [(model.get_submodule(parent), name, child) for (parent, _, name), child in split]
@@ -164,8 +164,8 @@ def swapped(
             _undo(module, before)
 
 
-# What modules set up in their first forward they would have set up without their layers, and never again: transformers
-# installs the hooks that collect router logits that way. So new attributes and new hooks do not outlast the stand-ins.
+# Some modules set things up in their first forward only; here they would do so without their layers, and never again
+# (transformers installs the hooks that collect router logits that way). So new attributes and hooks are removed.
 def _set_up(module: nn.Module) -> dict[str, set[Any]]:
     return {"": set(vars(module)), **{name: set(table) for name, table in hook_tables(module).items()}}
 
@@ -180,7 +180,7 @@ def _undo(module: nn.Module, before: dict[str, set[Any]]) -> None:
 
 @contextmanager
 def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Context manager in which a model's forward is another one; its hooks, FSDP's too, run around that."""
+    """Context manager that replaces a model's forward; its hooks, FSDP's too, still run around it."""
     before = vars(model).get("forward")
     model.__dict__["forward"] = forward
     try:

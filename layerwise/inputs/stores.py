@@ -2,11 +2,11 @@
 
     store = Store("device" | "cpu" | "disk")
     kept = store.keep(tensor)        # a copy: the tensor may be written or freed now
-    kept.tensor()                    # another, on its device again, with the same values and strides
+    kept.tensor()                    # another copy, on its device again, with the same values and strides
 
-What is kept goes when the last reference to its `Kept` goes, files too. Files hold raw bytes. Tensors that are more
-than their bytes (DTensors, quantized or sparse ones) stay on their device in every store. Strides come back where
-elements fill their memory; of a slice with gaps the values come back, contiguous.
+A tensor is freed, and its file removed, with the last reference to its `Kept`. Files hold raw bytes. Tensors that are
+more than their bytes (DTensors, quantized or sparse ones) stay on their device in every store. Strides come back if the
+elements fill their memory; a slice with gaps comes back contiguous.
 """
 
 import tempfile
@@ -25,12 +25,12 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor that is nothing but its bytes."""
+    """Whether it is a tensor that its dtype, shape, strides and bytes describe completely."""
     return type(value) in {Tensor, nn.Parameter, nn.Buffer} and value.layout is torch.strided
 
 
 def version(tensor: Tensor) -> int:
-    """How often it was written in place, as far as it counts that."""
+    """How often it was written in place, as far as torch counts that."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -53,7 +53,7 @@ class Kept:
 
         A tensor whose elements share memory (an expanded mask) comes back as such, and cannot be written.
         """
-        # no inference tensor, also in a model whose forward makes those: of these torch counts no writes
+        # never an inference tensor, even if the model's forward makes them: torch counts no writes of those
         with torch.inference_mode(mode=False), torch.no_grad():
             return self._made()
 
@@ -84,7 +84,7 @@ class _InMemory(Kept):
 
 
 class _Whole(Kept):
-    """A tensor that is more than its bytes, where it is."""
+    """A tensor that is more than its bytes; it stays where it is."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._held = tensor.clone()
@@ -119,7 +119,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     (one, shape), (other, others) = _unexpanded(one), _unexpanded(other)
     if shape != others or one.shape != other.shape:
         return False
-    integers = INTEGERS.get(one.element_size(), torch.uint8)  # NaN and -0.0 are compared as what they are
+    integers = INTEGERS.get(one.element_size(), torch.uint8)  # compares NaN and -0.0 by their bits
     return torch.equal(*(side.contiguous().reshape(-1).view(integers) for side in (one, other)))
 
 
@@ -157,8 +157,8 @@ class Store:
     def keep(self, tensor: Tensor) -> Kept:
         """Keep a tensor as it is now.
 
-        It is copied, wherever it is kept: what looks like an input of its own may be a buffer that the next batch is
-        written into, by a data loader, through numpy, by a CUDA graph, and no counter of torch's tells of all of these.
+        It is always copied: it may be a buffer that the next batch is written into (by a data loader, through numpy, by
+        a CUDA graph), and torch does not count all such writes.
         """
         tensor = tensor.detach()
         if not is_plain(tensor):

@@ -2,10 +2,10 @@
 
     flatten(value)              -> leaves, a Structure that describes the rest
     rebuild(structure, leaves)  -> an equal value around other leaves
-    paths(structure, root)      -> what to call each leaf in a message: "kwargs['position_embeddings'][0]"
+    paths(structure, root)      -> the name of each leaf for messages: "kwargs['position_embeddings'][0]"
 
 Containers are tuples, lists, dicts, their subclasses (named tuples, the model outputs of transformers) and dataclasses.
-They are rebuilt without calling `__init__` or `__post_init__`, which may count, check or fill in what is there already.
+They are rebuilt without calling `__init__` or `__post_init__`, which may count, check or fill in values again.
 Everything else is a leaf: tensors, numbers, and objects such as caches, which keep their identity.
 """
 
@@ -47,7 +47,7 @@ def is_container(value: Any) -> bool:
 
 
 def is_mutable(container: Any) -> bool:
-    """Whether a container can be filled by those it is passed to, so that who holds the same one sees it."""
+    """Whether those who get a container can fill it, and so change it for everybody else who holds it."""
     if isinstance(container, tuple):
         return False
     if isinstance(container, list | dict):
@@ -60,7 +60,7 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
 
     Args:
         value: anything.
-        is_leaf: containers of which it says True are leaves themselves. One that contains itself is one, too.
+        is_leaf: containers for which it returns True are leaves themselves. A container in itself is a leaf, too.
     """
     leaves: list[Any] = []
     return leaves, _flatten(value, is_leaf, leaves, ())
@@ -108,7 +108,7 @@ def _attributes(value: Any) -> tuple[str, ...]:
     if isinstance(value, defaultdict):
         names["default_factory"] = None
     names |= dict.fromkeys(getattr(value, "__dict__", ()))
-    # What a model output holds it holds twice, as an item and as a field; unset fields do not exist.
+    # A model output holds everything twice, as an item and as a field; unset fields do not exist.
     return tuple(name for name in names if hasattr(value, name))
 
 
@@ -135,6 +135,6 @@ def _rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
 
 
 def _set_item(value: dict[Any, Any], key: Any, element: Any) -> None:
-    # Not through an overridden __setitem__, which may refuse; but an ordered dict keeps its order in its own.
+    # Avoid an overridden __setitem__, which may refuse; but an OrderedDict needs its own, which keeps the order.
     base: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in {"builtins", "collections"})
     base.__setitem__(value, key, element)

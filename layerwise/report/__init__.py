@@ -1,1 +1,6 @@
-"""How large errors are, measured and shown."""
+"""How large errors are.
+
+measure    errors of one stage: its linears and its output
+report     the report of a run: a table, a JSON file
+figure     its picture
+"""

@@ -1,7 +1,7 @@
 """The picture of a report: the error of every layer, one line for each kind of linear.
 
-Where a layer has several linears of a kind, as a mixture of experts has, the line is their mean and a band reaches from
-the worst to the best. A ring marks a linear with a warning.
+Where a layer has several linears of a kind, such as experts, the line is their mean, and a band reaches from the worst
+to the best. A ring marks a linear with a warning.
 """
 
 import math

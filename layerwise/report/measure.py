@@ -2,8 +2,8 @@
 
     signal = |X W^T|^2      noise = |X (Q - W)^T|^2      SNR = 10 log10(signal / noise), energies summed over ranks
 
-W are the weights as they were when their scales were decided (after folding, before rounding), so X and W are those of
-the same function. Each rank measures what it has; a figure of a report, not an input of any decision.
+W are the weights that scales were decided for (after folding, before rounding), and X is the input that goes with them.
+Each rank measures what it has. These are figures for a report; no decision depends on them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Yardstick:
             self.output = [leaf.detach().clone() for leaf in _floating(output)]
 
     def refer(self, collector: Collector, factors: Mapping[str, Tensor]) -> None:
-        """Take the weights as they stand for what is right; `factors` are what inputs have been divided by since."""
+        """Take the weights as they stand as the reference; `factors` is what inputs were divided by since `note`."""
         for target in self.targets:
             for name, weight in target.matrices():
                 self.amax[name] = weight.abs().amax()
@@ -106,7 +106,7 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _energies(right: Tensor, found: Tensor) -> Tensor:
-    """fp64 [2] on the CPU: of the signal, and of what `found` differs by."""
+    """fp64 [2] on the CPU: the energies of `right`, and of the difference between `found` and `right`."""
     signal, noise = right.double(), found.double() - right.double()
     return torch.stack([signal.square().sum(), noise.square().sum()]).cpu()
 

@@ -1,9 +1,9 @@
 """What a calibration did to each linear, for people: a table, a JSON file, a picture of the error of every layer.
 
-Nothing is measured here. The driver hands over one `LinearReport` for each weight it quantized, in the order it did,
-and the error of the output of each whole layer. Errors are ratios of powers in decibels, 10 log10(signal / noise):
-6 dB more is half the error. They compare outputs on the calibration data, so they say how well a layer was fitted and
-not how good the model is.
+Nothing is measured here: measure.py gives one `LinearReport` for each quantized weight, in the order they were
+quantized, and the error of each whole layer's output. Errors are ratios of powers in decibels, 10 log10(signal /
+noise): 6 dB more is half the error. They compare outputs on the calibration data, so they say how well a layer was
+fitted, and not how good the model is.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ class LinearReport:
         weight_amax: largest |W| before quantization.
         input_amax: largest |input|; None where no token reached it.
         snr_db: signal to noise of its output on sample tokens, in dB; None where that was not measured.
-        clip: mean ratio of its scales to those that clip nothing; None where the algorithm has no such choice.
-        alpha: the exponent that its columns were smoothed with; None likewise.
+        clip: mean ratio of its scales to those that clip nothing; None where the algorithm does not choose it.
+        alpha: the exponent that its columns were smoothed with; None where they were not.
         warning: what a reader should know, in words.
     """
 
@@ -79,7 +79,7 @@ class Report:
     title: str = ""
 
     def table(self, *, worst: int | None = None) -> str:
-        """One line a linear, as text; with `worst`, only so many, those of the lowest SNR first."""
+        """One line for each linear, as text; with `worst`, only so many, the lowest SNR first."""
         records = list(self.records)
         if worst is not None:
             unmeasured = math.inf  # last
@@ -94,7 +94,7 @@ class Report:
         return f"{self.title}\n{text}" if self.title else text
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json`; infinite and undefined numbers are strings, which JSON has no numbers for."""
+        """Plain values for `json`; infinite and undefined numbers become strings, since JSON has none."""
         return {
             "version": VERSION,
             "title": self.title,

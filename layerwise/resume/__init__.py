@@ -1,1 +1,8 @@
-"""What a run is, and its state on disk, to go on with on any number of ranks."""
+"""The identity of a run, and its state on disk, from which any number of ranks can continue.
+
+fingerprint     what decides the outcome of a run, to compare with that of a checkpoint
+weight_sums     digests of weights, the same for every sharding
+checkpoints     the checkpoint directory: open, save, load, finish
+progress        progress.json, the record of what is done
+window_files    one window of layers on disk
+"""

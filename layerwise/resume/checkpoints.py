@@ -8,13 +8,13 @@
     save_window   every rank   write files, sync them and their directory -> digest them -> rename progress.json
     finish        every rank   the digests of the finished weights
 
-The rename is the commit. A process that is killed before leaves the previous boundary, and a directory that no record
-names: the next start removes it. All ranks come to the same outcome at each step: rank 0 reads and writes progress.json
-and the others are told, and an error on one rank is raised on all.
+The rename is the commit. A process that is killed before it leaves the previous state, and a directory that no record
+names, which the next start removes. All ranks come to the same outcome at each step: rank 0 reads and writes
+progress.json and tells the others, and an error on one rank is raised on all.
 
-Two runs in one directory: the one that starts later takes it over by writing its name into progress.json. The earlier
-one finds the other name at its next commit and stops with an error, having committed nothing. Directories of windows
-are made anew by the run that fills them, so neither ever writes into a directory of the other's.
+Two runs in one directory: the later one takes it over by writing its name into progress.json. The earlier one finds
+that name at its next commit, commits nothing more, and stops with an error. Each run makes the directories of its
+windows anew, so neither ever writes into one of the other's.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Resumed:
     """What an earlier run has left.
 
     Attributes:
-        windows: those that are whole, in the order of the layers, without gaps from layer 0 on.
+        windows: the undamaged ones, in the order of the layers, without gaps from layer 0 on.
         finished: nothing is left to calibrate.
     """
 
@@ -84,9 +84,9 @@ class CalibrationCheckpoint:
     def open(self, fingerprint: Fingerprint) -> Resumed | None:
         """What an earlier run of this fingerprint has left, None where there is nothing; ready to save afterwards.
 
-        Damage is told in a warning, and everything from the first damaged layer on is dropped. Other threads and
-        versions are told in one, too. The model may hold the finished weights instead of the original ones: then a
-        finished run is taken as it is.
+        Damage causes a warning, and everything from the first damaged layer on is dropped. Another thread count or
+        other versions cause a warning, too. The model may hold the finished weights instead of the original ones: then
+        a finished run is taken as it is.
 
         Raises:
             ValueError: the directory holds another calibration, or one that a newer version of this library has
@@ -118,11 +118,11 @@ class CalibrationCheckpoint:
     def save_window(
         self, first: int, last: int, state: Mapping[str, Any], extra: Any = None, *, names: Sequence[str] = ()
     ) -> Window:
-        """Save what layers first..last became, and commit it: a run that is killed later begins behind them.
+        """Save what layers first..last became, and commit it: a run that is killed later resumes after them.
 
         Args:
-            first: the layer behind the last window's.
-            last: included.
+            first: the layer after the last window's.
+            last: the last layer, included.
             state: tensors, DTensors and quantized ones under their names, as `dcp.save` takes them. Plain tensors must
                 be the same on all ranks.
             extra: json-able; rank 0's is kept.
@@ -154,7 +154,7 @@ class CalibrationCheckpoint:
         return window
 
     def load_window(self, window: Window, targets: Mapping[str, Any]) -> None:
-        """Load one window, in place, into tensors like those that were saved, on the present ranks and meshes.
+        """Load one window, in place, into tensors like those that were saved, for the current ranks and meshes.
 
         Raises:
             RuntimeError: a target does not fit what was saved (nothing has been loaded), or reading failed.
@@ -185,7 +185,7 @@ class CalibrationCheckpoint:
     # Steps of rank 0
 
     def _read(self, fingerprint: Fingerprint) -> tuple[Progress | None, list[str]]:
-        """The progress there is, and what of it is damaged; refused where it is another run's."""
+        """The progress there is, and what of it is damaged; raises where it is of another calibration."""
         if not self.directory.is_dir():
             return None, []
         found, damages = read_progress(self.directory)
@@ -203,7 +203,7 @@ class CalibrationCheckpoint:
         return found, damages
 
     def _take_over(self) -> None:
-        """From now on the directory is this run's; what no record names is removed."""
+        """Make the directory this run's, and remove what no record names."""
         progress = self._opened()
         self._write(progress)
         kept = {window.directory for window in progress.windows}
@@ -215,7 +215,7 @@ class CalibrationCheckpoint:
         sync(self.directory)
 
     def _reserve(self, name: str, extra: Any) -> tuple[str, str]:
-        """A directory that is nobody else's, and `extra` as JSON."""
+        """Make a new directory for a window; returns its name, and `extra` as JSON."""
         try:
             text = json.dumps(extra)
         except (TypeError, ValueError) as error:
@@ -229,7 +229,7 @@ class CalibrationCheckpoint:
         return name, text
 
     def _give_up(self, name: str) -> None:
-        """Make room again; if another run has removed the directory, that is what to say."""
+        """Remove an unfinished window; raises where another run has taken the directory over."""
         self._check_owner()
         shutil.rmtree(self.directory / name, ignore_errors=True)
 
@@ -239,7 +239,7 @@ class CalibrationCheckpoint:
         return progress
 
     def _write(self, progress: Progress) -> None:
-        """Everything that the record names is durable before the record is; `write_window` has synced the window."""
+        """Write the record; all that it names is durable before it, since `write_window` has synced the window."""
         try:
             sync(self.directory)
             write_progress(self.directory, progress)
@@ -259,7 +259,7 @@ class CalibrationCheckpoint:
             )
 
     def _refuse_half_done(self, fingerprint: Fingerprint, found: Progress, sound: Progress, fault: str) -> None:
-        """Layers can be calibrated again from the original weights only (files stay what they were)."""
+        """Raise where layers must be calibrated again, but the model holds finished weights; changes no file."""
         if found.finished == fingerprint.weights != found.fingerprint.weights:
             raise ValueError(
                 f"checkpoint_dir={str(self.directory)!r}: {fault}, so layers from {sound.next_layer} on must be "

@@ -1,17 +1,17 @@
-"""What a calibration run is: the fingerprint that tells whether a checkpoint of one may be continued by another.
+"""The fingerprint of a calibration run: it tells whether one run may continue from the checkpoint of another.
 
-    weights     per name of the state dict, 64 bits of its values       weights_digest
+    weights     for each name in the state dict, 64 bits of its values  weights_digest
     data        64 bits of the multiset of batches, and their number    data_digest of every rank's hashes of batches
     recipe, algorithm, options                                          JSON, compared entry by entry
-    threads, versions                                                   recorded; a difference is told, not refused
+    threads, versions                                                   recorded; a difference only warns
 
-The digests are those of the whole, however it is cut: a weight's is the same plain, as FSDP2 shards on any number of
-ranks, replicated by HSDP; the data's is the same in any order of the batches and any distribution over ranks. For
+The digests do not depend on how things are distributed. A weight has the same digest plain, as FSDP2 shards on any
+number of ranks, and replicated by HSDP; the data has the same in any order of the batches, on any ranks. For
 
     digest(W) = sum over elements of mix(index in the global tensor, bits)   mod 2^64
 
-every rank sums over the elements it holds, on their device, and one all-reduce adds the sums of all weights up. Bits
-count, not values: -0.0 is not 0.0, and one NaN is not another.
+every rank sums over the elements it holds, on their device, and one all-reduce adds up the sums of all weights. Bits
+count, not values: -0.0 differs from 0.0, and NaNs with different bits differ.
 """
 
 import dataclasses
@@ -38,14 +38,14 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """One calibration run, as far as it decides the outcome.
+    """Everything about a calibration run that decides the outcome.
 
     Attributes:
         weights: `weights_digest` of the model before the run.
         data, batches: `data_digest` of what it is calibrated on.
         recipe, algorithm: their to_json().
         options: whatever else decides the outcome, json-able; patterns resolved to names.
-        threads: of this process. Sums of floats depend on it in their last bits.
+        threads: how many this process uses; the last bits of floating-point sums depend on it.
         versions: of torch and of this library.
     """
 
@@ -67,14 +67,14 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Fingerprint":
-        """The inverse of to_json. Raises ValueError, TypeError or KeyError where it is none."""
+        """The inverse of to_json. Raises ValueError, TypeError or KeyError where the record is not a fingerprint."""
         values = {item.name: record[item.name] for item in dataclasses.fields(cls)}
         values["weights"] = {name: int(value, 16) for name, value in record["weights"].items()}
         values["data"] = int(record["data"], 16)
         return cls(**values)
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """Why `other` is not a continuation of this run, in words, one for each thing that differs; empty if it is."""
+        """Why `other` cannot continue this run, in words, one item for each difference; empty if it can."""
         before, now = self.to_json(), other.to_json()
         found = [f"other weights: {words}" for words in _weight_words(before["weights"], now["weights"])]
         if self.batches != other.batches:
@@ -87,7 +87,7 @@ class Fingerprint:
             ("other options", "options"),
         ):
             old, new = before[kind], now[kind]
-            if old.get("type") != new.get("type"):  # then the other entries say nothing
+            if old.get("type") != new.get("type"):  # then the other entries cannot be compared
                 old, new = {"type": old.get("type")}, {"type": new.get("type")}
             words = _entry_words(old, new)
             if words:
@@ -95,7 +95,7 @@ class Fingerprint:
         return found
 
     def remarks(self, other: "Fingerprint") -> list[str]:
-        """What differs and does not stop `other` from continuing this run, in words; the thread count first."""
+        """Differences that do not stop `other` from continuing this run, in words; the thread count first."""
         found = []
         if self.threads != other.threads:
             found.append(
@@ -110,10 +110,10 @@ class Fingerprint:
 
 
 def data_digest(batch_hashes: Iterable[int], group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """(digest, count) of the batches of all ranks: of which there are how many, not of their order or distribution.
+    """(digest, count) of the multiset of all ranks' batches; their order and distribution do not matter.
 
-    Call it on all ranks of the group. Ranks that share batches (those of one tensor-parallel group) must not bring them
-    several times: only one of them passes its hashes, the others pass none.
+    Call it on all ranks of the group. Where ranks share batches (those of one tensor-parallel group), only one of them
+    passes its hashes, and the others pass none.
     """
     own = list(batch_hashes)
     hashes = sorted(value for values in on_all(group, lambda: own) for value in values)
@@ -136,7 +136,7 @@ def _weight_words(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 
 def named(names: Sequence[str]) -> str:
-    """The first of some names and how many more there are."""
+    """The first few names, and how many more there are."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 

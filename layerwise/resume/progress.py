@@ -7,8 +7,8 @@
     finished    null, or the digests of the finished weights
     digest      xxh3 of version and progress as canonical JSON
 
-It is written to a temporary name, synced, renamed, and the directory synced: at any moment there is the old one or the
-new one. A second copy is written after it, for when the first is damaged.
+The file is written under a temporary name, synced and renamed, and then the directory is synced: at any moment there is
+the old file or the new one. A second copy is written after it, in case the first is damaged.
 """
 
 import json
@@ -38,7 +38,7 @@ class Window:
         names: their fqns.
         directory: of the DCP checkpoint, within the calibration's.
         files: name -> "size xxh3" of every file in it.
-        extra: what the run wanted to keep beside the tensors.
+        extra: what the run keeps beside the tensors.
     """
 
     first: int
@@ -82,7 +82,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Progress":
-        """The inverse of to_json. Raises what a record of another shape leads to."""
+        """The inverse of to_json. A record of another shape raises whatever Python raises for it."""
         finished = record["finished"]
         return cls(
             fingerprint=Fingerprint.from_json(record["fingerprint"]),
@@ -93,7 +93,7 @@ class Progress:
 
 
 def read_progress(directory: Path) -> tuple[Progress | None, list[str]]:
-    """The progress in a directory, None where there is none that can be read; and what is damaged, in words.
+    """The progress in a directory, None where none can be read; and what is damaged, in words.
 
     Raises:
         ValueError: a newer version of this library has written it.
@@ -108,13 +108,13 @@ def read_progress(directory: Path) -> tuple[Progress | None, list[str]]:
         except _DamagedError as error:
             damages.append(f"{name} is damaged ({error})")
             continue
-        # A copy that is missing behind a sound first file is a run that ended between writing the two.
+        # A sound first file is enough: a run that ends between the two writes leaves no second one.
         return progress, damages
     return None, [] if damages == [f"{name} is missing" for name in (PROGRESS, BACKUP)] else damages
 
 
 def write_progress(directory: Path, progress: Progress) -> None:
-    """Commit: durable when it returns, and the old or the new progress at any moment before. Rank 0 only."""
+    """Commit: durable when it returns; at any moment before, there is the old or the new progress. Rank 0 only."""
     record = json.loads(json.dumps(progress.to_json()))  # so that its digest is that of what will be read
     data = json.dumps(
         {"version": FORMAT, "digest": _record_digest(FORMAT, record), "progress": record}, indent=1

@@ -1,9 +1,9 @@
-"""64-bit digests of weights that do not depend on how they are cut over ranks.
+"""64-bit digests of weights that do not depend on how weights are cut over ranks.
 
-Every rank sums mix(global index, bits) over the elements it holds (`box_sum`); `weights_digest` adds the sums of all
-ranks up in one all-reduce for all weights. A sum modulo 2^64 cannot be divided by the number of replicas, so the
-halves of the ranks' sums are added apart, exactly; then each piece that m ranks hold has been counted m times, whatever
-the mesh: how often is known from the number of elements that were counted.
+Every rank sums mix(global index, bits) over the elements it holds (`box_sum`); `weights_digest` adds up the sums of all
+ranks, in one all-reduce for all weights. Where m ranks hold each piece, the sum counts it m times, and must be divided
+by m, which the number of counted elements tells on any mesh. A sum modulo 2^64 cannot be divided: so the upper and the
+lower halves of the ranks' sums are added separately, which is exact.
 """
 
 import json
@@ -24,9 +24,9 @@ from fsdp_hooks.across_ranks import device_of, is_first, ranks_of
 from fsdp_hooks.digest import GOLDEN, LOW, MIX
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
-_BITS = -4658895280553007687  # odd, and the other one of splitmix64's
+_BITS = -4658895280553007687  # odd: the other constant of splitmix64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements at a time: what stays in a core's cache, and what keeps a GPU busy, as int64 and a few of them.
+# Elements at a time: a few int64 tensors of that size stay in a core's cache, or keep a GPU busy.
 _CHUNK_CPU, _CHUNK = 1 << 15, 1 << 22
 
 
@@ -48,13 +48,14 @@ def weights_digest(
 ) -> dict[str, int]:
     """64 bits for each tensor of a state dict, the same for every sharding and on all ranks.
 
-    Call it on all ranks of the group (None: the default one, if there is one) with the same names, in whatever order.
-    Replicas are taken to be equal; of a plain tensor rank 0's values count. A quantized tensor's digest is that of its
-    parts and its recipe. With `read`, what is on the meta device has the values that it returns, one tensor at a time.
+    Call it on all ranks of the group (None: the default one, if there is one) with the same names, in any order.
+    Replicas are assumed to be equal; of a plain tensor, rank 0's values count. A quantized tensor's digest is made from
+    its parts, recipe and dtype. `read` returns the values of a tensor on the meta device; it is called for one at a
+    time.
 
     Raises:
-        ValueError: a tensor is placed so that its pieces are no boxes of it; or pieces are missing, since the group
-            does not span the mesh.
+        ValueError: the pieces of a tensor are not boxes of it; or pieces are missing, since the group does not span the
+            mesh.
     """
     pieces: dict[str, list[tuple[str, _Piece]]] = {}
     kinds: dict[str, list[Any]] = {}  # of the quantized ones
@@ -92,7 +93,7 @@ def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tens
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     if not local.numel():
         return total
-    # The last dims that are whole lie in one run, together with the first one before them that is cut.
+    # The last dim that is cut and all whole dims after it lie in one run of memory.
     cut = max((dim for dim in range(local.ndim) if local.shape[dim] != shape[dim]), default=0)
     run = math.prod(local.shape[cut:])
     bits = local.contiguous().view(_INTEGERS[local.element_size()]).view(-1, run)
@@ -116,10 +117,10 @@ def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tens
 
 
 def _mixed(index: Tensor, bits: Tensor) -> Tensor:
-    """int64, of both shapes: a hash of every (index, bits) pair; `index` is used up.
+    """int64, of the shapes broadcast: a hash of every (index, bits) pair; overwrites `index`.
 
-    Not a mere weight times the bits: a sum of those would cancel where highest bits (signs) are exchanged. The shift
-    keeps the sign, which is faster than masking it out and costs one bit.
+    A mere product of index and bits would not do: sums of products miss it when two highest bits (signs) change places.
+    The shift keeps the sign, which is faster than masking it out and costs one bit.
     """
     x = index.mul_(GOLDEN).bitwise_xor_(bits.to(torch.int64) * _BITS)
     for _ in range(2):

@@ -1,7 +1,7 @@
 """One window on disk: a DCP checkpoint, and the size and digest of each of its files.
 
-Digests of whole files find any damage on any number of ranks; the checkpoint's own ones are of chunks, and a rank that
-reads a part of a chunk cannot compare it.
+Digests of whole files find any damage on any number of ranks. The checkpoint's own digests are of chunks, and a rank
+that reads part of a chunk cannot compare it.
 """
 
 import os
@@ -34,7 +34,7 @@ def write_window(directory: Path, state: Mapping[str, Any], group: dist.ProcessG
     with _dcp():
         dcp.save(
             dict(state),
-            storage_writer=AtomicFileSystemWriter(directory),  # stock's syncs neither all of `.metadata` nor names
+            storage_writer=AtomicFileSystemWriter(directory),  # stock's does not sync all of `.metadata`, nor names
             planner=QuantizedSavePlanner(),
             process_group=group,
         )
@@ -45,9 +45,9 @@ def write_window(directory: Path, state: Mapping[str, Any], group: dist.ProcessG
 
 
 def _named_files(directory: Path) -> list[str]:
-    """The files of a checkpoint, as its metadata name them (in torch 2.11 those that dcp.save returns do not).
+    """The files of a checkpoint, as its metadata names them (the metadata that dcp.save returns does not, torch 2.11).
 
-    Not a listing of the directory: what other ranks have made may show up there later.
+    The directory is not listed, since files of other ranks may show up there later.
     """
     stored = SafeFileSystemReader(directory).read_metadata().storage_data or {}
     return sorted({str(info.relative_path) for info in stored.values()} | {".metadata"})
@@ -69,7 +69,7 @@ def read_window(directory: Path, targets: Mapping[str, Any], group: dist.Process
 
 
 def first_faults(parent: Path, windows: Sequence[Window], group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Place of each damaged window -> its first fault, in words. The ranks share the files out."""
+    """Position of each damaged window -> its first fault, in words. The ranks divide the files among themselves."""
     files = [(place, name) for place, window in enumerate(windows) for name in window.files]
 
     def own() -> list[tuple[int, str]]:
@@ -92,11 +92,11 @@ def check_usable(directory: Path, name: str, group: dist.ProcessGroup | None) ->
 
     Args:
         directory: the same path on all ranks.
-        name: a name for the probe that no other run chooses.
+        name: a name for the probe file that no other run uses.
         group: the ranks.
 
     Raises:
-        OSError: it is not so, with a rank that says why.
+        OSError: a rank cannot write there or sees another directory; names the rank and the reason.
     """
     shared = directory / f"{PROBE}{name}"
 
@@ -134,7 +134,7 @@ def _write_probe(path: Path) -> None:
 
 
 def _writer(name: str) -> int:
-    """The rank that has written a file of a DCP checkpoint: it has it in its cache."""
+    """The rank that wrote a file of a DCP checkpoint, and so has it in its page cache."""
     found = re.match(r"__(\d+)_", name)
     return int(found[1]) if found else 0
 
@@ -164,9 +164,9 @@ def _fault(file: Path, expected: str) -> str | None:
 
 @contextmanager
 def _dcp() -> Iterator[None]:
-    """DCP's exception, which is no Exception and the same on all ranks, as one that tells each rank's error.
+    """Turns DCP's exception, a BaseException that all ranks raise, into one that tells each rank's error.
 
-    Without what DCP says about saving and loading in a single process, which is meant.
+    Also silences DCP's notice about saving and loading in a single process, which is intended here.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

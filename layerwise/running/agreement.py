@@ -1,8 +1,8 @@
-"""All ranks of a calibration are about to do the same, in the same order; else all raise before anything runs.
+"""Checks that all ranks of a calibration are about to do the same in the same order; else all raise, before any work.
 
-What ranks reduce is matched by its place: the third statistic of one rank is added to the third of another. So a module
-that one rank has registered in another place, or a list of layers in another order, would mix the statistics of
-different linears, and nothing later could tell.
+Reductions match things by position: the third statistic of one rank is added to the third of another. So if one rank
+has registered a module in another place, or lists the layers in another order, the statistics of different linears
+would be mixed, and nothing later could tell.
 """
 
 import json
@@ -15,11 +15,11 @@ from fsdp_hooks.across_ranks import on_all, on_first
 
 
 def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[str]]) -> None:
-    """Compare what ranks are about to do. Call it on all ranks of the group; None: there is one.
+    """Compare what ranks are about to do. Call it on all ranks of the group; None: a single process.
 
     Args:
         group: the ranks.
-        told: what is compared -> its items, in their order.
+        told: name of what is compared -> its items, in order.
 
     Raises:
         ValueError: on all ranks, naming the first difference and the rank that has it.
@@ -31,7 +31,7 @@ def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[st
     what = next((what for what in told if len({theirs.get(what) for theirs in everyone}) > 1), None)
     if what is None:
         return
-    first = on_first(group, lambda: list(told[what]))  # only now, for the names of a model are many
+    first = on_first(group, lambda: list(told[what]))  # only now, since a model has many names
     differences = on_all(group, lambda: _difference(first, list(told[what])))
     rank, words = next((rank, words) for rank, words in enumerate(differences) if words)
     raise ValueError(
@@ -41,7 +41,7 @@ def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[st
 
 
 def _difference(first: Sequence[str], own: Sequence[str]) -> str:
-    """The first item of `own` that is not that of `first`, in words; "" where there is none."""
+    """The first item of `own` that differs from `first`, in words; "" where there is none."""
     for place in range(max(len(first), len(own))):
         theirs, mine = (items[place] if place < len(items) else None for items in (first, own))
         if theirs != mine:

@@ -1,4 +1,4 @@
-"""One stage of a calibration: a layer, or all that is outside of layers, from gathered weights to decided ones.
+"""Calibrates one stage (a layer, or all that is outside of layers): from gathered weights to quantized ones.
 
     statistics   every batch through the stage, its linears watched      (the outputs may be the next layer's inputs)
     reduce       over all ranks, in a fixed number of collectives
@@ -34,15 +34,15 @@ from qtensor.tensor import QuantizedTensor
 
 @dataclass(frozen=True, eq=False)
 class Calibrated:
-    """What a stage came to, full tensors, the same on every rank.
+    """The result of a stage: full tensors, the same on every rank.
 
     Attributes:
         weights: name of a target -> its quantized weight.
-        quantizers: name of a target -> what decided its scales.
+        quantizers: name of a target -> the quantizer that fixed its scales.
         input_amax: name of a target -> largest |input|, after folding; None where no token reached it.
-        changed: the other parameters that were changed, as they stand while the stage is held.
+        changed: other parameters that were changed, with their values while the stage is held.
         measured: the figures of a report.
-        pairs: where column factors could go in it.
+        pairs: where column factors could go in the stage.
     """
 
     weights: Mapping[str, QuantizedTensor]
@@ -61,10 +61,10 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
         stage: what is calibrated.
         replay: runs it on its batches.
         method: how.
-        tell: told "layer_start", "capture", "calibrate" and "write".
+        tell: called with "layer_start", "capture", "calibrate" and "write".
 
     Raises:
-        RuntimeError: weights were changed though the algorithm writes none, or were changed too late.
+        RuntimeError: weights were changed although the algorithm writes none, or were changed too late.
     """
     before = Snapshot(stage, watched=method.watched)
     tell("layer_start")
@@ -104,9 +104,9 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
 
 
 def _observe(stage: Stage, replay: Replay, method: Method, yardstick: Yardstick) -> tuple[Collector, list[int]]:
-    """Run every batch, its linears watched. Where folds will be probed, with the identity of each output.
+    """Run every batch and watch its linears. Where folds will be probed, also return an identity for each output.
 
-    That is a digest of all its tensors, the same for the same batch, whichever rank has it.
+    An identity is a digest of all tensors of the output, the same for a batch on whichever rank it is.
     """
     algorithm = method.algorithm
     needs = algorithm.needs - ({HESSIAN} if algorithm.one_at_a_time else set())
@@ -134,7 +134,7 @@ def _decide(stage: Stage, replay: Replay, groups: Groups, method: Method) -> dic
 
     def decide(names: tuple[str, ...], inputs: Inputs | None) -> None:
         linears = tuple(Linear(name, weights[name], amaxes[name]) for name in names)
-        with full_precision(linears[0].weight.device):  # the layer runs in what its owner chose, decisions do not
+        with full_precision(linears[0].weight.device):  # only the layer itself runs in the precision the user chose
             own = algorithm.decide(Group(linears, inputs), method.recipe)
         if len(own) != len(names):
             raise ValueError(
@@ -187,7 +187,7 @@ def _round(
 
 
 def _joined(target: Target, decisions: Sequence[Decision]) -> Mapping[str, Tensor]:
-    """The quantizer of a target from those of its 2-D weights; what they share must be the same."""
+    """The quantizer of a target, joined from those of its 2-D weights; parts that they share must be equal."""
     if len(target.shape) == 2:
         return decisions[0].quantizer
     joined = {}

@@ -1,10 +1,12 @@
 """What a calibration tells while it runs: events for a callback on every rank, a progress bar on rank 0.
 
-    layer_start -> capture -> calibrate -> write -> metrics -> checkpoint          for each layer, in this order
+    layer_start -> capture -> calibrate -> write -> metrics [-> checkpoint]        for each layer, in this order
 
-From layer_start to metrics the layer's weights are gathered and plain. A callback may change weights of the layer until
-"calibrate" has been told, if the algorithm is one that writes weights; any other change is refused, never lost. Do not
-call `model.state_dict()` there: it shards the layer again.
+"checkpoint" comes only after layers at which a checkpoint is saved (`checkpoint_dir`, `save_every`).
+
+From layer_start to metrics the layer's weights are gathered and plain. If the algorithm writes weights, a callback may
+change weights of the layer up to and including the event "calibrate"; any other change raises an error and is never
+lost silently. Do not call `model.state_dict()` in these events: it shards the layer again.
 """
 
 import sys
@@ -50,7 +52,7 @@ class Observer:
             self.on_event(event)
 
     def done(self) -> None:
-        """One layer more is finished."""
+        """Note that one more layer is finished."""
         if self.bar is not None:
             self.bar.update(1)
 

@@ -1,10 +1,10 @@
-"""What is kept of a calibrated stage: this rank's rows of its result, as shards, checkpoints and results want it.
+"""What is kept of a calibrated stage: this rank's rows of its result, for shards, checkpoints and the final result.
 
-    Calibrated (full, of the moment)  ->  Outcome (own rows)  ->  saved: quantizers only, or weights and what changed
-                                                              ->  applied to the shards  ->  CalibrationResult
+    Calibrated (full, temporary)  ->  Outcome (own rows)  ->  saved: quantizers only, or weights and what changed
+                                                          ->  applied to the shards  ->  CalibrationResult
 
-An algorithm that writes no weights is saved without any: the scales are, and the payload is rounded again from the
-weights of the model, which the fingerprint of the run says are the same.
+If the algorithm writes no weights, only scales are saved. A resumed run rounds the payload again from the weights of
+the model, which the fingerprint of the run proves to be the same.
 """
 
 from collections.abc import Container, Mapping
@@ -41,13 +41,13 @@ class Outcome:
 
     Attributes:
         weights: name of a target -> its quantized weight, in the layout of the parameter.
-        quantizers: name of a target -> what decided its scales, likewise; empty where weights are saved.
-        dense: name of another parameter that was changed -> its value now, likewise.
+        quantizers: name of a target -> what fixed its scales, in the same layout; empty where weights are saved.
+        dense: name of another parameter that was changed -> its new value, in the same layout.
         input_amax: name of a target -> largest |input|; None where no token reached it.
         gathered: name of a target -> the dtype of the values that were rounded, which under mixed precision is not
             that of the parameter.
         measured: the figures of a report.
-        pairs: where column factors could go in it.
+        pairs: where column factors could go in the stage.
     """
 
     weights: Mapping[str, Tensor]
@@ -65,7 +65,7 @@ class Outcome:
         return {**self.weights, **self.dense}
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint notes beside it; JSON numbers of Python give back the very float."""
+        """What a checkpoint notes beside it; Python's JSON brings floats back exactly."""
         return {
             "dense": list(self.dense),
             "input_amax": dict(self.input_amax),
@@ -76,9 +76,9 @@ class Outcome:
         }
 
     def apply(self, stage: Stage, installed: Container[str] = ()) -> None:
-        """Put it into the model: call it while the stage is sharded.
+        """Put the result into the model; call it while the stage is sharded.
 
-        Dense weights in `installed` have their values already, since they stood in the gathered weight.
+        Weights in `installed` that are stored dense have their values already: these were in the gathered weights.
         """
         for target in stage.targets:
             there = target.name in installed and not isinstance(local_of(target.param), QuantizedTensor)
@@ -90,7 +90,7 @@ class Outcome:
                 params[name].data.copy_(value)
 
     def install(self, stage: Stage) -> None:
-        """Put its values into a stage that is held and not sharded."""
+        """Put the result's values into a stage that is held and not sharded."""
         params = stage.params()
         for name, value in {**self.weights, **self.dense}.items():
             q: Any = value
@@ -98,7 +98,7 @@ class Outcome:
 
 
 def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) -> Outcome:
-    """This rank's rows of what a stage came to. Call it while the stage is sharded again."""
+    """This rank's rows of a stage's result. Call it once the stage is sharded again."""
     params = stage.params()
     return Outcome(
         weights={target.name: kept(calibrated.weights[target.name], target.param) for target in stage.targets},

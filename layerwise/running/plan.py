@@ -27,7 +27,7 @@ from qtensor.recipes import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `calibrate` that say how, checked.
+    """The options that say how `calibrate` works, not on what, checked.
 
     Raises:
         ValueError, TypeError: an argument is not one of the allowed values, or two do not fit together.
@@ -81,10 +81,10 @@ class Plan:
 
     Attributes:
         model: all of it.
-        stages: the layers in their order, and last, where there are targets in it or no layers, what is outside.
-        outside: what is outside of the layers, a stage of the run or not.
+        stages: the layers in their order; then what is outside of them, if it has targets or there are no layers.
+        outside: what is outside of the layers, whether it is a stage of the run or not.
         method: how each stage is calibrated.
-        weights: brings them in.
+        weights: brings the weights of a stage in.
         options: what the run was asked for.
         whole: the weights of some layer belong to a group outside of it, so the outside is held all the time.
     """
@@ -98,7 +98,7 @@ class Plan:
     whole: bool
 
     def decides(self) -> dict[str, Any]:
-        """What decides the outcome beside the weights, the data, the recipe and the algorithm; json-able."""
+        """What decides the outcome, apart from weights, data, recipe and algorithm; json-able."""
         return {
             "stages": [stage.name for stage in self.stages],
             "targets": [target.name for stage in self.stages for target in stage.targets],
@@ -107,13 +107,13 @@ class Plan:
         }
 
     def told(self, *, checkpoint: bool) -> dict[str, list[str]]:
-        """What all ranks have to do alike, `checkpoint` with a checkpoint_dir; each item in words."""
+        """What must be the same on all ranks, each item in words; `checkpoint`: there is a checkpoint_dir."""
         decides, options = self.decides(), self.options
         text = {"recipe": json.dumps(options.recipe.to_json()), "algorithm": json.dumps(options.algorithm.to_json())}
         text |= {"inputs": decides["inputs"], "layer_inputs": decides["layer_inputs"]}
         text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
         named: list[tuple[str, Tensor]] = [*self.model.named_parameters()]
-        if checkpoint:  # which has their digests
+        if checkpoint:  # it holds digests of buffers, too
             named += self.model.named_buffers()
         return {
             "the options": [f"{name}={value}" for name, value in text.items()],
@@ -128,7 +128,7 @@ class Plan:
         """All parameters and buffers at rest, by fqn; those on disk are on the meta device."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward leaves some gathered, such as a root's own
+                module.reshard()  # a forward leaves some gathered, such as the root's own weights
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
 
@@ -172,7 +172,7 @@ def planned(  # noqa: PLR0913 - keyword-only
 
 
 def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError where ranks hold shards and take no part, for they would decide otherwise, or wait forever."""
+    """Raise ValueError where ranks hold shards but are not in the group: they would decide differently, or hang."""
     own = {0} if group is None else set(dist.get_process_group_ranks(group))
     meshes: dict[Any, str] = {}
     for name, param in model.named_parameters():
@@ -188,7 +188,7 @@ def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def _shared(fqn: str, layer: nn.Module, uses: Mapping[int, int], in_layers: Mapping[int, int]) -> frozenset[str]:
-    """Fqns of the layer's modules whose parameters are registered outside of it, too."""
+    """Fqns of the layer's modules with parameters that are also registered outside of it."""
     inside = Counter(id(param) for module in layer.modules() for param in module._parameters.values())
     return frozenset(
         f"{fqn}.{name}".rstrip(".")

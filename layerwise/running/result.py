@@ -35,16 +35,16 @@ class CalibrationResult:
     def state_dict(self) -> dict[str, Any]:
         """What was calibrated, by fqn.
 
-        Quantized weights (QuantizedTensor, or DTensors of them where the model is sharded), the other parameters that
-        the algorithm changed (norms that factors were folded into), and with inputs="static" `<module>.input_scale`,
-        fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`). Save it by `dcp.save` with
-        `QuantizedSavePlanner`.
+        It holds quantized weights (QuantizedTensor, or DTensors of them where the model is sharded), other parameters
+        that the algorithm changed (norms that factors were folded into), and with inputs="static" also
+        `<module>.input_scale`, fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`). Save it with
+        `dcp.save` and `QuantizedSavePlanner`.
         """
         return dict(self._entries)
 
 
 def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -> CalibrationResult:
-    """The result of all stages, of which an earlier run had finished those in `resumed`."""
+    """The result of all stages; an earlier run had finished those in `resumed`."""
     recipe, stages = plan.method.recipe, plan.stages
     entries: dict[str, Tensor] = {}
     starved: list[str] = []
@@ -73,8 +73,8 @@ def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -
 def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe) -> Tensor:
     """fp32 []: the tensor-wide scale that the recipe's formula makes of the largest |input|.
 
-    An input that no token reached is given the largest amax of those of the same kind in its stage (other experts), or
-    that of its weight.
+    Where no token reached the linear, the largest amax of linears of the same kind in its stage (other experts) is
+    taken, or else that of its weight.
     """
     amax = outcome.input_amax[target.name]
     if amax is None:

@@ -1,9 +1,10 @@
-"""One calibration on its way: stage after stage, from the plan to the outcomes; finished ones come from a checkpoint.
+"""Runs a calibration stage by stage, from the plan to the outcomes; finished stages come from a checkpoint.
 
-    batches -> fingerprint -> [resume] -> outside and layer 0 held: record -> layers -> what is outside of them
+    batches -> fingerprint -> [resume] -> outside held: record -> each layer held: calibrate -> what is outside of them
 
-A stage that a checkpoint has is not calibrated again. Its batches are run once more, for they make the inputs of the
-next: under the weights from before, or under its result, whichever the next stage is calibrated on.
+A stage that a checkpoint has is not calibrated again. Its batches only run once more, to make the inputs of the next
+stage: with the weights from before, or with its result, whichever the next stage is calibrated on. If the checkpoint
+has all stages, no batch runs.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ class Run:
 
     Attributes:
         outcomes: of the stages finished so far, in their order.
-        resumed: how many of them a checkpoint had.
+        resumed: how many of the stages a checkpoint had.
     """
 
     def __init__(self, plan: Plan, observer: Observer) -> None:
@@ -47,7 +48,7 @@ class Run:
         self.writes = plan.method.algorithm.writes_weights
         self.outcomes: list[Outcome] = []
         self.resumed = 0
-        self.finished = False  # a checkpoint says so
+        self.finished = False  # the checkpoint says that nothing is left to do
         self.outside = ExitStack()  # holds what is outside of the layers, as long as it is needed
         self.held = False
         self.unsaved: list[Stage] = []
@@ -78,7 +79,7 @@ class Run:
                 self.checkpoint.finish(self._digest())
 
     def _recorded(self, data: Any) -> Recorder:
-        """All data of this rank, taken in."""
+        """A recorder that has taken in all data of this rank."""
         options = self.plan.options
         if not callable(data) and options.device is not None:
             data = batches_on(options.device, data)
@@ -86,7 +87,7 @@ class Run:
         return Recorder(self.plan.model, layers, data, inputs_on=options.inputs_on)
 
     def _check_data(self) -> None:
-        """Refuse or tell that no rank has a batch, where the outcome depends on batches."""
+        """Raise or warn where the outcome depends on batches and no rank has one."""
         if any_of(self.group, len(self.recorder) > 0):
             return
         if self.plan.options.inputs == "static":
@@ -115,7 +116,7 @@ class Run:
         self.outcomes[-1].apply(stage, installed)
 
     def _take_finished(self, stage: Stage) -> None:
-        """Take a finished stage's turn: its outputs, and its result into the model."""
+        """Take a finished stage's turn: make its outputs, and put its result into the model."""
         outcome, first = self.outcomes[stage.index], self.method.quantized_onward
         if first:
             outcome.apply(stage)
@@ -151,7 +152,7 @@ class Run:
         return LayerReplay(self.recorder, stage, last=stage is self.plan.stages[-1], cast=next(iter(gathered), None))
 
     def _end(self, stage: Stage) -> None:
-        """Free what the stage needed; afterwards its parameters are the shards, which results are kept in rows of."""
+        """Free what the stage needed; afterwards its parameters are the shards again."""
         if stage.name:
             self.recorder.done(stage.index)
         if not stage.name or self.plan.whole:
@@ -163,7 +164,7 @@ class Run:
             self._hold(self.plan.outside, self.outside)
 
     def _hold(self, stage: Stage, held: ExitStack) -> None:
-        """Hold a part of the model; what is no gather may fail on some ranks (a file, memory)."""
+        """Hold a part of the model; without FSDP this may fail on some ranks only (a file, memory)."""
         with raise_together(None if isinstance(self.plan.weights, Sharded) else self.group):
             held.enter_context(self.plan.weights.hold(stage))
 
@@ -172,12 +173,12 @@ class Run:
         self.outside.close()
 
     def _tell(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
-        """One event of a stage; what a callback raises on one rank, all of them raise."""
+        """Tell one event of a stage; if a callback raises on one rank, all ranks raise."""
         with raise_together(self.group):
             self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
 
     def _tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
-        """One event of a stage whose result stands, so that no change of its weights would be in it."""
+        """Tell one event of a stage whose result is final; raises where a callback changes its weights."""
         before = Snapshot(stage, watched=self.method.watched)
         self._tell(stage, kind, data)
         with raise_together(self.group):
@@ -202,7 +203,7 @@ class Run:
         )
         if found is None:
             return
-        self._release_outside()  # what is loaded goes beside the shards
+        self._release_outside()  # loaded tensors are laid out like the shards
         self.resumed, self.finished = found.next_layer, found.finished
         for window in found.windows:
             noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))
@@ -241,7 +242,7 @@ class Run:
         self.unsaved = []
 
     def _digest(self) -> dict[str, int]:
-        """The digests of the model's weights; call it while everything is sharded."""
+        """The digests of the model's weights; call it while no stage is held."""
         weights = self.plan.weights
         read = weights.read if isinstance(weights, OnDisk) else None
         return weights_digest(self.plan.named_weights(), self.group, read)
@@ -249,7 +250,7 @@ class Run:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout and gradients; afterwards every module trains again that did before."""
+    """Inside, the model runs without dropout and gradients; afterwards the modules that were training are again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,1 +1,6 @@
-"""What of a model is calibrated together: its layers, the weights to quantize in them, and the stages they make up."""
+"""Which parts of a model are calibrated together.
+
+layers     the modules that are calibrated one after another
+targets    the weights to quantize in them
+stage      what is held at once (a layer, or all that is outside of them), and the method for all stages
+"""

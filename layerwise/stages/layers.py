@@ -1,7 +1,7 @@
 """Which modules of a model are the layers that are calibrated one after another.
 
-Nothing said: the children of the module list that holds the most parameters, among the outermost lists (the list of
-experts inside a layer is not one of them). Otherwise what the user names: fqns, glob patterns, modules, or the list.
+By default these are the children of one module list: of the outermost lists (so not a list of experts inside a layer),
+the one with the most parameters. Otherwise the user names them, by fqns, glob patterns, modules, or the list.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ def find_layers(
 
     Args:
         model: the whole model.
-        layers: None, or one or several of: the fqn of a module, a glob pattern over fqns (of its matches the outermost
+        layers: None, or one or several of: the fqn of a module, a glob pattern over fqns (only its outermost matches
             count), a module of the model. A module list stands for its children.
 
     Returns:
-        Their fqns with them; none where nothing was said and the model holds no module list.
+        (fqn, layer) pairs; none where `layers` is None and the model holds no module list.
 
     Raises:
         ValueError: something is not in the model, or one layer is inside another.
-        TypeError: something is neither a text nor a module.
+        TypeError: something is neither a string nor a module.
     """
     fqns = {module: fqn for fqn, module in model.named_modules()}
     if layers is None:
@@ -83,7 +83,7 @@ def _matches(model: nn.Module, fqns: dict[nn.Module, str], wanted: object) -> li
 
 
 def _outside(fqn: str) -> list[str]:
-    """The fqns of all modules around this one, the model itself left out (a pattern like * means its children)."""
+    """The fqns of all modules around this one, without the model itself (a pattern like * means its children)."""
     steps = fqn.split(".")
     return [".".join(steps[:count]) for count in range(1, len(steps))]
 

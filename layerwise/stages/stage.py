@@ -1,7 +1,7 @@
-"""What a run goes through and how: stages, and the method that each of them is calibrated with.
+"""The stages that a run goes through, and the method that calibrates each of them.
 
-A stage is what is held at once: a layer, or all that is outside of the layers. Stages of one kind are made alike: where
-column factors could go in one of them is all that the others are asked about.
+A stage is what is held at once: a layer, or all that is outside of the layers. Stages of one kind are built alike:
+where column factors could go in the first of them, and only there, the others are probed.
 """
 
 from collections.abc import Iterable
@@ -26,9 +26,9 @@ class Stage:
         index: its number.
         name: fqn of the layer; "" for what is outside of layers.
         module: the layer, or the model.
-        without: modules inside it that do not belong to it: the layers, when it is the model.
+        without: modules inside it that do not belong to it: the layers, if it is the model.
         targets: the weights to quantize in it.
-        shared: fqns of modules with parameters that are used outside of it, too.
+        shared: fqns of its modules with parameters that are used outside of it, too.
     """
 
     index: int
@@ -40,12 +40,12 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.name or "the model"
 
     @property
     def prefix(self) -> str:
-        """What the fqns of its parameters begin with."""
+        """The beginning of its parameters' fqns."""
         return f"{self.name}." if self.name else ""
 
     def modules(self) -> dict[str, nn.Module]:
@@ -63,22 +63,22 @@ class Stage:
         }
 
     def kind(self) -> Any:
-        """The same for stages that are made alike: the class and the names and shapes of its parameters."""
+        """Equal for stages that are built alike: the class, and the names and shapes of the parameters."""
         shapes = tuple((name.removeprefix(self.prefix), tuple(param.shape)) for name, param in self.params().items())
         return type(self.module), shapes
 
 
 class KnownPairs:
-    """Where factors can go in stages of one kind, from the first of them; the others are only asked about that.
+    """Where factors could go in the first stage of each kind; later ones are probed only there.
 
-    Every pair is still proven in every stage: what is known saves the questions that had the answer no.
+    Every pair is still probed in every stage; only those that failed in the first one are skipped.
     """
 
     def __init__(self) -> None:
         self._pairs: dict[Any, tuple[Pair, ...]] = {}
 
     def of(self, stage: Stage) -> tuple[Pair, ...] | None:
-        """What is known for a stage like this one."""
+        """What is known of stages of this kind; None where this is the first."""
         return self._pairs.get(stage.kind())
 
     def learn(self, stage: Stage, pairs: Iterable[Pair]) -> None:
@@ -91,11 +91,11 @@ class Method:
     """How every stage is calibrated.
 
     Attributes:
-        algorithm: decides.
+        algorithm: decides about weights and factors.
         recipe: the format.
-        quantized_onward: the next stage gets the outputs of the quantized one, not those from before.
-        group: over which statistics are reduced; None for none.
-        watched: a callback, or an algorithm of somebody else, could write weights where none are expected.
+        quantized_onward: the next stage gets the outputs of the quantized stage, not those from before.
+        group: the ranks to reduce statistics over; None for a single process.
+        watched: a callback, or a user's own algorithm, could write weights where no writes are expected.
         known: where column factors can go, as far as earlier stages have shown.
     """
 

@@ -1,7 +1,7 @@
 """Targets: the weights that a calibration quantizes, found in the module tree before anything runs.
 
-A target is the weight [N, K] of an nn.Linear or a parameter [E, N, K] of a module of experts. Which there are is read
-from the tree, never from what a forward happened to use, so that ranks whose batches reach other experts agree.
+A target is the weight [N, K] of an nn.Linear or a parameter [E, N, K] of a module of experts. Targets are read from the
+tree, never from what a forward happened to use, so that ranks agree even if their batches reach different experts.
 """
 
 import warnings
@@ -35,7 +35,7 @@ class Target:
         name: fqn of the parameter.
         module_name: fqn of the module that owns it.
         owner: that module.
-        attribute: the parameter's name in it.
+        attribute: the parameter's name in that module.
         shape: the global shape, [N, K] or [E, N, K].
         dtype: of the parameter, which is the appearance dtype of the result.
     """
@@ -49,35 +49,35 @@ class Target:
 
     @property
     def param(self) -> nn.Parameter:
-        """What stands there at this moment: a shard, a gathered or a working weight."""
+        """The parameter at this moment: a shard, a gathered weight or a working copy."""
         param = self.owner._parameters[self.attribute]
         assert param is not None
         return param
 
     @property
     def experts(self) -> int:
-        """How many 2-D weights it consists of."""
+        """How many experts it holds; 1 for a 2-D weight."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
     def linears(self) -> tuple[str, ...]:
-        """The names of those 2-D weights, as statistics and reports have them."""
+        """The names of its 2-D weights, as statistics and reports use them."""
         return linear_names(self.name, self.shape)
 
     def matrices(self) -> Iterable[tuple[str, Tensor]]:
-        """(name, [N, K]) of those 2-D weights as they stand, aliases."""
+        """(name, [N, K]) of its 2-D weights at this moment, aliased."""
         weight = self.param.detach()
         return zip(self.linears(), weight.unbind(0) if weight.ndim == 3 else (weight,), strict=True)
 
 
 def linear_names(fqn: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """What the linears of a weight are called: its fqn, with the number of the expert in brackets for a 3-D one."""
+    """The names of a weight's linears: its fqn, with the number of the expert in brackets for a 3-D weight."""
     return (fqn,) if len(shape) == 2 else tuple(f"{fqn}[{expert}]" for expert in range(shape[0]))
 
 
 def find_targets(
     model: nn.Module, recipe: Recipe, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
 ) -> list[Target]:
-    """The targets of a model in its order; weights that are tied to others are left out.
+    """The targets of a model, in the model's order; weights that are tied to others are left out.
 
     Args:
         model: sharded or not.
@@ -110,7 +110,7 @@ def find_targets(
     for pattern in unmatched(exclude, modules):
         warnings.warn(
             f"calibrate: exclude pattern {pattern!r} matches {NOTHING}",
-            stacklevel=4,  # who called `calibrate`
+            stacklevel=4,  # the caller of `calibrate`
         )
     chosen = [
         target
@@ -123,9 +123,9 @@ def find_targets(
 
 
 def shared_amaxes(targets: Iterable[Target], recipe: Recipe) -> dict[str, Tensor | None]:
-    """What decides the shared scale of every 2-D weight, after agreement between those that share it.
+    """The amax of every 2-D weight's shared scale, agreed between the weights that share it.
 
-    Those are the weights that an engine fuses, for recipes of blocks under a global scale.
+    For recipes of blocks under a global scale, the weights that an engine fuses share one.
     """
     sets: dict[tuple[str, ...], list[Target]] = {}
     by_fused = tensor_wide(recipe) == "global_scale"
@@ -147,7 +147,7 @@ def _quantizable(model: nn.Module) -> dict[str, Target]:
     found: dict[str, Target] = {}
     for fqn, module in model.named_modules():
         if isinstance(module, NonDynamicallyQuantizableLinear):
-            continue  # nn.MultiheadAttention reads its weight past the module
+            continue  # nn.MultiheadAttention uses its weight without calling the module
         for attribute, param in module._parameters.items():
             is_linear = isinstance(module, nn.Linear) and attribute == "weight"
             is_experts = "expert" in fqn.rpartition(".")[2].lower() and param is not None and param.ndim == 3

@@ -6,13 +6,13 @@
             layer.forward(...)                  # computes what it always computes
     groups = collector.reduce(group)            # on all ranks, the same result on each
 
-Linears that take the very same tensor in a batch form a group, and its statistics are computed once (`Watch` sees the
-products; see there for what counts as one). Where batches group differently (a branch taken for some of them only), the
-groups are split until every name has had one fate in every batch, and the sums of a batch go to all parts, so that no
-statistic depends on the order of batches or on who ran them. Sums are exact for the same reason (`ExactSum`).
+Linears that take the same tensor in a batch form a group, and its statistics are computed once (`Watch` sees the
+products; see there for what counts as one). Batches may group differently (a branch taken for some of them only): then
+groups are split until the linears of each part were together in every batch, and the sums of a batch go to all parts.
+So no statistic depends on the order of batches or on who ran them. Sums are exact for the same reason (`ExactSum`).
 
-No collective happens inside a batch, so ranks may have any number of batches, none too. What is wrong with the data of
-one rank (values that are not finite, a weight used in a way that cannot be followed) is kept until `reduce`, which
+No collective happens inside a batch, so ranks may have any number of batches, or none. If the data of one rank is at
+fault (values that are not finite, a weight used in a way that cannot be followed), that is noted until `reduce`, which
 raises it on all ranks alike.
 """
 
@@ -43,20 +43,20 @@ Groups = Sequence[tuple[Names, Inputs | None]]  # linears that take one input, a
 class _Seen:
     """One input in the current batch."""
 
-    x: Tensor  # kept alive, so that its identity is its own
+    x: Tensor  # kept alive, so that no other tensor gets its id
     measured: "_Measured"
-    was: Tensor | None = None  # its values then, where torch counts no writes
+    was: Tensor | None = None  # its values at that time, where torch counts no writes
     names: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Measured:
-    """Statistics of one input in one batch; `sums` holds what is added over batches, by the names of statistics."""
+    """Statistics of one input in one batch; `sums`: name of a statistic -> what is added up over batches."""
 
     tokens: int
     sample: Tensor
     broken: int = 0  # values that are not finite; then nothing below is set
-    amax: Tensor | None = None  # fp32 [1] or, with COLUMNS, [1 + K]: the columns' after that of all
+    amax: Tensor | None = None  # fp32 [1], or with COLUMNS [1 + K]: that of the whole input, then of each column
     sums: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -102,8 +102,8 @@ class Collector:
     Args:
         targets: fqn -> the live weight, [N, K] or experts [E, N, K], plain and contiguous.
         needs: COLUMNS, LOCAL_HESSIAN, HESSIAN; the amax is always collected.
-        only: names of the linears whose inputs' Hessian is wanted, all by default. (A Hessian is [K, K]; a driver that
-            has no memory for all of a layer at once replays the layer once for each part.)
+        only: names of the linears whose inputs' Hessian is wanted, all by default. (A Hessian is [K, K]; without memory
+            for all of a layer's Hessians at once, replay the layer once for each part.)
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class Collector:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around the forward of one batch. A batch that raises leaves nothing behind.
+        """Context manager around the forward of one batch. A batch that raises leaves nothing behind.
 
-        Use `torch.no_grad()` rather than `torch.inference_mode()`: torch counts no writes there, so each input is
-        copied, to see whether it is changed in place between two linears.
+        Use `torch.no_grad()` rather than `torch.inference_mode()`: in the latter torch counts no writes, so each input
+        is copied to see whether it is changed in place between two linears.
         """
         seen: dict[tuple[int, ...], _Seen] = {}
         with Watch(self._targets, lambda product: self._take(seen, product)) as watch:
@@ -143,7 +143,7 @@ class Collector:
                     kept.append(one.measured.sample)
 
     def samples(self, name: str) -> Tensor | None:
-        """[n, K]: up to 16 rows of a linear's input in each of this rank's first 4 batches; None for none."""
+        """[n, K]: up to 16 rows of a linear's input from each of this rank's first 4 batches; None without any."""
         found = self._samples.get(name)
         return torch.cat(found) if found else None
 
@@ -206,7 +206,7 @@ class Collector:
         return {names: _Counts(*values) for names, values in counts.items()}, unfollowed
 
     def _check(self, reports: Mapping[Names, _Counts], unfollowed: Mapping[str, str]) -> None:
-        """Raise what is wrong with the data of some rank."""
+        """Raise where the data of some rank is at fault."""
         problems = []
         for names, report in sorted(reports.items(), key=lambda item: self._order[item[0][0]]):
             if report.broken:
@@ -233,7 +233,7 @@ class Collector:
                 )
 
     def _merged(self, names: Names, keys: Sequence[Names]) -> _Accumulated:
-        """What this rank has for a group; every sum that other ranks may have is there, empty."""
+        """What this rank has for a group; sums that only other ranks have are present, but empty."""
         if len(keys) == 1 and keys[0] in self._accumulated:
             merged = self._accumulated.pop(keys[0])
         else:
@@ -244,7 +244,7 @@ class Collector:
         wanted = self._needs if not self._only.isdisjoint(names) else self._needs - {HESSIAN}
         k, device = self._places[names[0]]
         shapes = {COLUMNS: (k,), LOCAL_HESSIAN: (-(-k // SUB_BLOCK), SUB_BLOCK, SUB_BLOCK), HESSIAN: (k, k)}
-        # one order on all ranks; without the Hessian of a part that nobody asked for
+        # in one order on all ranks, and without Hessians that nobody asked for
         empty = {what: ExactSum(shapes[what], device) for what in sorted(wanted)}
         merged.sums = {what: merged.sums.get(what, none) for what, none in empty.items()}
         return merged
@@ -289,9 +289,9 @@ class Collector:
 
 
 def partition(keys: Sequence[Names], names: Sequence[str]) -> list[tuple[Names, list[Names]]]:
-    """Split groups that overlap: each result is the names that are in the same ones of `keys`, with those keys.
+    """Split groups that overlap: names that are in exactly the same `keys` form one group, returned with these keys.
 
-    A pure function of the set of keys, so that every rank comes to the same groups. Names in no key are left out.
+    The result depends on the set of keys alone, so every rank comes to the same groups. Names in no key are left out.
     """
     groups: dict[tuple[Names, ...], list[str]] = {}
     ordered = sorted(keys)
@@ -303,7 +303,7 @@ def partition(keys: Sequence[Names], names: Sequence[str]) -> list[tuple[Names, 
 
 
 def _input_key(seen: Mapping[tuple[int, ...], _Seen], product: Product) -> tuple[int, ...]:
-    """Which input of the batch a product takes: an object as it is at this moment."""
+    """Identifies the input that a product takes: an object in its present state."""
     x = product.x
     if not x.is_inference():
         return id(x), x._version, *product.part
@@ -322,12 +322,12 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 def _wide(rows: Tensor) -> Tensor:
     """Detached, fp32 [tokens, K]."""
     wide = rows.detach().reshape(-1, rows.shape[-1]).float()
-    # Kernels may add in another order where rows do not start at a multiple of a vector's width.
+    # Kernels may add in another order where the memory does not start at a multiple of a vector's width.
     return wide if wide.data_ptr() % 64 == 0 else wide.clone()
 
 
 def _measure(rows: Tensor, needs: Collection[str]) -> _Measured:
-    """All statistics of rows [tokens, K] but the Hessian."""
+    """All statistics of rows [tokens, K] except the Hessian."""
     tokens = rows.shape[0]
     count = min(tokens, SAMPLE_ROWS)
     measured = _Measured(tokens, rows[[index * tokens // count for index in range(count)]])

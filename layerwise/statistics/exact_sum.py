@@ -1,21 +1,21 @@
 """Sums of fp32 tensors whose bits do not depend on the order of adding, nor on which rank added what.
 
-Calibration adds one tensor for each batch (X^T X, say), and ranks share the batches. Sums in floating point depend on
-the order in their last bits, and an error-feeding algorithm such as GPTQ turns one last bit into other elements
-everywhere. So every tensor is first rounded to a grid that depends on nothing but the tensor itself:
+Calibration adds one tensor for each batch (X^T X, say), and the batches are spread over ranks. The last bits of
+floating-point sums depend on their order, and an algorithm that feeds errors forward, such as GPTQ, turns one last bit
+into other elements everywhere. So every tensor is first rounded to a grid that depends on the tensor alone:
 
     E      the exponent of its largest magnitude (amax < 2^e), rounded up to a multiple of 8
     grid   2^(E - 38)
     bucket the fp64 sum of all tensors with the same E
 
 Values on the grid are integers of at most 38 bits times 2^(E - 38), and fp64 adds integers of up to 53 bits without
-rounding: 2^15 tensors can be added in any order, split in any way, by any all-reduce, to the same bits. At last the
-buckets are added, smallest exponent first. There is one of them, typically, for batches of the same data differ little;
-every further one costs as much memory again.
+rounding: 2^15 tensors can be added in any order, split in any way, by any all-reduce, to the same bits. In the end the
+buckets are added, smallest exponent first. Usually there is only one, since batches of the same data differ little;
+each further bucket costs as much memory again.
 
-Why 38. The grid has to be fine: values of at least amax / 128 keep all their 24 bits, and the smallest move by at most
-2^-31 of amax, in the worst case of E (2^8 above amax); the fp32 product behind the tensor errs by more. And there must
-be room for batches: 32768 over all ranks; calibrations take hundreds.
+Why 38? The grid has to be fine: even if 2^E is 2^8 times amax, the worst case, values of at least amax / 128 keep all
+their 24 bits, and smaller ones move by at most 2^-31 of amax; the fp32 product behind the tensor errs by more. And
+there must be room for batches: 32768 over all ranks; calibrations take hundreds.
 """
 
 import math
@@ -34,11 +34,11 @@ MESSAGE = 2**23  # elements of one all-reduce at most, unless a single bucket ha
 
 
 class ExactSum:
-    """The sum of fp32 tensors of one shape; see the module for what makes it exact. Memory is taken when it is needed.
+    """The sum of fp32 tensors of one shape; the module says what makes it exact. Allocates memory only when needed.
 
     Attributes:
-        tensors: how many were added. Where they are more than MAX_TENSORS, or some of them not finite, there is no
-            total: it raises (adding does not, for that would be one rank alone).
+        tensors: how many were added. If these are more than MAX_TENSORS, or some are not finite, there is no total, and
+            asking for it raises. Adding does not, since only one rank would raise.
         broken: how many held values that are not finite; these are left out.
     """
 
@@ -93,7 +93,7 @@ class ExactSum:
 
     @torch.no_grad()
     def total(self, factor: float = 1.0) -> Tensor:
-        """fp32, the sum times `factor`; rounded to fp64 for the factor (and any further bucket), then to fp32."""
+        """fp32, the sum times `factor`: buckets are added and multiplied in fp64, then rounded to fp32."""
         self.check()
         out = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
         if self.buckets:
@@ -118,8 +118,8 @@ def totals(
     """The total over all ranks of each sum, times its factor (`ExactSum.total`); the same bits on every rank.
 
     Call it on all ranks of the group, with sums of the same shapes in the same order; a rank that added nothing gives
-    new ones. It costs one small all-reduce, and one for every 64 MiB of buckets. The sums are empty afterwards: each
-    one's memory is free before the next total is made.
+    empty sums. It costs one small all-reduce, and one for every 64 MiB of buckets. The sums are empty afterwards: the
+    memory of each is freed before the next total is made.
 
     Args:
         sums: on the device that the group communicates from.
@@ -145,7 +145,7 @@ def totals(
 
 
 def _agree(sums: Sequence[ExactSum], group: dist.ProcessGroup) -> list[tuple[ExactSum, list[int]]]:
-    """Make the counts those of all ranks; returns each sum with the exponents that some rank has a bucket for."""
+    """Add up the counts of all ranks; returns each sum with the exponents that some rank has a bucket for."""
     table = torch.tensor(
         [[one.tensors, one.broken, *(exponent in one.buckets for exponent in EXPONENTS)] for one in sums],
         dtype=torch.int64,
@@ -185,7 +185,7 @@ def _all_reduce(pack: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _amax(x: Tensor) -> float:
-    """Largest magnitude; NaN or infinite where some value is."""
+    """Largest magnitude; NaN or infinite if some value is."""
     if not x.numel():
         return 0.0
     least, largest = torch.stack(torch.aminmax(x)).tolist()

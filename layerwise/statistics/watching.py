@@ -1,8 +1,8 @@
 """Sees which inputs are multiplied with which weights while a layer runs, whatever modules the layer is made of.
 
-Modules do not tell: experts live in one 3-D parameter, and each model has its own way to multiply with it. Products do.
-`Watch` is a TorchFunctionMode: every torch function called inside it passes by, and a product whose right operand lies
-in the storage of a target weight is reported, before it is computed, as
+Modules do not show this: experts live in one 3-D parameter, and each model has its own way to multiply with it. So
+products are watched. `Watch` is a TorchFunctionMode, which sees every torch function called inside it. A product whose
+right operand lies in the storage of a target weight is reported, before it is computed, as
 
     on_product(Product(x, part, rows, names))
 
@@ -11,9 +11,9 @@ in the storage of a target weight is reported, before it is computed, as
     torch.bmm(x, w.mT), x @ w.mT               x[e] goes to expert e; an x for all experts goes to all
     F.grouped_mm(x, w.mT, offs=offs)           the rows between offs[e - 1] and offs[e] go to expert e
 
-A view of the weight is as good as the weight: only its place in the storage counts. What a weight went into otherwise
-(a copy of it in another dtype or order, a product from the left, einsum) is noted in `unfollowed`: the statistics of
-such a weight would be missing without a word.
+A view of the weight counts like the weight: only its place in the storage matters. Any other use of a weight (a copy in
+another dtype or order, a product from the left, einsum) is noted in `unfollowed`, since the statistics of that weight
+would silently be missing.
 """
 
 import math
@@ -29,8 +29,8 @@ from layerwise.stages.targets import linear_names
 
 _PLAIN = (Tensor, Parameter)
 
-# Product functions by name (some have several spellings, and some are private to torch or transformers), with the
-# positions and keywords of both operands, and how the right one holds the weight.
+# Product functions by name (some have several names, and some are private to torch or transformers), with the positions
+# and keywords of both operands, and how the right one holds the weight.
 _LINEAR = {"linear": (0, "input", 1, "weight")}
 _MATMUL = {
     "matmul": (0, "input", 1, "other"),
@@ -53,9 +53,9 @@ class Product:
 
     Attributes:
         x: the tensor that the product was called with.
-        part: which part of it goes to these weights; () for all.
+        part: which part of x goes to these weights; () for all of it.
         rows: that part, [.., K].
-        names: the linears.
+        names: the linears that take it.
     """
 
     x: Tensor
@@ -73,7 +73,7 @@ class _Weight:
 
 
 class WeightsByStorage:
-    """Weights that can be found by where views of them lie.
+    """Finds weights by the place of their views in storages.
 
     Args:
         weights: fqn -> the live weight, [N, K] or [E, N, K], plain and contiguous.
@@ -96,7 +96,7 @@ class WeightsByStorage:
             others.append(target)
 
     def locate(self, x: Any) -> _Weight | None:
-        """The target in whose storage x lies, None for any other tensor."""
+        """The target in whose storage x lies; None for any other tensor."""
         if type(x) not in _PLAIN:
             return None
         for target in self._by_storage.get(x.untyped_storage().data_ptr(), ()):
@@ -106,7 +106,7 @@ class WeightsByStorage:
         return None
 
     def names(self, target: _Weight, form: Tensor) -> tuple[str, ...] | None:
-        """The linears that a view [.., n, K] of a target consists of, in order; None where it is none of whole rows."""
+        """The linears in a view [.., n, K] of a target, in order; None where the view is not made of whole rows."""
         _, n, k = target.shape
         expert, within = divmod(int(form.storage_offset()) - target.offset, n * k)
         strides = (n * k, k, 1)[3 - form.ndim :]
@@ -125,10 +125,10 @@ class WeightsByStorage:
 
 @dataclass(eq=False)
 class Watch(TorchFunctionMode):
-    """Reports the products of targets inside it; results are those without it.
+    """Reports the products of targets inside it; it changes no result.
 
     Attributes:
-        unfollowed: fqn -> the function that took a target otherwise.
+        unfollowed: fqn -> a function that used the target in another way.
     """
 
     targets: WeightsByStorage
@@ -153,7 +153,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _products(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Product] | None:
-        """What is multiplied with targets; None where no target is, or not in a way that is understood."""
+        """The products of targets in this call; None where there are none, or where the use is not understood."""
         operands = _LINEAR.get(name) or _MATMUL.get(name) or _GROUPED.get(name)
         if operands is None:
             return None
@@ -186,7 +186,7 @@ class Watch(TorchFunctionMode):
 
 
 def _batched(x: Tensor, names: tuple[str, ...]) -> Iterator[Product]:
-    """For x [.., T, K] and a batch of weights: each takes its own x, or all of them the only one there is."""
+    """For x [.., T, K] and a batch of weights: each weight takes its own x, or all take the same one."""
     if len(names) == 1 or x.ndim < 3 or x.shape[-3] == 1:
         yield Product(x, (), x, names)
         return
@@ -195,7 +195,7 @@ def _batched(x: Tensor, names: tuple[str, ...]) -> Iterator[Product]:
 
 
 def _grouped(x: Tensor, names: tuple[str, ...], offsets: Tensor | None) -> Iterator[Product]:
-    """For x [S, K], sorted by expert; `offsets` are the ends of the experts' rows. Without any, x is [E, T, K]."""
+    """For x [S, K] sorted by expert; `offsets` holds the end of each expert's rows. Without it, x is [E, T, K]."""
     if offsets is None:
         yield from _batched(x, names)
         return

@@ -1,1 +1,7 @@
-"""Where weights live, and how a stage gets them and gives them back."""
+"""Where weights live, and how a stage gets them and gives them back.
+
+hold        gathers or moves the weights of a stage, and gives them back
+on_disk     fills a stage on the meta device from safetensors
+shards      a rank's own rows of a calibrated weight
+snapshot    whether somebody wrote into the weights of a stage
+"""

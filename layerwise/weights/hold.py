@@ -1,10 +1,10 @@
 """How a stage of a model (one layer, or all that is outside of layers) gets its weights, and gives them back.
 
-    Sharded    FSDP2: gathered once for the stage; what changed goes into the shards on the way out
-    Resident   plain modules, moved to the device of the calibration and back where they live elsewhere
+    Sharded    FSDP2: gathered once for the stage; changes go into the shards afterwards
+    Resident   plain modules, moved to the device of the calibration and back if they live elsewhere
     OnDisk     modules on the meta device, filled from safetensors for the stage and emptied again   (on_disk.py)
 
-Inside `hold` and `working` every target is a plain dense parameter, whatever its storage is: a quantized weight is
+Inside `hold` and `working` every target is a plain dense parameter, even if it is stored quantized: such a weight is
 dequantized into a working copy, and gets its calibrated bytes afterwards (shards.py).
 """
 
@@ -26,15 +26,15 @@ class Weights(Protocol):
     """Brings in the weights of a stage. Called by all ranks alike."""
 
     def hold(self, stage: Stage) -> AbstractContextManager[None]:
-        """Context manager in which the parameters of the stage are full and plain to use."""
+        """Context manager in which the parameters of the stage are full, plain tensors."""
 
 
 class Sharded:
     """Weights under FSDP2.
 
-    FSDP modules inside a stage (experts wrapped by themselves, say) are called many times in it, so they are told to
-    keep what they gathered, and to prefetch nothing, which would be a collective in the loop over batches. Afterwards
-    they reshard after forward. Which policy and prefetches they had before cannot be read.
+    FSDP modules inside a stage (such as experts wrapped one by one) are called many times in it. So they are told to
+    keep what they gathered, and to prefetch nothing: that would be a collective in the loop over batches. Afterwards
+    they reshard after forward and prefetch nothing explicitly, since their earlier settings cannot be read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,14 +45,14 @@ class Sharded:
         """One all-gather for each FSDP module of the stage; changes are stored unless the body raises."""
         module = stage.module
         groups = [child for child in stage.modules().values() if isinstance(child, FSDPModule)]
-        # A layer is called by its forward, past FSDP's hooks; what is in it, and the root, are called as modules.
+        # A layer is called without FSDP's hooks; FSDP modules inside it, and the root, are called with them.
         called = [group for group in groups if group is not module or module is self.model]
         with holding(module, groups, writeback=True):
             for group in called:
                 group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
                 group.set_modules_to_forward_prefetch([])
-            if module is self.model and called:  # FSDP meets its root with all modules in their places
-                module.forward = lambda *args, **kwargs: None  # an attribute of this one, in front of its class's
+            if module is self.model and called:  # let FSDP find its root while all modules are in their places
+                module.forward = lambda *args, **kwargs: None  # on the instance, so it hides the method of the class
                 try:
                     module()
                 finally:
@@ -66,16 +66,16 @@ class Sharded:
 
 
 class Resident:
-    """Weights of a model without FSDP, moved to `device` for their stage where they live elsewhere."""
+    """Weights of a model without FSDP, moved to `device` for their stage if they live elsewhere."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
 
     @contextmanager
     def hold(self, stage: Stage) -> Iterator[None]:
-        """Moves the stage there and back; Parameter objects stay the same.
+        """Moves the stage to the device and back; Parameter objects stay the same.
 
-        After an exception the values are those before, too, but for what a callback wrote into an embedding's table.
+        An exception restores the values, too, except for what a callback wrote into an embedding's table.
         """
         owners = stage.modules().values()
         places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
@@ -99,13 +99,16 @@ class Resident:
                     tensor.data = homes[key]
 
     def _moves(self, tensor: Tensor, tables: Container[int]) -> bool:
-        """Whether a stage gets a copy: not of a table that is looked up in, where that is on the device already."""
+        """Whether the stage gets a copy: not of quantized weights, nor of embedding tables already on the device."""
         there = self.device in (None, tensor.device)
         return not isinstance(tensor, QuantizedTensor) and not (id(tensor) in tables and there)
 
     @contextmanager
     def _quantized_there(self, owners: Iterable[nn.Module]) -> Iterator[None]:
-        """Quantized parameters on the device; nobody writes into those, and assigning their data is not defined."""
+        """Replaces quantized parameters by copies on the device; nobody writes into these.
+
+        They are new Parameters, since assigning the `data` of a quantized one is not defined.
+        """
         stood: list[tuple[nn.Module, str, Any]] = []
         for owner in owners:
             for name, param in owner._parameters.items():
@@ -121,7 +124,7 @@ class Resident:
 
 
 def _take_replacement(owner: nn.Module, name: str, param: Any) -> None:
-    """Where another parameter stands in a place, let the one that stood there have its values."""
+    """Where a parameter was replaced by another one, copy the values of that into the original."""
     now = owner._parameters[name]
     if now is param or isinstance(param, QuantizedTensor):
         return
@@ -133,7 +136,7 @@ def _take_replacement(owner: nn.Module, name: str, param: Any) -> None:
 
 @contextmanager
 def working(targets: Iterable[Target]) -> Iterator[None]:
-    """While it lasts, targets whose gathered weight is quantized are dense parameters of its dequantized values."""
+    """Inside, each target whose gathered weight is quantized is a dense parameter with the dequantized values."""
     stood: list[tuple[Target, nn.Parameter]] = []
     try:
         for target in targets:

@@ -1,6 +1,6 @@
 """Weights that live in safetensors files: a stage of a model on the meta device is filled from them, and emptied again.
 
-The model itself stays on the meta device from beginning to end; its calibrated weights are in the result only.
+Outside of its stages the model stays on the meta device; its calibrated weights are only in the result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ from layerwise.stages.stage import Stage
 class OnDisk:
     """Weights of a model on the meta device.
 
-    What the files hold is read as `import_hf` does: quantized weights of the layouts that it knows are dequantized into
-    the model's dtype, and whatever else may be codes is refused.
+    The files are read as `import_hf` reads them: quantized weights in layouts that it knows are dequantized into the
+    model's dtype, and anything else that may be quantization codes is refused.
 
     Args:
         path: a safetensors file, or a directory of them, with or without `model.safetensors.index.json`; tensors have
-            the names of the model's state dict. `config.json` and `hf_quant_config.json` beside them count.
-        model: the model; what of it is not on the meta device is left alone.
+            the names of the model's state dict. `config.json` and `hf_quant_config.json` beside them are read, too.
+        model: the model; its tensors that are not on the meta device are left alone.
         device: where a stage gets its tensors (None: CPU).
 
     Raises:
@@ -86,7 +86,7 @@ class OnDisk:
 
     @contextmanager
     def hold(self, stage: Stage) -> Iterator[None]:
-        """Fills the stage; on exit the same Parameter objects are there again, on the meta device."""
+        """Fills the stage; on exit the original Parameter objects, on the meta device, are back."""
         stood: list[tuple[dict[str, Any], str, Tensor]] = []
         filled: dict[int, Tensor] = {}
         try:

@@ -1,9 +1,9 @@
-"""What a rank keeps of a calibrated weight: its own rows, beside its shard and in the same layout.
+"""What a rank keeps of a calibrated weight: its own rows, in the layout of its shard.
 
     full result on every rank  ->  own rows as a DTensor like the parameter  ->  the result, the checkpoint, the shard
 
-Rounding under given scales is a matter of single elements, so rows can be rounded where they are: a resumed run makes
-the payload of its rows from the shard and the rows of the scales, on any number of ranks, without a gather.
+Under given scales each element is rounded by itself, so rows can be rounded where they are: a resumed run makes the
+payload of its rows from the shard and the rows of the scales, on any number of ranks, without a gather.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from qtensor.tensor import QuantizedTensor
 
 
 def kept(full: QuantizedTensor, param: Tensor) -> QuantizedTensor | DTensor:
-    """This rank's rows of a calibrated weight, on the device of its shard; a copy, a DTensor where the parameter is."""
+    """A copy of this rank's rows of a calibrated weight, on its shard's device; a DTensor if the parameter is one."""
     start, rows = _own_rows(param)
     parts = {
         spec.name: _cut(full.parts()[spec.name], start, rows, per_row=spec.per_row).to(home_of(param))
@@ -32,7 +32,7 @@ def kept(full: QuantizedTensor, param: Tensor) -> QuantizedTensor | DTensor:
 
 
 def kept_quantizer(quantizer: Mapping[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """This rank's rows of what decides the scales, in the layout of the parameter."""
+    """This rank's rows of the quantizer, in the layout of the parameter."""
     start, rows = _own_rows(param)
     return {
         name: _placed(_cut(value, start, rows, per_row=value.ndim > 0).to(home_of(param)), value.shape, param)
@@ -41,7 +41,7 @@ def kept_quantizer(quantizer: Mapping[str, Tensor], param: Tensor) -> dict[str, 
 
 
 def empty_quantizer(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
-    """Uninitialised tensors like `kept_quantizer` gives, to load into."""
+    """Uninitialised tensors like those that `kept_quantizer` returns, to load into."""
     full = torch.zeros(param.shape, dtype=torch.float32, device="meta")
     quantizer = format_of(recipe).quantizer(full, recipe, shared_amax(full, recipe))
     _, rows = _own_rows(param)
@@ -56,7 +56,7 @@ def empty_quantizer(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
 
 
 def empty_weight(param: Tensor, recipe: Recipe) -> QuantizedTensor | DTensor:
-    """An uninitialised tensor like `kept` gives, to load into."""
+    """An uninitialised tensor like the one that `kept` returns, to load into."""
     shape = local_of(param).shape
     parts = {
         spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=home_of(param)) for spec in specs_of(recipe)
@@ -81,7 +81,7 @@ def dense_rows(param: Tensor) -> Tensor:
 
 @torch.no_grad()
 def store(result: Tensor, param: Tensor) -> None:
-    """Put calibrated rows into the shard: the bytes into quantized storage, their values into a dense one."""
+    """Put calibrated rows into the shard: the bytes if it is quantized, their values if it is dense."""
     own: Any = local_of(result)
     shard = local_of(param)
     if isinstance(shard, QuantizedTensor):
@@ -93,7 +93,7 @@ def store(result: Tensor, param: Tensor) -> None:
 
 
 def home_of(param: Tensor) -> torch.device:
-    """Where the bytes of the shard are: with CPU offload not where the mesh computes."""
+    """The device of the shard's bytes; with CPU offload it is not the one that the mesh computes on."""
     local = local_of(param)
     return torch.device("cpu") if local.is_meta else local.device
 
@@ -105,7 +105,7 @@ def _beside(param: Tensor, parts: Mapping[str, Tensor], recipe: Recipe) -> Quant
 
 
 def _own_rows(param: Tensor) -> tuple[int, int]:
-    """First row of the shard in the full weight, and how many it has."""
+    """The shard's first row in the full weight, and its number of rows."""
     if not isinstance(param, DTensor):
         return 0, param.shape[0]
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
@@ -117,7 +117,7 @@ def _cut(value: Tensor, start: int, rows: int, *, per_row: bool) -> Tensor:
 
 
 def _placed(local: Tensor, shape: torch.Size, param: Tensor) -> Tensor:
-    """Rows as a DTensor of global `shape` beside the parameter; what has no rows is the same on all ranks."""
+    """Rows as a DTensor of global `shape`, placed like the parameter; what has no rows is replicated."""
     if not isinstance(param, DTensor):
         return local
     placements: Any = param.placements if shape else (Replicate(),) * param.device_mesh.ndim

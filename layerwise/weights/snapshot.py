@@ -1,10 +1,10 @@
-"""Whether somebody wrote into the weights of a stage: told by their bytes, for nothing else sees every write.
+"""Whether somebody wrote into the weights of a stage: their bytes are compared, since nothing else shows every write.
 
-    taken -> events "layer_start", "capture", "calibrate"     a write takes part, if the algorithm writes weights
+    taken -> events "layer_start", "capture", "calibrate"     a write counts, if the algorithm writes weights
           -> decisions                                         the algorithm's own writes
           -> installed -> events "write", "metrics" ...        any write would be lost: refused
 
-Only callbacks and algorithms of somebody else can write where none is expected, so without them nothing is compared.
+Only callbacks and users' own algorithms can write where no writes are expected; without these nothing is compared.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Snapshot:
 
     Args:
         stage: held or not.
-        watched: whether anybody could write; else every answer is that nothing was written.
+        watched: whether anybody could write; if not, no write is ever reported.
     """
 
     def __init__(self, stage: Stage, *, watched: bool) -> None:
@@ -32,7 +32,7 @@ class Snapshot:
         self.taken = self._contents() if watched else {}
 
     def written(self) -> list[str]:
-        """The parameters whose bytes are others than at that moment, or that came or went."""
+        """The parameters whose bytes have changed since that moment, or that were added or removed."""
         if not self.watched:
             return []
         then, now = self.taken, self._contents()
