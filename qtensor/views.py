@@ -110,9 +110,10 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not -q.shape[0] <= index < q.shape[0]:
         raise IndexError(f"index {index} is out of range for {describe(q.shape, q.recipe)}")
     index %= q.shape[0]
-    piece = held(cut(q, 0, index, index + 1))
-    parts = {spec.name: piece[spec.name][0] if spec.per_row else piece[spec.name] for spec in held_specs(q)}
-    return like(q, parts, lens=Lens(Reach.ROWS) if q.shape[0] > 1 else OWN)
+    piece = cut(q, 0, index, index + 1)
+    own = held(piece)
+    parts = {spec.name: own[spec.name][0] if spec.per_row else own[spec.name] for spec in held_specs(q)}
+    return like(q, parts, lens=lens_of(piece))  # q may itself be a view, whose writes reach others, or nothing
 
 
 @implements(aten.unbind.int)

@@ -44,6 +44,22 @@ def test_the_first_rows_of_an_fsdp_shard_share_its_scale_and_refuse_another_one(
     assert same_parts(shard, before)
 
 
+@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), TENSOR_WIDE], ids=["nvfp4", "float8-tensor"])
+def test_a_matrix_of_a_view_of_some_refuses_a_scale_that_the_others_share(recipe) -> None:
+    q = quantize(weight(128, 64).view(2, 64, 64), recipe)
+    before = q.clone()
+    with pytest.raises(RuntimeError, match="which the other rows share"):
+        q[:1][0].fill_(1000.0)
+    assert same_parts(q, before)
+
+
+@every_recipe
+def test_a_matrix_of_some_columns_is_a_copy_and_refuses_writes(recipe) -> None:
+    q = quantize(weight(128, 64).view(2, 64, 64), recipe)
+    with pytest.raises(RuntimeError, match="a slice of columns is a copy"):
+        q[:, :, :32][0].zero_()
+
+
 def test_views_and_indices_out_of_range_raise() -> None:
     q = quantize(weight(8, 64), MXFP8BlockScaling())
     for shape in ((5,), (7, -1), (-1, -1)):
