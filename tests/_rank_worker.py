@@ -48,6 +48,10 @@ CHUNK = 1 << 20  # bytes; TCPStore refuses values over 8 MB
 READY = b"ready"  # worker -> pool: imports done, connected to the store
 LEAVE = b"leave"  # pool -> worker: all outcomes are in, or a peer must be unblocked
 LEFT = b"left"  # worker -> pool: the group is gone, the next call may come
+RETIRED = b"retired"  # worker -> pool: the group is gone, and so is the worker
+# torch 2.11 and 2.12 keep each mesh that fully_shard saw, and with it gloo's threads, which poll: a thousand of them
+# take all of a core. A worker with so many ends, and the next call gets a new one.
+MOST_THREADS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +194,18 @@ def serve(conn: Connection, store_port: int, stacks_path: str) -> None:
             leave_group()
             if len(sys.modules) != imported:
                 imported = _freeze_imports()
+            if _threads() > MOST_THREADS:
+                conn.send_bytes(RETIRED)
+                return
             conn.send_bytes(LEFT)
     except (EOFError, ConnectionError):
         return  # the pool is gone
+
+
+def _threads() -> int:
+    """How many threads this process has, torch's own among them; 0 where the system does not tell."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def _freeze_imports() -> int:

@@ -56,6 +56,7 @@ from tests._rank_worker import (
     LEAVE,
     LEFT,
     READY,
+    RETIRED,
     UNBLOCK_AFTER,
     Body,
     Call,
@@ -391,7 +392,11 @@ class _Pool:
                     worker.kill()
                 else:
                     self._stop(watch, [rank], f"could not leave its group within {GRACE:g} s")
-            elif worker.answer() != LEFT:
+                continue
+            answer = worker.answer()
+            if answer == RETIRED:
+                worker.kill()  # which has ended, or is about to
+            elif answer != LEFT:
                 error = f"{worker.death()} on leaving its group"
                 watch.add(Outcome(rank=rank, error=error, lost=True))
 

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -227,6 +228,23 @@ def _train_and_save(path: Path) -> float:
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return loss.item()
+
+
+KEPT: list[Any] = []
+
+
+def pid_after_keeping_groups(count: int) -> int:
+    """Groups that somebody keeps keep their threads."""
+    KEPT.extend(dist.new_group(list(range(dist.get_world_size()))) for _ in range(count))
+    return os.getpid()
+
+
+@pool_only
+def test_a_worker_with_too_many_threads_is_replaced() -> None:
+    first = run_ranks(2, pid_after_keeping_groups, 0)
+    assert run_ranks(2, pid_after_keeping_groups, 0) == first
+    run_ranks(2, pid_after_keeping_groups, 30)
+    assert not set(run_ranks(2, pid_after_keeping_groups, 0)) & set(first)
 
 
 def test_fsdp_and_dcp_work_without_a_warning(shared_tmp_path: Path) -> None:
