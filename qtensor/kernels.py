@@ -25,6 +25,7 @@ from fsdp_hooks.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.torch_private import is_tracing
 from qtensor import formats
 from qtensor.blocks import canonical_nan, finite_amax, row_amax
+from qtensor.codecs.rounding import is_armed
 from qtensor.formats import (
     PartSpec,
     block_multiple,
@@ -36,7 +37,6 @@ from qtensor.formats import (
     tensor_wide,
 )
 from qtensor.recipes import Recipe
-from qtensor.rounding import is_armed
 
 CHUNK = {"cpu": 2**18}  # elements; in fp32 a few such temporaries stay in the cache of a core
 CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
@@ -52,9 +52,9 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
         return None
     if tensor_wide(recipe) is None:
         return row_amaxes(x)
-    flat = _rows(x)
+    flat, kernel = _rows(x), _amax_kernel(x.dtype, rows=False)
     # as one long row, since rows do not matter here and the compiler would specialise on equal dims
-    found = [_tensor_amax(flat[piece].view(-1)) for piece in _pieces(flat, recipe, _tensor_amax)]
+    found = [kernel(flat[piece].view(-1)) for piece in _pieces(flat, recipe, kernel)]
     return found[0] if len(found) == 1 else torch.stack(found).amax()
 
 
@@ -83,8 +83,8 @@ def row_amaxes(x: Tensor) -> Tensor:
     """fp32 [.., N, 1]: the largest finite magnitude of each row."""
     if _as_defined(x):
         return row_amax(x.to(torch.float32))
-    flat = _rows(x)
-    amaxes = [_row_amax(flat[piece]) for piece in _pieces(flat, None, _row_amax)]
+    flat, kernel = _rows(x), _amax_kernel(x.dtype, rows=True)
+    amaxes = [kernel(flat[piece]) for piece in _pieces(flat, None, kernel)]
     return (amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)).reshape(*x.shape[:-1], 1)
 
 
@@ -130,18 +130,13 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
 # One for each recipe, purpose and kind of arguments, because dynamo limits the compiled variants of one function.
 
 
-def _amax_of_tensor(x: Tensor) -> Tensor:  # [elements]
-    return finite_amax(x.to(torch.float32))
+@functools.cache
+def _amax_kernel(dtype: torch.dtype, *, rows: bool) -> Kernel:
+    def amax(x: Tensor) -> Tensor:  # [rows, K] or [elements]
+        x = x.to(torch.float32)
+        return row_amax(x) if rows else finite_amax(x)
 
-
-_tensor_amax = Kernel(_amax_of_tensor, "amax_of_tensor")
-
-
-def _amax_of_rows(x: Tensor) -> Tensor:  # [rows, K]
-    return row_amax(x.to(torch.float32))
-
-
-_row_amax = Kernel(_amax_of_rows, "amax_of_rows")
+    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}")
 
 
 @functools.cache

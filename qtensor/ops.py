@@ -22,10 +22,10 @@ from torch import Tensor
 from fsdp_hooks.all_gather import AT_REST, Sharding, sharding_of
 from fsdp_hooks.torch_private import note_shard_rows, shard_rows
 from fsdp_hooks.versions import count_writes
+from qtensor.codecs.rounding import armed
 from qtensor.contents import decoded, held, held_specs, initial_value, lens_of, like, preserve, store, write
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, specs_of, tensor_wide
 from qtensor.lens import Lens
-from qtensor.rounding import armed
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
 

@@ -215,13 +215,13 @@ def _check_cut(q: QuantizedTensor, piece: _Range) -> None:
         )
 
 
-def _reach(piece: _Range, row_multiple: int, *, allocated: bool, severed: bool) -> Reach:
+def _reach(piece: _Range, multiple: int, *, allocated: bool, severed: bool) -> Reach:
     """What a write into the piece may change; `allocated`: FSDP allocated the tensor, its first rows are the shard."""
     if piece.along_k:
         return Reach.NOTHING if severed and not piece.whole else Reach.ALL
     if piece.whole or (allocated and piece.leads):
         return Reach.ALL
-    between_blocks = piece.dim != len(piece.shape) - 2 or not piece.splits(row_multiple)
+    between_blocks = piece.dim != len(piece.shape) - 2 or not piece.splits(multiple)
     return Reach.ROWS if between_blocks else Reach.BROKEN_BLOCKS
 
 

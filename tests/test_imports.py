@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
 # package -> its folders, from the lowest on ("." is the modules beside __init__): each may import those before it
 FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
-    "qtensor": (".",),
+    "qtensor": ("codecs", "."),
     "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "cli.report", "cli"),
     "layerwise": (
         *("algorithms", "stages", "weights", "statistics", "inputs", "folding", "report", "resume", "running"),

@@ -24,7 +24,7 @@ from dcp_adapters.cli.report.page import page
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
-from dcp_adapters.hf.verify import verify_directory
+from dcp_adapters.hf.verify_directory import verify_directory
 from dcp_adapters.recipe_names import DTYPES, recipe_label, short_names, target_named
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory

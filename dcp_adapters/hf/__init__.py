@@ -17,7 +17,7 @@
     importing.py   import_hf: compare, materialise (materialise.py), load
 
     stored_directory.py   the directory as the commands see it: whole tensors, one at a time
-    verify.py      is a directory sound?
+    verify_directory.py      is a directory sound?
 
 The bytes of quantized weights stay the same, both ways.
 """

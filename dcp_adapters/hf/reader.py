@@ -128,10 +128,14 @@ class HuggingFaceReader(StorageReader):
 
     def read(self, name: str) -> dict[str, Tensor]:
         """The whole parts of a tensor, on the CPU."""
+        with OpenFiles(self.root) as files:
+            return self.read_from(files, name)
+
+    def read_from(self, files: OpenFiles, name: str) -> dict[str, Tensor]:
+        """`read`, with files that stay open between tensors; they make tensors on the default device."""
         made = self.presented()
         entry = made.entries[name]
-        with OpenFiles(self.root) as files:
-            return {part: _whole(made.placed[entry.key(part)], files) for part in entry.parts()}
+        return {part: _whole(made.placed[entry.key(part)], files) for part in entry.parts()}
 
     def values(self, name: str) -> Tensor:
         """A whole tensor on the CPU; a quantized one's values, in the dtype that is wanted of it or the directory's."""

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dcp_adapters.hf.reader import HuggingFaceReader
+from dcp_adapters.hf.reader import HuggingFaceReader, OpenFiles
 from dcp_adapters.source import Stored
+from fsdp_hooks.torch_private import cpu_by_default
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
@@ -30,6 +31,7 @@ class StoredDirectory(Stored):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._reader = HuggingFaceReader(path)
         self.path, self._made = self._reader.path, self._reader.presented()
+        self._files = OpenFiles(self.path)  # each is opened once, its header parsed once
         self.layout, self.entries, self.blobs = self._made.layout, self._made.entries, list[str]()
         self.paths: Mapping[str, tuple[Any, ...]] = {}
 
@@ -43,7 +45,8 @@ class StoredDirectory(Stored):
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """From the files."""
-        return self._reader.read(name)
+        with cpu_by_default():
+            return self._reader.read_from(self._files, name)
 
     def file_bytes(self) -> dict[str, int]:
         """Bytes of each file's tensors, in the dtypes of the parts they hold."""

@@ -133,11 +133,11 @@ def _recipes(want: Entry, held: Entry, way_out: str) -> list[str]:
     if held.recipe == want.recipe:
         return []
     if held.recipe is None:
-        text = f"the checkpoint holds a dense tensor, the target is quantized ({want.recipe}); {CONVERT}, or into a "
-        return [f"{want.name}: {text}dense model"]
+        way_out = f"{CONVERT}, or into a dense model"
+        return [f"{want.name}: the checkpoint holds a dense tensor, the target is quantized ({want.recipe}); {way_out}"]
     if want.recipe is None:
-        text = f"the checkpoint holds it quantized ({held.recipe}), the target is dense; build the target with that "
-        return [f"{want.name}: {text}recipe, or {CONVERT}"]
+        held_as = f"{want.name}: the checkpoint holds it quantized ({held.recipe})"
+        return [f"{held_as}, the target is dense; build the target with that recipe, or {CONVERT}"]
     return [f"{want.name}: the checkpoint holds {held.recipe}, the target is {want.recipe}; {way_out}"]
 
 

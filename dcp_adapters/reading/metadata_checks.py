@@ -27,12 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_adapters.reading.metadata_names import FIELDS, LARGEST
 from dcp_adapters.tiling import inside, tiling_fault
 from dcp_adapters.torch_private import StorageInfo
-from dcp_adapters.words import short
+from dcp_adapters.words import LEAVES, short
 
 METADATA = ".metadata"
 DEEPEST = 64  # levels of planner data
 DIMS = {1: "one dim", 2: "two dims"}
-LEAVES = (type(None), bool, int, float, str, torch.Size, torch.dtype)
 
 
 @dataclass(frozen=True)

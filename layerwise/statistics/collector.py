@@ -74,7 +74,8 @@ class _Accumulated:
         """Add what was measured in one batch, or in the batches of another group."""
         self.tokens += other.tokens
         self.broken += other.broken
-        self.broken_batches += other.broken > 0
+        batches = other.broken_batches if isinstance(other, _Accumulated) else int(other.broken > 0)
+        self.broken_batches += batches
         if other.amax is not None:
             self.amax = other.amax if self.amax is None else torch.maximum(self.amax, other.amax)
         for what, value in other.sums.items():

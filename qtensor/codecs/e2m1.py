@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qtensor.codecs.nibbles import packed, unpacked
-from qtensor.rounding import nearest, onto_grid
+from qtensor.codecs.rounding import nearest, onto_grid
 
 LARGEST = 6.0
 EPS, SMALLEST_NORMAL = 0.5, 1.0  # one mantissa bit, and 0.5 as the only subnormal

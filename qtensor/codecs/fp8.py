@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from qtensor.rounding import nearest, onto_grid
+from qtensor.codecs.rounding import nearest, onto_grid
 
 # element name -> (dtype, largest finite value)
 ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}

@@ -265,6 +265,7 @@ def test_how_a_tensor_is_cut_changes_nothing(recipe: str, monkeypatch: pytest.Mo
         with monkeypatch.context() as small:
             small.setattr(tiles_module, "WIDTH", 32)
             small.setattr(tiles_module, "ELEMENTS", 1024)
+            small.setattr(tiles_module, "HEIGHT", 32)
             pieces = list(tiles(q))
             assert len(pieces) == 2 * 3
             cut = measured(q, dense)

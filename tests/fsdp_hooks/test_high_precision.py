@@ -241,7 +241,7 @@ def _gathers_its_payload(name: str) -> None:
             module.reshard()
             assert comms.given == [expected] * (dist.get_world_size() > 1), (name, moment, comms.given, expected)
     share = quantized_bytes["head.weight"] / (_padded_rows(net.head.weight) * K)
-    want = {"float8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}[name.split("-", maxsplit=1)[0]]
+    want = {"float8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}[name.split("_", maxsplit=1)[0]]
     assert want <= share <= want + 0.07, (name, share)  # fp32 scales of 64 columns, or of a small tensor
 
 

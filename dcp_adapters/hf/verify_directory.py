@@ -1,4 +1,4 @@
-"""Is a Hugging Face directory sound? Headers and JSON agree, every tensor can be read, no weight holds NaN.
+"""Is a Hugging Face directory sound? Headers and JSON agree, every tensor can be read, no quantized weight holds NaN.
 
 There are no checksums in such a directory, so bytes that changed into other valid ones are not found; the report says
 so in a warning.
