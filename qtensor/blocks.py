@@ -89,11 +89,6 @@ def broken_blocks(whole: Tensor, block: int, *, square: bool) -> Tensor:
     return scatter_blocks(broken, block) if square else broken
 
 
-def power_of_two_floor(x: Tensor) -> Tensor:
-    """|x| with its mantissa bits cleared: the largest power of two <= |x|, for normal fp32 x."""
-    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-
-
 def canonical_nan(x: Tensor) -> Tensor:
     """Replace every NaN by the default one (0x7FC00000): backends convert the NaN of float8 to different ones."""
     return torch.where(x != x, math.nan, x)  # noqa: PLR0124 - isnan, in vector code

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from qtensor.blocks import encoding_scale, finite, power_of_two_floor, quotient
+from qtensor.blocks import encoding_scale, finite, quotient
 from qtensor.codecs import fp8
 from qtensor.codecs.fp8 import ELEMENTS
+from qtensor.codecs.rounding import power_of_two_floor
 from qtensor.formats import PartSpec, Route, register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK
 from layerwise.algorithms.candidates import candidates
-from qtensor.blocks import FLT_MAX, finite_amax, power_of_two_floor, quotient
+from qtensor.blocks import FLT_MAX, finite_amax, quotient
+from qtensor.codecs.rounding import power_of_two_floor
 from qtensor.formats import Format, format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
 

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import is_tracing
-from qtensor.blocks import power_of_two_floor
 
 _armed: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding.armed", default=None)
+
+
+def power_of_two_floor(x: Tensor) -> Tensor:
+    """|x| with its mantissa bits cleared: the largest power of two <= |x|, for normal fp32 x."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def is_armed() -> bool:
