@@ -312,3 +312,20 @@ def test_what_can_not_be_loaded_at_all_is_listed_with_the_rest() -> None:
         "b: the checkpoint holds shape (6,), the target has (5,)",
         "w: it is a view",
     ]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_listed_weight_without_any_part_is_refused_in_partial_loads_too(partial: bool) -> None:
+    metadata, manifest = stored({"w": entry()})
+    metadata.state_dict_metadata.clear()
+    problems = differences(target({"w": entry()}), metadata, manifest, partial=partial)
+    assert problems == ["w: the checkpoint lacks w.payload, w.scale"]
+
+
+def test_what_the_manifest_lists_counts_where_a_dense_tensor_has_the_name_too() -> None:
+    metadata, manifest = stored({"w": entry()})
+    metadata.state_dict_metadata |= stored({"w": (48, 64)})[0].state_dict_metadata
+    want = target({"w": (48, 64)})
+    text = f"w: the checkpoint holds it quantized ({MX_TEXT}), the target is dense; build the target with that recipe"
+    assert differences(want, metadata, manifest, partial=False) == [f"{text}, or {CONVERT}"]
+    assert to_convert(want, metadata, manifest) == named({"w": entry()}, torch.float32)
