@@ -21,9 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.part_places import part_placement
-from fsdp_hooks.all_gather import sharding_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, local_of
-from qtensor.contents import lens_of
 from qtensor.formats import PartSpec, block_multiple, specs_of, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
@@ -135,13 +133,13 @@ def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> D
 
 def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     """The parts; a gathered weight's vector of tensor-wide values becomes the one value that all shards share."""
-    if lens_of(q).described is not None:
+    if q._lens.described is not None:
         raise ValueError(
             f"{name}: a transposed or reshaped view of a quantized weight, whose parts are those of shape "
-            f"{lens_of(q).described}; put the weight itself into the state dict"
+            f"{q._lens.described}; put the weight itself into the state dict"
         )
     parts, wide = q.parts(), tensor_wide(q.recipe)
-    if wide is None or sharding_of(q).shards is None:
+    if wide is None or q._sharding.shards is None:
         return parts
     values = parts[wide]
     if not torch.equal(values, values[:1].expand_as(values)):

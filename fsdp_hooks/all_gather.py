@@ -137,11 +137,6 @@ AllGatherHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: i
 )
 
 
-def sharding_of(tensor: AllGatherHooks) -> Sharding:
-    """What FSDP2 made of a tensor."""
-    return tensor._sharding  # noqa: SLF001 - the mixin's own, which other modules read through this function
-
-
 def _as_bytes(part: Tensor) -> Tensor:
     """[n, ..] of any dtype -> uint8 [n, .., bytes], a view of a contiguous part."""
     return part.contiguous().view(torch.uint8)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.all_gather import AllGatherHooks, sharding_of
+from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
@@ -137,7 +137,7 @@ def _described(shape: torch.Size, dtype: torch.dtype, placements: tuple[Any, ...
 
 def _is_gathered(param: Tensor) -> bool:
     local = local_of(param)
-    return isinstance(local, AllGatherHooks) and sharding_of(local).shards is not None
+    return isinstance(local, AllGatherHooks) and local._sharding.shards is not None
 
 
 def _can_share(param: Tensor) -> bool:

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import sharding_of
 from fsdp_hooks.torch_private import foreach_copy
 from qtensor import kernels
 from qtensor.agreement import flat_amax
-from qtensor.contents import initial_value, lens_of, write
+from qtensor.contents import initial_value, write
 from qtensor.formats import keeps_history, tensor_wide
 from qtensor.lens import OWN
 from qtensor.recipes import Recipe
@@ -101,8 +100,8 @@ def _is_plain(shard: QuantizedTensor) -> bool:
     """Whether it is a weight [N, K] of its own, where a write only has to replace the bytes."""
     return (
         shard.ndim == 2
-        and lens_of(shard) == OWN
-        and sharding_of(shard).shards is None
+        and shard._lens == OWN
+        and shard._sharding.shards is None
         and initial_value(shard) is None
         and not keeps_history(shard.recipe)
         and not shard.is_meta

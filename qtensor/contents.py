@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import AT_REST, Sharding, sharding_of
 from qtensor import kernels
 from qtensor.formats import PartSpec, describe, keeps_history, specs_of, tensor_wide
-from qtensor.lens import OWN, Lens, Reach
+from qtensor.lens import Reach
 
 if TYPE_CHECKING:
     from qtensor.tensor import QuantizedTensor
@@ -35,29 +34,19 @@ class Preserved:
         return Preserved()  # DCP stages attributes by deepcopy, and a checkpoint has no use for it
 
 
-def lens_of(q: "QuantizedTensor") -> Lens:
-    """How q looks at its parts."""
-    return q._lens  # noqa: SLF001 - this module is the inside of that class
-
-
-def _preserved(q: "QuantizedTensor") -> Preserved:
-    return q._preserved  # noqa: SLF001 - this module is the inside of that class
-
-
 def initial_value(q: "QuantizedTensor") -> Tensor | None:
     """The high-precision value that q was initialised with; None where it is not preserved."""
-    return _preserved(q).value
+    return q._preserved.value
 
 
 def preserve(q: "QuantizedTensor", value: Tensor | None) -> None:
     """Keep an initial value beside q, aliased; None forgets it."""
-    _preserved(q).value = value
+    q._preserved.value = value
 
 
 def held(q: "QuantizedTensor") -> dict[str, Tensor]:
     """All that q consists of: its parts, and its initial value where that is preserved; aliases."""
-    parts, value = q.parts(), initial_value(q)
-    return parts if value is None else {**parts, INITIAL_VALUE: value}
+    return {spec.name: getattr(q, spec.name) for spec in held_specs(q)}
 
 
 def held_specs(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> tuple[PartSpec, ...]:
@@ -76,25 +65,6 @@ def bytes_of(q: "QuantizedTensor") -> list[Tensor]:
     return [(tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8) for tensor in held(q).values()]
 
 
-def like(  # noqa: PLR0913 - all that an instance consists of
-    q: "QuantizedTensor",
-    parts: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    lens: Lens = OWN,
-    sharding: Sharding = AT_REST,
-    shape: torch.Size | None = None,
-) -> "QuantizedTensor":
-    """A tensor of the class and recipe of q around other parts; `shape` is derived from them unless given."""
-    return type(q)(parts, q.recipe, dtype or q.dtype, lens=lens, sharding=sharding, shape=shape)
-
-
-def aliased(q: "QuantizedTensor", lens: Lens, shape: torch.Size) -> "QuantizedTensor":
-    """Another look at the same parts, and at what is preserved beside them."""
-    sharding, preserved = sharding_of(q), _preserved(q)
-    return type(q)(q.parts(), q.recipe, q.dtype, lens=lens, sharding=sharding, shape=shape, preserved=preserved)
-
-
 def shared_scale(q: "QuantizedTensor") -> Tensor:
     """The scale that pieces of a cut tensor can share, fp32: [] where it is tensor-wide, else [.., N, 1]."""
     part: Tensor = getattr(q, tensor_wide(q.recipe) or "scale")
@@ -103,7 +73,7 @@ def shared_scale(q: "QuantizedTensor") -> Tensor:
 
 def parts_per_row(q: "QuantizedTensor") -> dict[str, Tensor]:
     """The parts, with the vector of a gathered weight's tensor-wide part spread over the rows ([N, 1, ..])."""
-    parts, shards, wide = q.parts(), sharding_of(q).shards, tensor_wide(q.recipe)
+    parts, shards, wide = q.parts(), q._sharding.shards, tensor_wide(q.recipe)
     if shards is not None and wide is not None:
         rows, ndim = parts["payload"].shape[0], parts["payload"].ndim
         entry = (torch.arange(rows, dtype=torch.int64, device=q.device) + shards.offset) // shards.rows
@@ -115,7 +85,7 @@ def decoded(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
     """`q.dequantize(dtype)` outside of autograd."""
     with torch.no_grad():
         values = kernels.decode(parts_per_row(q), q.recipe, dtype or q.dtype)
-        if lens_of(q).transposed:
+        if q._lens.transposed:
             return values.transpose(-2, -1)
         return values if values.shape == q.shape else values.view(q.shape)
 
@@ -134,7 +104,7 @@ def write(q: "QuantizedTensor", dense: Tensor, amax: Tensor | None = None, *, st
     `step` says that the values continue from the previous ones, as an optimizer's do: a recipe with a history then
     continues it, and begins it anew otherwise.
     """
-    lens = lens_of(q)
+    lens = q._lens
     if lens.transposed:
         raise NotImplementedError(
             f"writing into a transposed view of {describe(lens.described or (), q.recipe)}; write the weight itself"
@@ -160,7 +130,7 @@ def store(q: "QuantizedTensor", parts: Mapping[str, Tensor]) -> None:
 
     A view of some rows refuses to change the tensor-wide scale of all rows.
     """
-    lens, wide = lens_of(q), tensor_wide(q.recipe)
+    lens, wide = q._lens, tensor_wide(q.recipe)
     if lens.severed:
         raise RuntimeError(
             f"writing into some columns of {describe(q.shape, q.recipe)}: a slice of columns is a copy, so "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsdp_hooks.across_ranks import device_of
 from fsdp_hooks.torch_private import make_wrapper
-from qtensor.contents import bytes_of, initial_value, lens_of
+from qtensor.contents import bytes_of, initial_value
 from qtensor.formats import describe
 from qtensor.tensor import QuantizedTensor
 
@@ -107,4 +107,4 @@ def _format(piece: Tensor) -> str:
     if not isinstance(piece, QuantizedTensor):
         return f"{piece.numel()} dense values"
     kept = "" if initial_value(piece) is None else " with its initial value"
-    return describe(lens_of(piece).described or piece.shape, piece.recipe) + kept
+    return describe(piece._lens.described or piece.shape, piece.recipe) + kept

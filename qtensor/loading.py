@@ -27,7 +27,7 @@ from fsdp_hooks.scale_sync import groups_sharing, label_of, max_over_groups, tel
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor import kernels
 from qtensor.agreement import flat_amax
-from qtensor.contents import INITIAL_VALUE, initial_value, like
+from qtensor.contents import INITIAL_VALUE, initial_value
 from qtensor.formats import check_values, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
@@ -187,7 +187,7 @@ def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
     parts = kernels.encode(dense, local.recipe, amax)
     if initial_value(local) is not None:
         parts[INITIAL_VALUE] = dense.to(local.dtype, copy=True)
-    return like(local, parts)
+    return local._like(parts)  # type: ignore[no-any-return]
 
 
 def _like(param: Tensor, local: Tensor) -> Tensor:

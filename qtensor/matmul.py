@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.contents import aliased, lens_of
 from qtensor.formats import describe
 from qtensor.ops import implements
 from qtensor.products import product
@@ -44,18 +43,18 @@ def transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _transposed(q: QuantizedTensor) -> QuantizedTensor:
-    lens = lens_of(q)
+    lens = q._lens
     if q.ndim < 2 or (lens.described is not None and not lens.transposed):
         raise NotImplementedError(f"transposing {describe(q.shape, q.recipe)}: only a weight [.., N, K] is defined")
     other = lens.seen_as(None) if lens.transposed else lens.seen_as(tuple(q.shape), transposed=True)
-    return aliased(q, other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
+    return q._aliased(other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
 
 
 @implements(aten.mm.default)
 def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """[T, K] @ t(w) as a linear layer computes it if activations="dynamic", else a product of dequantized values."""
     x, weight = args
-    if isinstance(weight, QuantizedTensor) and lens_of(weight).transposed and weight.recipe.activations is not None:
+    if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
         return product(x, _transposed(weight))
     return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
 
@@ -64,7 +63,7 @@ def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`bias + x @ t(w)`, see `mm`."""
     bias, x, weight = args
-    if isinstance(weight, QuantizedTensor) and lens_of(weight).transposed and weight.recipe.activations is not None:
+    if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
         if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
             raise NotImplementedError(f"addmm with beta or alpha of {describe(weight.shape, weight.recipe)}")
         y: Tensor = product(x, _transposed(weight)) + bias

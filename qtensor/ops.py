@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import AT_REST, Sharding, sharding_of
+from fsdp_hooks.all_gather import AT_REST, Sharding
 from fsdp_hooks.torch_private import note_shard_rows, shard_rows
 from fsdp_hooks.versions import count_writes
 from qtensor.codecs.rounding import armed
-from qtensor.contents import decoded, held, held_specs, initial_value, lens_of, like, preserve, store, write
+from qtensor.contents import decoded, held, held_specs, initial_value, preserve, store, write
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, specs_of, tensor_wide
 from qtensor.lens import Lens
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
@@ -54,8 +54,8 @@ def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A deep copy: parts and initial value get storage of their own, which does not have FSDP's padding."""
     q = args[0]
     parts = {name: part.clone(memory_format=torch.contiguous_format) for name, part in held(q).items()}
-    sharding = Sharding(shards=sharding_of(q).shards)
-    return like(q, parts, lens=lens_of(q).owned(), sharding=sharding, shape=q.shape)
+    sharding = Sharding(shards=q._sharding.shards)
+    return q._like(parts, lens=q._lens.owned(), sharding=sharding, shape=q.shape)
 
 
 @implements(aten._to_copy.default)
@@ -70,7 +70,7 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     moved = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
     own = held(q)
     parts = {spec.name: own[spec.name].to(**moved, dtype=spec.dtype, copy=True) for spec in held_specs(q, dtype)}
-    return like(q, parts, dtype=dtype, lens=lens_of(q).owned(), sharding=sharding_of(q), shape=q.shape)
+    return q._like(parts, dtype=dtype, lens=q._lens.owned(), sharding=q._sharding, shape=q.shape)
 
 
 @implements(aten._pin_memory.default)
@@ -78,7 +78,7 @@ def pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Page-locked copies of the parts."""
     q = args[0]
     parts = {name: part.pin_memory() for name, part in held(q).items()}
-    return like(q, parts, lens=lens_of(q), sharding=sharding_of(q), shape=q.shape)
+    return q._like(parts, lens=q._lens, sharding=q._sharding, shape=q.shape)
 
 
 @implements(aten.is_pinned.default)
@@ -94,7 +94,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(decoded(src), *args[2:])
     same = isinstance(src, QuantizedTensor) and src.recipe.stored == dst.recipe.stored and src.shape == dst.shape
-    if same and _alike(lens_of(src), lens_of(dst)) and _scales_fit(dst, src):
+    if same and _alike(src._lens, dst._lens) and _scales_fit(dst, src):
         own = held(dst)
         # where src has no initial value dst forgets its own, since the new bytes were not made from it
         store(dst, {name: _fit(part, own[name]) for name, part in held(src).items() if name in own})
@@ -115,7 +115,7 @@ def _alike(src: Lens, dst: Lens) -> bool:
 def _scales_fit(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
     """Whether dst can store the tensor-wide values of src: one value in dst cannot stand for several in src."""
     wide = tensor_wide(dst.recipe)
-    return wide is None or sharding_of(src).shards == sharding_of(dst).shards or getattr(src, wide).numel() == 1
+    return wide is None or src._sharding.shards == dst._sharding.shards or getattr(src, wide).numel() == 1
 
 
 def _fit(part: Tensor, like: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _allocate(
     dtype = kwargs.get("dtype") or q.dtype
     if dtype not in APPEARANCE_DTYPES:
         raise TypeError(f"a {type(q).__name__} can appear as bfloat16, float16 or float32, not {dtype}")
-    if lens_of(q).transposed:
+    if q._lens.transposed:
         raise NotImplementedError(f"a new tensor like a transposed view ({describe(q.shape, q.recipe)}); clone() it")
     check_shape(shape, q.recipe, "new tensor", full=False)
     device = kwargs.get("device") or q.device
@@ -152,13 +152,13 @@ def _allocate(
         else torch.zeros(spec.shape(shape), dtype=spec.dtype, device=device, pin_memory=pin)
         for spec in held_specs(q, dtype)
     }
-    return like(q, parts, dtype=dtype, sharding=sharding)
+    return q._like(parts, dtype=dtype, sharding=sharding)
 
 
 @implements(aten.empty_like.default)
 def empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Same class, uninitialised (to_empty, staging)."""
-    return _allocate(args[0], lens_of(args[0]).described or args[0].shape, kwargs, zero=False)
+    return _allocate(args[0], args[0]._lens.described or args[0].shape, kwargs, zero=False)
 
 
 @implements(aten.new_empty.default)
@@ -187,7 +187,7 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "fully_shard(ignored_params=...), or leave it dense"
         )
     out = _allocate(q, shape, kwargs, zero=True, sharding=Sharding(padded_rows=shape[0], allocated=True))
-    if sharding_of(q).shards is None and not q.is_meta:
+    if q._sharding.shards is None and not q.is_meta:
         for spec in specs_of(q.recipe):
             if not spec.per_row:
                 getattr(out, spec.name).copy_(getattr(q, spec.name))
@@ -213,7 +213,7 @@ def zeros_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """PLAIN zeros, which optimizers ask for as state; with `device=` the same class, which blocking stagers ask for."""
     q = args[0]
     if kwargs.get("device") is not None:
-        out = _allocate(q, lens_of(q).described or q.shape, kwargs, zero=True)
+        out = _allocate(q, q._lens.described or q.shape, kwargs, zero=True)
         preserve(out, None)
         return out
     return torch.zeros(q.shape, dtype=kwargs.get("dtype") or q.dtype, device=q.device)

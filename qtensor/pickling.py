@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Sharding, ShardRows, sharding_of
-from qtensor.contents import lens_of
+from fsdp_hooks.all_gather import Sharding, ShardRows
 from qtensor.formats import registered
 from qtensor.lens import Lens
 from qtensor.recipes import Recipe
@@ -29,7 +28,7 @@ def reduced(q: Any) -> tuple[Any, ...]:
         )
         for name, part in q.detach().parts().items()
     }
-    shards, lens = sharding_of(q).shards, lens_of(q)
+    shards, lens = q._sharding.shards, q._lens
     state = {
         "shape": tuple(q.shape),
         "flat": lens.described,

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtensor import kernels
-from qtensor.contents import decoded, lens_of, parts_per_row
+from qtensor.contents import decoded, parts_per_row
 from qtensor.formats import Route, describe, registered
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -56,7 +56,7 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
         parts = quantized_rows(flat, weight.recipe)
         supported, _ = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
         route = registered(weight.recipe).route
-        if supported and route is not None and lens_of(weight).described is None:
+        if supported and route is not None and weight._lens.described is None:
             y = route.multiply(parts, parts_per_row(weight), x.dtype)
         else:
             y = emulated(parts, weight, x.dtype)

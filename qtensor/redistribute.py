@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Sharding, ShardRows, sharding_of
-from qtensor.contents import bytes_of, lens_of, like
+from fsdp_hooks.all_gather import Sharding, ShardRows
+from qtensor.contents import bytes_of
 from qtensor.formats import describe, specs_of, tensor_wide
 from qtensor.joined import Joined, broadcast_flat
 from qtensor.ops import implements
@@ -30,7 +30,7 @@ c10d = torch.ops._c10d_functional  # noqa: SLF001 - the namespace of the ops tha
 def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Append rows of zero bytes, which a slice drops again."""
     q, pad = args[0], args[1]
-    if any(pad[:-1]) or len(pad) != 2 * q.ndim or pad[-1] < 0 or lens_of(q).described is not None:
+    if any(pad[:-1]) or len(pad) != 2 * q.ndim or pad[-1] < 0 or q._lens.described is not None:
         raise NotImplementedError(
             f"padding {describe(q.shape, q.recipe)} by {list(pad)}: only rows behind the last one are defined"
         )
@@ -39,7 +39,7 @@ def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         spec.name: _padded(own[spec.name], pad[-1]) if spec.extends_along(0, q.ndim) else own[spec.name].clone()
         for spec in specs_of(q.recipe)
     }
-    return like(q, parts, sharding=Sharding(padded_rows=q.shape[0] + pad[-1]))
+    return q._like(parts, sharding=Sharding(padded_rows=q.shape[0] + pad[-1]))
 
 
 @implements(aten.cat.default)
@@ -55,8 +55,8 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     alike = all(
         isinstance(q, QuantizedTensor)
         and q.recipe.stored == first.recipe.stored
-        and lens_of(q).described is None
-        and sharding_of(q).shards is None
+        and q._lens.described is None
+        and q._sharding.shards is None
         for q in pieces
     )
     shared = [spec.name for spec in specs_of(first.recipe) if not spec.extends_along(dim, first.ndim)] if alike else []
@@ -69,7 +69,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name: part.clone() if name in shared else _joined([getattr(q, name) for q in pieces], dim)
         for name, part in first.parts().items()
     }
-    return like(first, parts)
+    return first._like(parts)
 
 
 def _joined(pieces: list[Tensor], dim: int) -> Tensor:
@@ -81,7 +81,7 @@ def _joined(pieces: list[Tensor], dim: int) -> Tensor:
 def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather every part as bytes, rank after rank, and wait for it."""
     q, ranks, group = args
-    if sharding_of(q).shards is not None or lens_of(q).described is not None:
+    if q._sharding.shards is not None or q._lens.described is not None:
         raise NotImplementedError(
             f"gathering {describe(q.shape, q.recipe)} over a second mesh dim is not defined; use "
             "fsdp_hooks.unsharded(module) for the weights of a module, or dcp_adapters.expand(state_dict) for its "
@@ -94,7 +94,7 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             parts[spec.name] = part.clone()
         else:
             parts[spec.name] = _gathered(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
-    wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), sharding_of(q).padded_rows
+    wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), q._sharding.padded_rows
     if wide and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
     sharding = Sharding(
@@ -102,7 +102,7 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         padded_rows=None if padded is None else ranks * q.shape[0],
         allocated=padded is not None,  # its first rows are the whole tensor
     )
-    return like(q, parts, sharding=sharding)
+    return q._like(parts, sharding=sharding)
 
 
 @implements(torch.ops.c10d.scatter_.default)
@@ -134,7 +134,7 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    return isinstance(tensor, QuantizedTensor) and tensor.ndim == 1 and lens_of(tensor).described is not None
+    return isinstance(tensor, QuantizedTensor) and tensor.ndim == 1 and tensor._lens.described is not None
 
 
 # newer torch hands results through a second op on the way to autograd

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, Sharding
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from qtensor import kernels
-from qtensor.contents import Preserved, decoded, held, initial_value, like, preserve
+from qtensor.contents import Preserved, decoded, held, initial_value, preserve
 from qtensor.formats import (
     APPEARANCE_DTYPES,
     check_shape,
@@ -139,7 +139,28 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         return [spec.name for spec in specs_of(self.recipe) if spec.gathered]
 
     def _gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
-        return like(self, parts, dtype=dtype, sharding=sharding)
+        return self._like(parts, dtype=dtype, sharding=sharding)
+
+    # -- what the packages build from one ------------------------------------------------------------------------------
+
+    def _like(
+        self,
+        parts: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        lens: Lens = OWN,
+        sharding: Sharding = AT_REST,
+        shape: torch.Size | None = None,
+    ) -> "QuantizedTensor":
+        """A tensor of this class and recipe around other parts; `shape` is derived from them unless given."""
+        return type(self)(parts, self.recipe, dtype or self.dtype, lens=lens, sharding=sharding, shape=shape)
+
+    def _aliased(self, lens: Lens, shape: torch.Size) -> "QuantizedTensor":
+        """Another look at the same parts, and at what is preserved beside them."""
+        sharding, preserved = self._sharding, self._preserved
+        return type(self)(
+            self.parts(), self.recipe, self.dtype, lens=lens, sharding=sharding, shape=shape, preserved=preserved
+        )
 
     # -- torch protocols -----------------------------------------------------------------------------------------------
 

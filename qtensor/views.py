@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows, sharding_of
-from qtensor.contents import aliased, held, held_specs, lens_of, like
+from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows
+from qtensor.contents import held, held_specs
 from qtensor.formats import PartSpec, block_multiple, describe, row_multiple, specs_of, tensor_wide
 from qtensor.lens import OWN, Lens, Reach
 from qtensor.ops import implements, refuse_resharding_to_a_smaller_mesh
@@ -34,30 +34,30 @@ def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same bytes in a new wrapper."""
     q = args[0]
-    return aliased(q, lens_of(q), q.shape)
+    return q._aliased(q._lens, q.shape)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same elements in the same order: regrouped where rows stay rows, else seen in another shape (for FSDP)."""
     q, own = args[0], args[0].shape
-    lens = lens_of(q)
+    lens = q._lens
     if tuple(args[1]) == own or (shape := _resolve(args[1], q.numel())) == own:
-        return aliased(q, lens, own)
+        return q._aliased(lens, own)
     described = lens.described or tuple(own)
     if lens.transposed:
         raise NotImplementedError(
             f"a view of shape {shape} of a transposed {describe(described, q.recipe)}; transpose it back first"
         )
     if shape == described:
-        return aliased(q, lens.seen_as(None), torch.Size(shape))
-    regroups = len(shape) > 1 and shape[-1] == described[-1] and lens == OWN and sharding_of(q) == AT_REST
+        return q._aliased(lens.seen_as(None), torch.Size(shape))
+    regroups = len(shape) > 1 and shape[-1] == described[-1] and lens == OWN and q._sharding == AT_REST
     if getattr(q.recipe, "blocks", "row") == "square":
         regroups = regroups and shape[-2] % block_multiple(q.recipe) == 0  # else blocks would span two matrices
     if not regroups:
-        return aliased(q, lens.seen_as(described), torch.Size(shape))
+        return q._aliased(lens.seen_as(described), torch.Size(shape))
     own_parts = held(q)
-    return like(q, {spec.name: own_parts[spec.name].view(spec.shape(shape)) for spec in held_specs(q)})
+    return q._like({spec.name: own_parts[spec.name].view(spec.shape(shape)) for spec in held_specs(q)})
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -77,8 +77,8 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, end, _ = slice(start, end).indices(q.shape[dim])
     if step != 1:
         raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
-    if (start, end) == (0, q.shape[dim]) and lens_of(q).described is not None:
-        return aliased(q, lens_of(q), q.shape)  # all of it, which can be viewed back
+    if (start, end) == (0, q.shape[dim]) and q._lens.described is not None:
+        return q._aliased(q._lens, q.shape)  # all of it, which can be viewed back
     return cut(q, dim, start, max(end, start), severed=dim == q.ndim - 1)
 
 
@@ -113,7 +113,7 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     piece = cut(q, 0, index, index + 1)
     own = held(piece)
     parts = {spec.name: own[spec.name][0] if spec.per_row else own[spec.name] for spec in held_specs(q)}
-    return like(q, parts, lens=lens_of(piece))  # q may itself be a view, whose writes reach others, or nothing
+    return q._like(parts, lens=piece._lens)  # q may itself be a view, whose writes reach others, or nothing
 
 
 @implements(aten.unbind.int)
@@ -136,11 +136,11 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "shard on dim 0"
         )
     cropped, wide = cut(q, 0, 0, size[0]), tensor_wide(q.recipe)
-    if sharding_of(q).shards is None:
+    if q._sharding.shards is None:
         return cropped
     # this removes only padding: every shard keeps its tensor-wide value, and the result is still the whole weight
     parts = cropped.parts() | ({wide: getattr(q, wide)} if wide else {})
-    return like(q, parts, lens=lens_of(q), sharding=sharding_of(q))
+    return q._like(parts, lens=q._lens, sharding=q._sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,14 +182,13 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int, *, severed: bool = F
     shape = q.shape
     piece = _Range(shape, dim, start, end)
     _check_cut(q, piece)
-    own, lens, sharding = held(q), lens_of(q), sharding_of(q)
+    own, lens, sharding = held(q), q._lens, q._sharding
     parts = {spec.name: _cut_part(own[spec.name], spec, piece) for spec in held_specs(q)}
     shards, wide = sharding.shards, tensor_wide(q.recipe)
     if shards is not None and wide is not None and dim == 0 and not piece.whole:
         parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
     reach = _reach(piece, row_multiple(q.recipe), allocated=sharding.allocated, severed=severed)
-    return like(
-        q,
+    return q._like(
         parts,
         lens=Lens(max(lens.reach, reach)),
         sharding=Sharding(shards=shards, padded_rows=sharding.padded_rows if piece.leads else None),
@@ -198,7 +197,7 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int, *, severed: bool = F
 
 
 def _check_cut(q: QuantizedTensor, piece: _Range) -> None:
-    lens = lens_of(q)
+    lens = q._lens
     if lens.described is not None:
         raise NotImplementedError(
             f"cutting a {'transposed' if lens.transposed else 'reshaped'} view of "

@@ -17,7 +17,6 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, quantized_local
 from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.manifest import MANIFEST, Manifest
-from qtensor.contents import lens_of
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
 VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -50,7 +49,7 @@ class Target:
         unfit = {}
         for name, value in flat.items():
             q = quantized_local(value)
-            severed = q is not None and lens_of(q).severed
+            severed = q is not None and q._lens.severed
             problem = placement_problem(value) or (SEVERED if severed else None)
             if problem is not None:
                 unfit[name] = problem

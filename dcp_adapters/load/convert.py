@@ -32,7 +32,7 @@ from fsdp_hooks.versions import count_writes
 from qtensor import kernels
 from qtensor.agreement import flat_amax
 from qtensor.blocks import canonical_nan
-from qtensor.contents import INITIAL_VALUE, lens_of, shared_scale, store
+from qtensor.contents import INITIAL_VALUE, shared_scale, store
 from qtensor.formats import block_multiple, row_multiple, specs_of
 from qtensor.lens import OWN
 from qtensor.tensor import QuantizedTensor
@@ -72,7 +72,7 @@ class Conversion:
         """
         name, q = source.name, quantized_local(value)
         if q is not None:
-            if lens_of(q) != OWN:
+            if q._lens != OWN:
                 raise ValueError(
                     f"{name}: the target is a view of some of a larger tensor, which a conversion can not write; load "
                     "all of it at once"

@@ -45,10 +45,9 @@ from dcp_adapters.reading.order import has_files, in_order, is_probe, original_i
 from dcp_adapters.reading.places import check_archives, check_ordinary
 from dcp_adapters.torch_private import flatten_state_dict, set_element
 from dcp_adapters.words import in_lines
-from fsdp_hooks.all_gather import sharding_of
 from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.versions import count_writes
-from qtensor.contents import lens_of, preserve
+from qtensor.contents import preserve
 from qtensor.formats import tensor_wide
 from qtensor.tensor import QuantizedTensor
 
@@ -328,11 +327,11 @@ def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
     vectors = {}
     for name, q in quantized.items():
         wide = tensor_wide(q.recipe)
-        if wide and lens_of(q).some_rows:
+        if wide and q._lens.some_rows:
             raise ValueError(
                 f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all "
                 "of it at once"
             )
-        if wide and sharding_of(q).shards is not None:
+        if wide and q._sharding.shards is not None:
             vectors[f"{name}.{wide}"] = q.parts()[wide]
     return vectors

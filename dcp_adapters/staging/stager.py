@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.staging.host_memory import SnapshotMemory
-from fsdp_hooks.all_gather import Sharding, sharding_of
+from fsdp_hooks.all_gather import Sharding
 from fsdp_hooks.torch_private import dtensor_like, without_torch_function
-from qtensor.contents import lens_of, like
 from qtensor.formats import describe
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
@@ -182,7 +181,7 @@ class Survey:
         return lambda copies: unflatten({one: rebuild(copies) for one, rebuild in inner.items()}, context, size, stride)
 
     def _quantized(self, name: str, q: QuantizedTensor) -> Rebuild:
-        lens = lens_of(q)
+        lens = q._lens
         if lens.described is not None:
             raise ValueError(
                 f"{name}: a {'transposed' if lens.transposed else 'reshaped'} view, {tuple(q.shape)}, of "
@@ -190,8 +189,8 @@ class Survey:
                 "into the state dict"
             )
         indices = {part: self._add(name, part, tensor) for part, tensor in q.parts().items()}
-        sharding = Sharding(shards=sharding_of(q).shards)  # a snapshot has no padding, and is no part of another
-        return lambda copies: like(q, {part: copies[index] for part, index in indices.items()}, sharding=sharding)
+        sharding = Sharding(shards=q._sharding.shards)  # a snapshot has no padding, and is no part of another
+        return lambda copies: q._like({part: copies[index] for part, index in indices.items()}, sharding=sharding)
 
     def _add(self, name: str, suffix: str, part: Tensor) -> int:
         """The index of a part, shared with an earlier part that views the same bytes in the same way."""

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedSavePlanner, expand
 from dcp_adapters.expand import quantized_local
-from fsdp_hooks.all_gather import sharding_of
 from qtensor import MasterWeightOptimizer, QuantizedTensor, high_precision_init_val, quantized_model_init
 from qtensor.contents import initial_value
 from tests.dcp_adapters.cases import (
@@ -148,7 +147,7 @@ def staged_copies(base: Path) -> None:
                     tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in parts.values()
                 }.values()
             )
-            rows = sharding_of(source).padded_rows or source.shape[0]
+            rows = source._sharding.padded_rows or source.shape[0]
             padding = (
                 sum(part[0].numel() * part.itemsize for part in parts.values() if part.ndim)
                 if rows > source.shape[0] > 0

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, expand
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.staging import host_memory
-from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows, sharding_of
+from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows
 from qtensor import QuantizedTensor, high_precision_init_val, quantize, quantized_model_init
-from qtensor.contents import initial_value, like
+from qtensor.contents import initial_value
 from tests.dcp_adapters.cases import (
     RECIPES,
     alone,
@@ -80,7 +80,7 @@ def assert_a_snapshot(staged: Any, live: Any) -> None:
         if q is not None:
             assert type(quantized_local(copy)) is type(q), name
             assert (quantized_local(copy).recipe, quantized_local(copy).dtype) == (q.recipe, q.dtype), name
-            assert sharding_of(quantized_local(copy)) == AT_REST, name  # no padding rows behind it
+            assert quantized_local(copy)._sharding == AT_REST, name  # no padding rows behind it
         if isinstance(source, DTensor):
             assert (copy.device_mesh, copy.placements) == (source.device_mesh, source.placements), name
             assert (copy.shape, copy.dtype) == (source.shape, source.dtype), name
@@ -171,7 +171,7 @@ def test_a_high_precision_weight_becomes_the_dense_tensor_it_is() -> None:
 def test_a_gathered_weight_is_saved_as_the_weight_it_is(tmp_path: Path) -> None:
     q = weight(0, "float8_tensor")
     parts = {"payload": q.payload, "scale": q.scale.repeat(2)}
-    gathered = like(q, parts, sharding=Sharding(shards=ShardRows(16)))
+    gathered = q._like(parts, sharding=Sharding(shards=ShardRows(16)))
     staged = stager().stage({"w": gathered})
     assert quantized_local(staged["w"]).scale.shape == (2,)
     with alone():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Sharding, ShardRows, sharding_of
+from fsdp_hooks.all_gather import Sharding, ShardRows
 from qtensor import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -457,7 +457,7 @@ def test_the_hardware_agrees_with_the_emulation(
 def test_the_hardware_applies_the_scale_of_every_shard(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = on_hardware(recipe, 96, 128)
     w, values = gathered(recipe, columns=128)
-    parts, sharding = {name: part.to(device) for name, part in w.parts().items()}, sharding_of(w)
+    parts, sharding = {name: part.to(device) for name, part in w.parts().items()}, w._sharding
     w = type(w)(parts, recipe, w.dtype, sharding=sharding)
     x = tokens(7, 128).to(device)
     forbid_emulation(monkeypatch)
