@@ -1,15 +1,16 @@
 """Agreement on shared scales: all shards that share a scale hold the same value, by one fused all-reduce a group.
 
 Shards must agree over a mesh dim if it cuts the weight along a dim that some scale does not extend along: over every
-sharding mesh dim for a tensor-wide scale, over those that cut K for a scale a row, and over none for scales of blocks
-(replicas hold equal bytes already). The values of all weights are laid end to end and reduced together, once for each
-distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP, and a second one for a group whose values
-do not fit into the first (some thousands). The groups are read from the DTensor at the moment of use and stored
-nowhere. Values are matched by what they belong to, not by the order in which a rank lists them; see exchange.py.
+sharding mesh dim for a tensor-wide scale, over those that cut K for a scale a row, over those that cut square blocks,
+and over none for other scales of blocks (replicas hold equal bytes already). The values of all weights are laid end to
+end and reduced together, once for each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP,
+and a second one for a group whose values do not fit into the first (some thousands). The groups are read from the
+DTensor at the moment of use and stored nowhere. Values are matched by what they belong to, not by the order in which a
+rank lists them; see exchange.py.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,11 @@ from fsdp_hooks.versions import count_writes
 class SharedScales(Protocol):
     """The scales of one shard, which it may share with others; the methods are called in this order."""
 
+    def may_share(self) -> bool:
+        """Whether some way to cut the weight leaves pieces with a scale in common."""
+
     def shared_along(self, dim: int) -> bool:
-        """Whether pieces cut along tensor dim `dim` have a scale in common."""
+        """Whether the shards have a scale in common over the mesh dims that cut them along tensor dim `dim`."""
 
     def kind(self) -> str:
         """How the shard is quantized; ranks compare this to prove that they mean the same weight."""
@@ -41,9 +45,14 @@ class SharedScales(Protocol):
 
 
 @functools.singledispatch
-def scales_of(shard: object) -> SharedScales | None:
-    """The scales of a local tensor, by its class (`scales_of.register`); None for one that is not quantized."""
+def scales_of_shard(shard: object, param: Tensor) -> SharedScales | None:
+    """`scales_of` by the class of the local tensor (`scales_of_shard.register`)."""
     return None
+
+
+def scales_of(param: Tensor) -> SharedScales | None:
+    """The scales of a parameter's shard; None for one that is not quantized."""
+    return scales_of_shard(local_of(param), param)
 
 
 def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> int:
@@ -92,7 +101,7 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
     labels, groups = [(label_of(name, param),) for name, param, _ in shared], [own for _, _, own in shared]
     with torch.no_grad():
         shards = [local_of(param) for _, param, _ in shared]
-        held: list[Any] = [scales_of(shard) for shard in shards]
+        held: list[Any] = [scales_of(param) for _, param, _ in shared]
         try:
             claims = [scales.claim() for scales in held]
         except Exception:
@@ -123,7 +132,7 @@ def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 def label_of(name: str, param: Tensor) -> str:
     """What must be equal on all ranks for a parameter that shares scales, in words."""
-    scales = scales_of(local_of(param))
+    scales = scales_of(param)
     assert scales is not None
     placements = param.placements if isinstance(param, DTensor) else None
     text = _described(param.shape, param.dtype, placements, scales.kind())
@@ -141,8 +150,8 @@ def _is_gathered(param: Tensor) -> bool:
 
 
 def _can_share(param: Tensor) -> bool:
-    scales = scales_of(local_of(param))
-    return scales is not None and any(scales.shared_along(dim) for dim in range(param.ndim))
+    scales = scales_of(param)
+    return scales is not None and scales.may_share()
 
 
 def max_over_groups(
@@ -196,10 +205,13 @@ def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessG
 
 def groups_sharing(param: Tensor) -> list[dist.ProcessGroup]:
     """The groups over which the shards of a parameter share a scale; empty for one that has no such scale."""
-    scales = scales_of(local_of(param))
-    if scales is None:
-        return []
-    return [group for dim, group in cuts_of([param])[0] if scales.shared_along(dim)]
+    scales = scales_of(param)
+    return [] if scales is None else groups_of(param, scales.shared_along)
+
+
+def groups_of(param: Tensor, shared_along: Callable[[int], bool]) -> list[dist.ProcessGroup]:
+    """The groups over which a parameter is cut along one of certain dims."""
+    return [group for dim, group in cuts_of([param])[0] if shared_along(dim)]
 
 
 def cuts_of(params: Sequence[Tensor]) -> list[list[tuple[int, dist.ProcessGroup]]]:

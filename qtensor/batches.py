@@ -3,21 +3,22 @@
 Quantizing one small weight takes two dozen tiny operations. Weights of one recipe and shape are stacked, [n, N, K], and
 quantized as one tensor. A scale that is tensor-wide in each weight is passed in and returned as one value for each row:
 
-    bytes of write_each(shards, values, amaxes) == bytes of write(shard, value, amax, step=True) for each
+    bytes of write_each(shards, values, agreed, cuts) == bytes of write(shard, value, *decided(..), step=True) for each
 
 A large weight, and one that is more than plain (a view, or with an amax history or a preserved initial value), is
 written by itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import foreach_copy
 from qtensor import kernels
-from qtensor.agreement import flat_amax
+from qtensor.agreement import claim_of, decided
 from qtensor.contents import initial_value, write
+from qtensor.cut_blocks import CutBlocks
 from qtensor.formats import keeps_history, tensor_wide
 from qtensor.lens import OWN
 from qtensor.recipes import Recipe
@@ -28,16 +29,23 @@ STACK = 2**22  # elements that are stacked at a time
 
 
 @torch.no_grad()
-def write_each(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], amaxes: Sequence[Tensor | None]) -> None:
-    """write(shard, value, amax, step=True) for each; `amaxes` as `write` takes them."""
-    for numbers in _batches(shards, values, [amax is None for amax in amaxes]):
+def write_each(
+    shards: Sequence[QuantizedTensor],
+    values: Sequence[Tensor],
+    agreed: Sequence[Tensor | None],
+    cuts: Sequence[CutBlocks | None],
+) -> None:
+    """Write each shard, under the scales agreed on: the maxima over all `claim_of`, None for a shard that has none."""
+    for numbers in _batches(shards, values, [(one is None, cut) for one, cut in zip(agreed, cuts, strict=True)]):
+        recipe, cut = shards[numbers[0]].recipe, cuts[numbers[0]]
         if len(numbers) == 1:
             (number,) = numbers
-            write(shards[number], values[number], amaxes[number], step=True)
+            write(shards[number], values[number], *decided(values[number], recipe, cut, agreed[number]), step=True)
             continue
-        recipe, stacked = shards[numbers[0]].recipe, torch.stack([values[number] for number in numbers])
-        agreed = [amaxes[number] for number in numbers]
-        parts = kernels.encode(stacked, recipe, _each_amax(stacked, recipe, agreed))
+        stacked = torch.stack([values[number] for number in numbers])
+        known = [one for number in numbers if (one := agreed[number]) is not None]  # of all of them, or of none
+        amaxes, blocks = decided(stacked, recipe, cut, torch.stack(known) if known else None)
+        parts = kernels.encode(stacked, recipe, _each_amax(stacked, recipe, amaxes), blocks)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, part in parts.items():  # [n, N, ..]
@@ -48,46 +56,52 @@ def write_each(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], amax
 
 
 @torch.no_grad()
-def shared_amaxes(shards: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """flat_amax(value, shard.recipe) for each; every shard must be one that shares scales."""
+def claims_of(
+    shards: Sequence[QuantizedTensor], values: Sequence[Tensor], cuts: Sequence[CutBlocks | None]
+) -> list[Tensor]:
+    """claim_of(value, shard.recipe, cut) for each; every shard must have scales in common with others."""
     found: dict[int, Tensor] = {}
-    for numbers in _batches(shards, values, [False] * len(shards)):
+    for numbers in _batches(shards, values, cuts):
+        recipe, cut = shards[numbers[0]].recipe, cuts[numbers[0]]
         if len(numbers) == 1:
             (number,) = numbers
-            amax = flat_amax(values[number], shards[number].recipe)
-            assert amax is not None
-            found[number] = amax
+            found[number] = claim_of(values[number], recipe, cut)
             continue
         stacked = torch.stack([values[number] for number in numbers])
-        rows = kernels.row_amaxes(stacked).flatten(1)  # [n, N]
-        if tensor_wide(shards[numbers[0]].recipe):
-            rows = rows.amax(dim=1, keepdim=True)
-        found |= dict(zip(numbers, rows.unbind(), strict=True))
+        claims = []  # [n, ..] each
+        if kernels.shares_amax(recipe):
+            rows = kernels.row_amaxes(stacked).flatten(1)  # [n, N]
+            claims.append(rows.amax(dim=1, keepdim=True) if tensor_wide(recipe) else rows)
+        if cut is not None:
+            claims.append(cut.claim(stacked, recipe))
+        found |= dict(zip(numbers, torch.cat(claims, dim=1).unbind(), strict=True))
     return [found[number] for number in range(len(shards))]
 
 
-def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Sequence[Tensor | None]) -> Tensor | None:
-    """[n, N, 1]: the amax that decides each row's scale; None where blocks have scales of their own."""
+def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Tensor | None) -> Tensor | None:
+    """[n, N, 1]: the amax that decides each row's scale, of `agreed` [n, shared scales]; None without shared scales."""
     if not kernels.shares_amax(recipe):
         return None
     n, rows, _ = stacked.shape
-    if any(amax is None for amax in agreed):  # then all are, see _batches
-        own = kernels.row_amaxes(stacked)
-        return own.amax(dim=1, keepdim=True).expand(n, rows, 1) if tensor_wide(recipe) else own
-    return torch.stack([amax.reshape(-1, 1).expand(rows, 1) for amax in agreed if amax is not None])
+    if agreed is not None:
+        return agreed.unsqueeze(-1).expand(n, rows, 1)
+    own = kernels.row_amaxes(stacked)
+    return own.amax(dim=1, keepdim=True).expand(n, rows, 1) if tensor_wide(recipe) else own
 
 
-def _batches(shards: Sequence[QuantizedTensor], values: Sequence[Tensor], alone: Sequence[bool]) -> Iterator[list[int]]:
+def _batches(
+    shards: Sequence[QuantizedTensor], values: Sequence[Tensor], apart: Sequence[Hashable]
+) -> Iterator[list[int]]:
     """The numbers of the weights in each batch: small ones of one recipe, shape, dtype and device; else a single one.
 
-    Weights that share no scale (`alone`) have batches of their own: under tensor parallelism one weight may be cut
-    along its scales while another of the same shape is not.
+    Weights of different `apart` come in different batches: under tensor parallelism one weight may be cut along its
+    scales while another of the same shape is not.
     """
     kinds: dict[object, list[int]] = {}
     for number, (shard, value) in enumerate(zip(shards, values, strict=True)):
         # a shard without rows has no amax to be stacked
         if _is_plain(shard) and value.shape == shard.shape and 0 < value.numel() < SMALL:
-            kind = (shard.recipe, tuple(value.shape), value.dtype, value.device, alone[number])
+            kind = (shard.recipe, tuple(value.shape), value.dtype, value.device, apart[number])
             kinds.setdefault(kind, []).append(number)
         else:
             yield [number]

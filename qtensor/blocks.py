@@ -7,11 +7,24 @@ scalar loops. Divisions are tensor by tensor: torch computes `448.0 / t` as reci
 
 import ctypes
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 FLT_MAX = torch.finfo(torch.float32).max
+
+
+class BlockFacts(NamedTuple):
+    """What is known of the block behind each scale, fp32 [.., N, ceil(K / block)] each, for every row of x [.., N, K].
+
+    amax: its largest finite magnitude.
+    broken: 1 where it has an element that is not finite, else 0.
+    """
+
+    amax: Tensor
+    broken: Tensor
 
 
 def fp32(value: float) -> float:
@@ -87,6 +100,16 @@ def broken_blocks(whole: Tensor, block: int, *, square: bool) -> Tensor:
     """[.., blocks, block] of `finite` -> fp32 [.., blocks]: 1 where some element of the block is not finite, else 0."""
     broken = (~whole).to(torch.float32).amax(dim=-1)
     return scatter_blocks(broken, block) if square else broken
+
+
+def marks(blocks: BlockFacts | None) -> dict[str, Tensor]:
+    """What a quantizer holds besides scales, so that `marked_blocks` can tell."""
+    return {} if blocks is None else {"broken": blocks.broken}
+
+
+def marked_blocks(quantizer: Mapping[str, Tensor], whole: Tensor, block: int, *, square: bool) -> Tensor:
+    """`broken_blocks`, or what the quantizer says of them where it was made from facts."""
+    return quantizer["broken"] if "broken" in quantizer else broken_blocks(whole, block, square=square)
 
 
 def canonical_nan(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qtensor import kernels
+from qtensor.blocks import BlockFacts
 from qtensor.formats import PartSpec, describe, keeps_history, specs_of, tensor_wide
 from qtensor.lens import Reach
 
@@ -97,10 +98,18 @@ def values_of(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def write(q: "QuantizedTensor", dense: Tensor, amax: Tensor | None = None, *, step: bool = False) -> None:
+def write(
+    q: "QuantizedTensor",
+    dense: Tensor,
+    amax: Tensor | None = None,
+    blocks: BlockFacts | None = None,
+    *,
+    step: bool = False,
+) -> None:
     """Requantize in place from dense values of the same shape.
 
     `amax` is what the shards agreed on, one value for each shared scale; without it the amax of the values is taken.
+    `blocks` is the same for square blocks that shards cut.
     `step` says that the values continue from the previous ones, as an optimizer's do: a recipe with a history then
     continues it, and begins it anew otherwise.
     """
@@ -121,7 +130,7 @@ def write(q: "QuantizedTensor", dense: Tensor, amax: Tensor | None = None, *, st
         before = q.parts()
         parts = kernels.encode_step(x, q.recipe, amax, before["scale"], before["amax_history"])
     else:
-        parts = kernels.encode(x, q.recipe, amax)
+        parts = kernels.encode(x, q.recipe, amax, blocks)
     store(q, {**parts, INITIAL_VALUE: x})
 
 

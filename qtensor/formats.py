@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qtensor.blocks import finite_amax, row_amax
+from qtensor.blocks import BlockFacts, block_amax, finite, finite_amax, row_amax
 from qtensor.recipes import Recipe
 
 APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,7 +87,11 @@ class Format(Protocol):
         """The parts, payload first."""
 
     def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
-        """What decides the scales of x, ignoring elements that are not finite; shared scales are made from `amax`."""
+        """What decides the scales of x, ignoring elements that are not finite; shared scales are made from `amax`.
+
+        A format with square blocks takes a fourth argument, `blocks`: facts of the blocks to use in place of those that
+        x shows (see qtensor/cut_blocks.py); so does its `adopt`.
+        """
 
     def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(enc, dec), fp32: x is multiplied by enc before rounding, and its elements by dec after it.
@@ -202,16 +206,28 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     return None if all(spec.block for spec in specs) else row_amax(x)
 
 
-def encode(x: Tensor, recipe: Recipe, amax: Tensor | None) -> dict[str, Tensor]:
-    """Parts of x (fp32 [.., N, K]); shared scales are made from `amax`, that of `shared_amax` or an agreed one."""
-    fmt = format_of(recipe)
-    return fmt.encode_with(x, recipe, fmt.quantizer(x, recipe, amax))
+def encode(x: Tensor, recipe: Recipe, amax: Tensor | None, blocks: BlockFacts | None = None) -> dict[str, Tensor]:
+    """Parts of x (fp32 [.., N, K]); shared scales are made from `amax`, that of `shared_amax` or an agreed one.
 
-
-def adopt(x: Tensor, recipe: Recipe, scale: Tensor) -> dict[str, Tensor]:
-    """Parts of x (fp32 [.., N, K]) under a given shared scale, shaped like the amax; they may lack a history."""
+    `blocks`, for square blocks alone: the facts that block scales are made from; None: those of x.
+    """
     fmt: Any = format_of(recipe)
-    return fmt.adopt(x, recipe, scale)  # type: ignore[no-any-return]
+    facts = () if blocks is None else (blocks,)
+    return fmt.encode_with(x, recipe, fmt.quantizer(x, recipe, amax, *facts))  # type: ignore[no-any-return]
+
+
+def adopt(x: Tensor, recipe: Recipe, scale: Tensor, blocks: BlockFacts | None = None) -> dict[str, Tensor]:
+    """`encode` under a given shared scale, shaped like the amax; the parts may lack a history."""
+    fmt: Any = format_of(recipe)
+    facts = () if blocks is None else (blocks,)
+    return fmt.adopt(x, recipe, scale, *facts)  # type: ignore[no-any-return]
+
+
+def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
+    """Facts of the row of each block that every row of x (fp32 [.., N, K]) holds."""
+    block = block_multiple(recipe)
+    broken = (~finite(x)).to(torch.float32)
+    return BlockFacts(block_amax(x, block, square=False), block_amax(broken, block, square=False))
 
 
 @functools.cache

@@ -17,6 +17,7 @@ quantized under a scale of its own. Scales travel with the bytes, so the gather 
 Outside FSDP, `F.linear` quantizes the weight on the spot: the same numbers as under FSDP on one rank.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding
-from fsdp_hooks.scale_sync import scales_of
+from fsdp_hooks.scale_sync import scales_of_shard
 from fsdp_hooks.torch_private import (
     is_described,
     is_tracing,
@@ -36,8 +37,8 @@ from fsdp_hooks.torch_private import (
     without_torch_function,
 )
 from fsdp_hooks.versions import count_writes
-from qtensor import kernels
-from qtensor.agreement import RecipeScales, flat_amax
+from qtensor.agreement import RecipeScales, claim_of, encode_agreed
+from qtensor.cut_blocks import CutBlocks
 from qtensor.formats import check_shape, describe, registered
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
@@ -49,12 +50,14 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @dataclass
 class Agreement:
-    """Holds what was agreed on: fp32 [2, shared scales], the amaxes over all shards and this shard's own at that time.
+    """Holds what was agreed on. Aliases share it: a DTensor hands out a new alias of its local tensor each time.
 
-    Aliases share it: a DTensor hands out a new alias of its local tensor each time.
+    claims: fp32 [2, n], the maxima of `agreement.claim_of` over all shards, and this shard's own at that time.
+    cut: the square blocks that shards cut.
     """
 
-    amaxes: Tensor | None = None
+    claims: Tensor | None = None
+    cut: CutBlocks | None = None
 
 
 class HighPrecisionWeight(Tensor):
@@ -89,14 +92,22 @@ class HighPrecisionWeight(Tensor):
     @torch.no_grad()
     def quantized(self) -> QuantizedTensor:
         """The parts that a gather sends, as a tensor of their own."""
-        x = self.dense.detach()
-        amax, agreed = kernels.shared_amax(x, self.recipe), self.agreement.amaxes
-        if amax is not None and agreed is not None and agreed.shape[1] == amax.numel():
-            ours, own = (row.view_as(amax).to(amax.device) for row in agreed)
-            amax = torch.where(amax == own, ours, amax)
-        parts, kind = kernels.encode(x, self.recipe, amax), registered(self.recipe).tensor_class
+        x, agreed = self.dense.detach(), self._agreed()
+        parts = encode_agreed(x, self.recipe, self.agreement.cut if agreed is not None else None, agreed)
+        kind = registered(self.recipe).tensor_class
         sharding = Sharding(padded_rows=self.padded_rows)
         return kind(parts, self.recipe, self.dtype, sharding=sharding)  # type: ignore[no-any-return]
+
+    def _agreed(self) -> Tensor | None:
+        """fp32 [n]: what was agreed on, where this shard's values still claim what they did then; else their claim."""
+        claims, cut = self.agreement.claims, self.agreement.cut
+        if claims is None:
+            return None
+        own = claim_of(self.dense.detach(), self.recipe, cut)
+        if claims.shape[1] != own.numel():
+            return None
+        ours, then = claims.to(own.device)
+        return torch.where(own == then, ours, own)
 
     # -- FSDP2 ---------------------------------------------------------------------------------------------------------
 
@@ -167,16 +178,17 @@ class HighPrecisionWeight(Tensor):
         return _wrapped(func, args, kwargs, result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        agreed = self.agreement.amaxes
+        agreed = self.agreement.claims
         self.agreed = agreed  # torch looks up inner tensors as attributes
-        return ["dense", *(["agreed"] if agreed is not None else [])], (self.recipe, self.padded_rows)
+        context = self.recipe, self.padded_rows, self.agreement.cut
+        return ["dense", *(["agreed"] if agreed is not None else [])], context
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "HighPrecisionWeight":
-        recipe, padded_rows = context
-        agreement = Agreement(inner.get("agreed"))
+        recipe, padded_rows, cut = context
+        agreement = Agreement(inner.get("agreed"), cut)
         return HighPrecisionWeight(inner["dense"], recipe, agreement=agreement, padded_rows=padded_rows)
 
     def _stable_hash_for_caching(self) -> str:
@@ -217,18 +229,16 @@ class DenseScales(RecipeScales):
 
     @torch.no_grad()
     def claim(self) -> Tensor:
-        """fp32 [shared scales]: the amaxes of this shard."""
-        amax = flat_amax(self.shard.dense, self.shard.recipe)
-        assert amax is not None
-        return amax
+        """fp32, flat: see `claim_of`."""
+        return claim_of(self.shard.dense, self.shard.recipe, self.cut)
 
     @torch.no_grad()
     def adopt(self, agreed: Tensor) -> None:
-        """Keep the agreed amaxes; no byte of the shard changes."""
-        self.shard.agreement.amaxes = torch.stack([agreed, self.claim()])
+        """Keep what was agreed on; no byte of the shard changes."""
+        self.shard.agreement.claims, self.shard.agreement.cut = torch.stack([agreed, self.claim()]), self.cut
 
 
-scales_of.register(HighPrecisionWeight, DenseScales)
+scales_of_shard.register(HighPrecisionWeight, DenseScales)
 
 
 # Ops whose results FSDP2, DTensor and nn.Module treat as the weight itself, or a part of it. Any other op gives the
@@ -296,7 +306,7 @@ def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     if func is aten.new_zeros.default:
         return _padded_shard(weight, result) if result.ndim == weight.ndim else result
     if func in _SAME_ROWS or (func is aten.view.default and result.shape == weight.shape):
-        agreement = Agreement(weight.agreement.amaxes) if func is aten.clone.default else weight.agreement
+        agreement = dataclasses.replace(weight.agreement) if func is aten.clone.default else weight.agreement
         return HighPrecisionWeight(result, weight.recipe, agreement=agreement, padded_rows=weight.padded_rows)
     from_start = func is not aten.slice.Tensor or (args[1:2] in ((), (0,)) and not (args[2:3] or (None,))[0])
     keeps_padding = from_start and func in (aten.slice.Tensor, aten.view.default)

@@ -24,7 +24,7 @@ from torch import Tensor
 from fsdp_hooks.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.torch_private import is_tracing
 from qtensor import formats
-from qtensor.blocks import canonical_nan, finite_amax, row_amax
+from qtensor.blocks import BlockFacts, canonical_nan, finite_amax, row_amax
 from qtensor.codecs.rounding import is_armed
 from qtensor.formats import (
     PartSpec,
@@ -45,7 +45,7 @@ CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     """`formats.shared_amax` of dense values [.., N, K] in any floating dtype."""
     if x.is_meta and not is_tracing() and shares_amax(recipe):
-        return x.new_empty(() if tensor_wide(recipe) else (*x.shape[:-1], 1), dtype=torch.float32)
+        return x.new_empty(amax_shape(x.shape, recipe), dtype=torch.float32)
     if _as_defined(x):
         return formats.shared_amax(x.to(torch.float32), recipe)
     if not shares_amax(recipe):
@@ -54,21 +54,37 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
         return row_amaxes(x)
     flat, kernel = _rows(x), _amax_kernel(x.dtype, rows=False)
     # as one long row, since rows do not matter here and the compiler would specialise on equal dims
-    found = [kernel(flat[piece].view(-1)) for piece in _pieces(flat, recipe, kernel)]
+    found = [kernel(flat[piece].view(-1)) for piece in _pieces(flat, 1, kernel)]
     return found[0] if len(found) == 1 else torch.stack(found).amax()
 
 
-def encode(x: Tensor, recipe: Recipe, amax: Tensor | None = None) -> dict[str, Tensor]:
+def encode(
+    x: Tensor, recipe: Recipe, amax: Tensor | None = None, blocks: BlockFacts | None = None
+) -> dict[str, Tensor]:
     """`formats.encode` of dense values [.., N, K] in any floating dtype; with `amax` None the values' own is taken."""
     if x.is_meta and not is_tracing():
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
     if amax is None:
         amax = shared_amax(x, recipe)
     if _as_defined(x):
-        return formats.encode(x.to(torch.float32), recipe, amax)
+        return formats.encode(x.to(torch.float32), recipe, amax, blocks)
     if amax is not None and amax.ndim:
         amax = amax.reshape(-1, 1)
+    if blocks is not None:
+        facts = [_rows(fact) for fact in blocks]
+        return _over_rows(_encode_kernel(recipe.stored, x.dtype, decided=True), recipe, x, amax, *facts, group=1)
     return _over_rows(_encode_kernel(recipe.stored, x.dtype), recipe, x, amax)
+
+
+def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
+    """`formats.block_facts` of dense values [.., N, K] in any floating dtype."""
+    if _as_defined(x) or x.is_meta:
+        return formats.block_facts(x.to(torch.float32), recipe)
+    flat, block, kernel = _rows(x), block_multiple(recipe), _facts_kernel(recipe.stored, x.dtype)
+    found = [kernel(_tiled(flat[piece], block)) for piece in _pieces(flat, 1, kernel)]
+    amax, broken = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
+    shape = (*x.shape[:-1], amax.shape[-1])
+    return BlockFacts(amax.reshape(shape), broken.reshape(shape))
 
 
 def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
@@ -84,13 +100,18 @@ def row_amaxes(x: Tensor) -> Tensor:
     if _as_defined(x):
         return row_amax(x.to(torch.float32))
     flat, kernel = _rows(x), _amax_kernel(x.dtype, rows=True)
-    amaxes = [kernel(flat[piece]) for piece in _pieces(flat, None, kernel)]
+    amaxes = [kernel(flat[piece]) for piece in _pieces(flat, 1, kernel)]
     return (amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)).reshape(*x.shape[:-1], 1)
 
 
 def shares_amax(recipe: Recipe) -> bool:
     """Whether `encode` uses an amax; it does not where every scale belongs to a block."""
     return shares_scale_along(recipe, 1, 2)
+
+
+def amax_shape(shape: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
+    """Shape of `shared_amax` of values of a shape, for a recipe that has shared scales."""
+    return () if tensor_wide(recipe) else (*shape[:-1], 1)
 
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
@@ -114,7 +135,7 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     wide = tensor_wide(recipe)
     kernel = _decode_kernel(recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
     payload, *others = [_part_rows(parts[spec.name], spec, shape) for spec in _decoded_specs(recipe)]
-    pieces = list(_pieces(payload, recipe, kernel))
+    pieces = list(_pieces(payload, 1, kernel))
     tiles = [_tiled(payload[piece], _packed_block(recipe)) for piece in pieces]
     if len(pieces) == 1:
         # not a view: autograd would refuse in-place writes to one
@@ -140,16 +161,27 @@ def _amax_kernel(dtype: torch.dtype, *, rows: bool) -> Kernel:
 
 
 @functools.cache
-def _encode_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
-    fmt, block = format_of(recipe), block_multiple(recipe)
+def _facts_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
+    block = block_multiple(recipe)
 
-    def encode(x: Tensor, amax: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    def facts(x: Tensor) -> BlockFacts:
+        return formats.block_facts(_untiled(x, block).to(torch.float32), recipe)
+
+    return Kernel(facts, f"block_facts_{_name(recipe, dtype)}")
+
+
+@functools.cache
+def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False) -> Kernel:
+    fmt: Any = format_of(recipe)
+    block = block_multiple(recipe)
+
+    def encode(x: Tensor, amax: Tensor | None, *facts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         values = _untiled(x, block).to(torch.float32)
-        quantizer = fmt.quantizer(values, recipe, amax)
+        quantizer = fmt.quantizer(values, recipe, amax, *([BlockFacts(*facts)] if decided else []))
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
 
-    return Kernel(encode, f"encode_{_name(recipe, dtype)}")
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}{'_of_cut_blocks' if decided else ''}")
 
 
 @functools.cache
@@ -246,12 +278,13 @@ def _untiled(x: Tensor, block: int) -> Tensor:
     return x.flatten(-2).flatten(0, -2)
 
 
-def _pieces(flat: Tensor, recipe: Recipe | None, kernel: Kernel) -> Iterator[slice]:
+def _pieces(flat: Tensor, group: int, kernel: Kernel) -> Iterator[slice]:
     """Slices of rows for one call each: all rows where the kernel is compiled, chunks where it is eager.
 
-    Square blocks are not split; rows left over behind the last whole one come as a slice of their own.
+    Groups of so many rows (square blocks) are not split; rows left over behind the last whole one come as a slice of
+    their own.
     """
-    rows, group = flat.shape[0], 1 if recipe is None else row_multiple(recipe)
+    rows = flat.shape[0]
     whole = rows - rows % group
     size = rows if kernel.compiles(flat) else CHUNK.get(flat.device.type, CHUNK_ELSEWHERE) // flat.shape[1]
     size = max(size // group, 1) * group
@@ -261,9 +294,14 @@ def _pieces(flat: Tensor, recipe: Recipe | None, kernel: Kernel) -> Iterator[sli
         yield slice(whole, rows)
 
 
-def _over_rows(kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None) -> dict[str, Tensor]:
-    """The parts of x, in the shapes that the specs say, by one or more calls of the kernel."""
-    group = row_multiple(recipe)
+def _over_rows(
+    kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None, group: int | None = None
+) -> dict[str, Tensor]:
+    """The parts of x, in the shapes that the specs say, by one or more calls of the kernel.
+
+    `group` is how many rows must come together: those of a square block, unless the arguments decide its scale.
+    """
+    group = group or row_multiple(recipe)
     if group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix
         each = [_over_rows(kernel, recipe, matrix, *args) for matrix in x]
         return {
@@ -272,7 +310,7 @@ def _over_rows(kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None) 
         }
     flat, block = _rows(x), block_multiple(recipe)
     found: dict[str, Tensor] = {}
-    for piece in _pieces(flat, recipe, kernel):
+    for piece in _pieces(flat, group, kernel):
         parts, _ = kernel(_tiled(flat[piece], block, group), *(_own(arg, piece) for arg in args))
         for name, part in parts.items():
             if part.ndim < 2 or part.shape[0] == flat.shape[0]:  # tensor-wide, or all rows at once

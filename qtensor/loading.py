@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.scale_sync import groups_sharing, label_of, max_over_groups, tell_groups
 from fsdp_hooks.torch_private import dtensor_around, local_of
-from qtensor import kernels
-from qtensor.agreement import flat_amax
+from qtensor.agreement import claim_of, encode_agreed, no_claim
 from qtensor.contents import INITIAL_VALUE, initial_value
-from qtensor.formats import check_values, tensor_wide
+from qtensor.cut_blocks import CutBlocks, cut_blocks_of
+from qtensor.formats import check_values
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
@@ -47,13 +47,16 @@ class _Entry:
     dense: Tensor | None
 
     def claim(self, device: torch.device) -> Tensor:
-        """fp32, flat: the amaxes of `dense`; zeros where that is None."""
+        """fp32, flat: what `dense` says about scales that shards have in common; zeros where that is None."""
+        recipe = self.local.recipe
         if self.dense is None:
-            shape = self.local.shape[:-1] if tensor_wide(self.local.recipe) is None else ()
-            return torch.zeros(shape, dtype=torch.float32, device=device).reshape(-1)
-        amax = flat_amax(self.dense, self.local.recipe)
-        assert amax is not None
-        return amax
+            return no_claim(self.local.shape, recipe, self.cut, device)
+        return claim_of(self.dense, recipe, self.cut)
+
+    @property
+    def cut(self) -> CutBlocks | None:
+        """The square blocks that shards of the parameter cut."""
+        return cut_blocks_of(self.param, self.local.recipe)
 
 
 def watch_loads(modules: Iterable[nn.Module]) -> None:
@@ -179,12 +182,9 @@ def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
     assert dense is not None
     if isinstance(local, HighPrecisionWeight):
         if agreed is not None:
-            local.agreement.amaxes = torch.stack([agreed, entry.claim(dense.device)])
+            local.agreement.claims, local.agreement.cut = torch.stack([agreed, entry.claim(dense.device)]), entry.cut
         return HighPrecisionWeight(dense, local.recipe, agreement=local.agreement)
-    amax = kernels.shared_amax(dense, local.recipe)
-    if agreed is not None and amax is not None:
-        amax = agreed.view_as(amax)
-    parts = kernels.encode(dense, local.recipe, amax)
+    parts = encode_agreed(dense, local.recipe, entry.cut, agreed)
     if initial_value(local) is not None:
         parts[INITIAL_VALUE] = dense.to(local.dtype, copy=True)
     return local._like(parts)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from qtensor.blocks import block_amax, broken_blocks, finite, fp32, tile
+from qtensor.blocks import BlockFacts, block_amax, finite, fp32, marked_blocks, marks, tile
 from qtensor.codecs import e8m0, fp8
 from qtensor.codecs.fp8 import ELEMENTS
 from qtensor.formats import PartSpec, Route, register
@@ -60,13 +60,15 @@ class _MXFP8:
         dtype, _ = ELEMENTS[recipe.element]
         return PartSpec("payload", dtype), PartSpec("scale", torch.uint8, block=BLOCK, codes=torch.float8_e8m0fnu)
 
-    def quantizer(self, x: Tensor, recipe: MXFP8BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
-        own = block_amax(x, BLOCK, square=recipe.blocks == "square")
+    def quantizer(
+        self, x: Tensor, recipe: MXFP8BlockScaling, amax: Tensor | None, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
+        own = block_amax(x, BLOCK, square=recipe.blocks == "square") if blocks is None else blocks.amax
         if recipe.scale_rounding == "up":
             code = e8m0.code_up(own * RECIPROCAL_MAX[recipe.element])
         else:
             code = e8m0.code_floor(own, ELEMENT_EMAX[recipe.element])
-        return {"scale": code.to(torch.uint8)}
+        return {"scale": code.to(torch.uint8), **marks(blocks)}
 
     def grid(self, recipe: MXFP8BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return e8m0.grid(quantizer["scale"])
@@ -77,7 +79,7 @@ class _MXFP8:
         enc = self.grid(recipe, quantizer)[0] if enc is None else enc
         blocks = tile(x, BLOCK)  # [.., K // 32, 32]
         whole = finite(blocks)
-        broken = broken_blocks(whole, BLOCK, square=recipe.blocks == "square")
+        broken = marked_blocks(quantizer, whole, BLOCK, square=recipe.blocks == "square")
         payload = fp8.encode(blocks * enc.unsqueeze(-1), whole, recipe.element).reshape(x.shape)
         return {"payload": payload, "scale": e8m0.marked(quantizer["scale"], broken)}
 

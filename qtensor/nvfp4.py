@@ -20,7 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from qtensor.blocks import FLT_MAX, block_amax, broken_blocks, encoding_scale, finite, fp32, quotient, tile
+from qtensor.blocks import (
+    FLT_MAX,
+    BlockFacts,
+    block_amax,
+    encoding_scale,
+    finite,
+    fp32,
+    marked_blocks,
+    marks,
+    quotient,
+    tile,
+)
 from qtensor.codecs import e2m1
 from qtensor.formats import PartSpec, Route, register
 from qtensor.products import swizzled
@@ -60,10 +71,12 @@ class _NVFP4:
             PartSpec("global_scale", torch.float32, per_row=False),
         )
 
-    def quantizer(self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
+    def quantizer(
+        self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
         assert amax is not None
         enc = encoding_scale(LARGEST_SCALE * e2m1.LARGEST, amax)
-        return _under_global_scale(x, recipe, enc, quotient(1.0, enc))
+        return _under_global_scale(x, recipe, enc, quotient(1.0, enc), blocks)
 
     def grid(self, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         dec = quantizer["scale"].float() * quantizer["global_scale"]
@@ -75,14 +88,16 @@ class _NVFP4:
         enc = self.grid(recipe, quantizer)[0] if enc is None else enc
         blocks = tile(x, BLOCK)  # [.., K // 16, 16]
         whole = finite(blocks)
-        broken = broken_blocks(whole, BLOCK, square=recipe.blocks == "square")
+        broken = marked_blocks(quantizer, whole, BLOCK, square=recipe.blocks == "square")
         payload = e2m1.encode(blocks * enc.unsqueeze(-1), whole).reshape(*x.shape[:-1], x.shape[-1] // 2)
         marked = torch.where(broken > 0, math.nan, quantizer["scale"].to(torch.float32)).to(torch.float8_e4m3fn)
         return {"payload": payload, "scale": marked, "global_scale": quantizer["global_scale"]}
 
-    def adopt(self, x: Tensor, recipe: NVFP4BlockScaling, scale: Tensor) -> dict[str, Tensor]:
+    def adopt(
+        self, x: Tensor, recipe: NVFP4BlockScaling, scale: Tensor, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
         enc = quotient(1.0, scale).clamp(max=FLT_MAX)
-        return self.encode_with(x, recipe, _under_global_scale(x, recipe, enc, scale.clone()))
+        return self.encode_with(x, recipe, _under_global_scale(x, recipe, enc, scale.clone(), blocks))
 
     def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
         return e2m1.snapped(scaled)
@@ -93,11 +108,13 @@ class _NVFP4:
         return (tile(values, BLOCK) * dec.unsqueeze(-1)).reshape(values.shape)
 
 
-def _under_global_scale(x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
+def _under_global_scale(
+    x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Tensor, blocks: BlockFacts | None
+) -> dict[str, Tensor]:
     """The quantizer of x under a global scale = 1 / `enc` (fp32, [] or one a row)."""
-    own = block_amax(x, BLOCK, square=recipe.blocks == "square")
+    own = block_amax(x, BLOCK, square=recipe.blocks == "square") if blocks is None else blocks.amax
     scale = (own * (enc * SIXTH)).clamp(max=LARGEST_SCALE)
-    return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": global_scale}
+    return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": global_scale, **marks(blocks)}
 
 
 class NVFP4Tensor(QuantizedTensor):

@@ -203,7 +203,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             self._masters[param] = master_of(param)
             self._group[param] = number
         for name, param in master_states.names_of(group, number):
-            if scales_of(local_of(param)) is not None:
+            if scales_of(param) is not None:
                 self._labels[param] = label_of(name, param)
         self._start_anew(group["params"])
         options = master_states.options_of(group)
@@ -310,7 +310,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                     continue
                 if master is not param and param in with_grad:
                     plain.append((param, shard, local_of(master)))
-                if param.requires_grad and (scales := scales_of(shard)) is not None:
+                if param.requires_grad and (scales := scales_of(param)) is not None:
                     dense.append((self._labels[param], param, scales))
         return trained, dense, plain
 
@@ -323,7 +323,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             # a host sync, rare once all have been written
             wait = any(one.fresh or not one.stepped for one in trained)
             moves = outcome.moves() if wait else [True] * len(trained)
-            written = written | self._requantize(trained, outcome.amaxes, moves)
+            written = written | self._requantize(trained, outcome.scales, moves)
         count_writes(written)
         low = (param for param, master in self._masters.items() if master is not param)
         self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
@@ -333,10 +333,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             shard.copy_(master)
         return {param for param, _, _ in plain}
 
-    def _requantize(self, trained: list[Trained], amaxes: list[Tensor | None], moves: list[bool]) -> set[Tensor]:
+    def _requantize(self, trained: list[Trained], scales: list[Tensor | None], moves: list[bool]) -> set[Tensor]:
         """Write the quantized parameters that moved; returns those."""
-        moved = [(one, amax) for one, amax, yes in zip(trained, amaxes, moves, strict=True) if yes]
-        write_each([one.shard for one, _ in moved], [one.master for one, _ in moved], [amax for _, amax in moved])
+        moved = [(one, agreed) for one, agreed, yes in zip(trained, scales, moves, strict=True) if yes]
+        write_each(
+            [one.shard for one, _ in moved],
+            [one.master for one, _ in moved],
+            [agreed for _, agreed in moved],
+            [one.cut for one, _ in moved],
+        )
         written = {one.param for one, _ in moved}
         self._fresh -= written
         return written

@@ -1,6 +1,6 @@
 """What ranks agree on in an optimizer step, by one all-reduce: shared scales, and which masters moved.
 
-    [amaxes of quantized shards that share scales .., 1 or 0 for each quantized parameter .., claims of dense shards ..]
+    [claims of quantized shards that share scales .., 1 or 0 for each quantized parameter .., claims of dense shards ..]
 
 All trainable parameters that are gathered quantized take part every time, so that ranks never differ in what they
 reduce. If they do differ, or a rank failed in its step, all ranks raise before a quantized byte is written (see
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fsdp_hooks.exchange import Label
 from fsdp_hooks.scale_sync import SharedScales, cuts_of, max_over_groups, tell_groups
-from qtensor.batches import shared_amaxes
+from qtensor.agreement import common_along
+from qtensor.batches import claims_of
 from qtensor.contents import decoded
-from qtensor.formats import shares_scale_along
+from qtensor.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.tensor import QuantizedTensor
 
 WHAT = "MasterWeightOptimizer.step"
@@ -35,17 +36,23 @@ class Trained(NamedTuple):
     stepped: bool
     fresh: bool
 
+    @property
+    def cut(self) -> CutBlocks | None:
+        """The square blocks that its shards cut."""
+        return cut_blocks_of(self.param, self.shard.recipe)
+
 
 class Outcome(NamedTuple):
     """What was agreed on.
 
     Attributes:
-        amaxes: the agreed amax of each parameter; None where it shares no scale with other shards.
+        scales: what was agreed on for the scales of each parameter (`agreement.claim_of`, over all shards); None where
+            it has none in common with other shards.
         order: the parameters' numbers, in the order of `moved`.
         moved: fp32 [parameters], 1 where some shard's master moved, else 0.
     """
 
-    amaxes: list[Tensor | None]
+    scales: list[Tensor | None]
     order: list[int]
     moved: Tensor
 
@@ -82,7 +89,8 @@ def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, Shared
     terms = _Terms([], [], {}, [])
     for number, (one, cuts) in enumerate(zip(trained, cuts_of([one.param for one in trained]), strict=True)):
         terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
-        if own := [group for dim, group in cuts if shares_scale_along(one.shard.recipe, dim, one.shard.ndim)]:
+        recipe, ndim, cut = one.shard.recipe, one.shard.ndim, one.cut
+        if own := [group for dim, group in cuts if common_along(recipe, cut, dim, ndim)]:
             terms.sharing.append(number)
             terms.groups.append(own)
     for numbers in terms.members.values():
@@ -107,7 +115,7 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedS
     sharing, members, claiming = terms.sharing, terms.members, terms.claiming
     shards, masters = [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
     try:
-        values = shared_amaxes(shards, masters)
+        values = claims_of(shards, masters, [trained[number].cut for number in sharing])
         values += [_moved([trained[number] for number in numbers]) for numbers in members.values()]
         values += [scales.claim() for _, scales, _ in claiming]
     except Exception:
@@ -115,14 +123,16 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedS
         raise
     labels, over = terms.labelled(trained)
     agreed, _ = max_over_groups(WHAT, labels, values, over)
-    amaxes: list[Tensor | None] = [None] * len(trained)
-    for number, amax in zip(sharing, agreed, strict=False):
-        amaxes[number] = amax
+    scales_agreed: list[Tensor | None] = [None] * len(trained)
+    for number, claim in zip(sharing, agreed, strict=False):
+        scales_agreed[number] = claim
     flags = agreed[len(sharing) : len(sharing) + len(members)]
     for (_, scales, _), claim in zip(claiming, agreed[len(sharing) + len(members) :], strict=True):
         scales.adopt(claim)
     order = [number for numbers in members.values() for number in numbers]
-    return Outcome(amaxes, order, torch.cat(flags) if flags else torch.zeros(0, dtype=torch.float32, device="cpu"))
+    return Outcome(
+        scales_agreed, order, torch.cat(flags) if flags else torch.zeros(0, dtype=torch.float32, device="cpu")
+    )
 
 
 def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> None:

@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import plain_leaf, quantized_local
 from dcp_adapters.part_places import Box, box_of, part_box
-from fsdp_hooks.scale_sync import groups_sharing, label_of
+from fsdp_hooks.scale_sync import groups_of, label_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
 from qtensor import kernels
 from qtensor.agreement import flat_amax
 from qtensor.blocks import canonical_nan
 from qtensor.contents import INITIAL_VALUE, shared_scale, store
-from qtensor.formats import block_multiple, row_multiple, specs_of
+from qtensor.formats import block_multiple, row_multiple, shares_scale_along, specs_of
 from qtensor.lens import OWN
 from qtensor.tensor import QuantizedTensor
 
@@ -90,7 +90,8 @@ class Conversion:
         # an amax history is not gathered, and says nothing about values
         specs = [spec for spec in source.specs() if spec.gathered] if all(region[1]) else []
         pieces = {source.key(spec.name): (spec.dtype, part_box(spec, *region)) for spec in specs}
-        groups = groups_sharing(value) if q is not None else []
+        # a cut square block is read whole, and needs no agreement
+        groups = [] if q is None else groups_of(value, lambda dim: shares_scale_along(q.recipe, dim, q.ndim))
         label = label_of(name, value) if groups else ""
         return Conversion(source, target, box, values, region, pieces, groups, label)
 

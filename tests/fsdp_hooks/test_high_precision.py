@@ -252,7 +252,7 @@ def test_an_all_gather_is_given_the_payload_bytes(world_size: int) -> None:
 
 def _agreements(net: nn.Module) -> int:
     """Bytes of the agreed amaxes and of each shard's own: 2 fp32 for each shared scale."""
-    agreed = [shard_.agreement.amaxes for _, _, shard_ in weights(net)]
+    agreed = [shard_.agreement.claims for _, _, shard_ in weights(net)]
     assert all(amaxes is None or amaxes.numel() == 2 for amaxes in agreed)
     return sum(amaxes.nbytes for amaxes in agreed if amaxes is not None)
 
