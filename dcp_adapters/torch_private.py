@@ -41,6 +41,7 @@ __all__ = [
     "OwnPath",
     "ProcessGroupGloo",
     "StorageInfo",
+    "Unreadable",
     "all_reduce_max",
     "flatten_state_dict",
     "gloo_group",
@@ -58,6 +59,24 @@ assert callable(set_element)
 # Where the bytes of a chunk lie: the only record of `.metadata` without a public name. Code that reads the file without
 # unpickling it has to make such records.
 assert callable(StorageInfo)
+
+
+class Unreadable(Metadata):
+    """What a reader gives dcp.load in place of metadata that it could not read: it raises why when it is used.
+
+    dcp.load catches what `read_metadata()` raises, asks once more for metadata of the rank alone, and fails with
+    "metadata is None" where there is none either: torch 2.11 without a word of the reason, later ones in a text only.
+    """
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(state_dict_metadata={})
+        self.reason = reason
+
+    @staticmethod
+    def refuse(metadata: Metadata) -> None:
+        """Raise the reason where `metadata` stands for what could not be read."""
+        if isinstance(metadata, Unreadable):
+            raise metadata.reason
 
 
 class OwnPath(NativePath):

@@ -43,7 +43,7 @@ from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.metadata_checks import own_buffer, stored_chunk
 from dcp_adapters.reading.order import has_files, in_order, is_probe, original_index, probe_items
 from dcp_adapters.reading.places import check_archives, check_ordinary
-from dcp_adapters.torch_private import flatten_state_dict, set_element
+from dcp_adapters.torch_private import Unreadable, flatten_state_dict, set_element
 from dcp_adapters.words import in_lines
 from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.versions import count_writes
@@ -99,6 +99,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Compare, then flatten and expand what is loaded as it is; set apart what is converted."""
         assert metadata is not None
+        Unreadable.refuse(metadata)
         flat, paths = state_dict, dict[str, Any]({name: (name,) for name in state_dict})
         if self.flatten_state_dict:
             flat, paths = flatten_state_dict(state_dict)

@@ -41,6 +41,7 @@ from dcp_adapters.reading.order import original_index
 from dcp_adapters.reading.places import file_faults, other_than_said, unreadable
 from dcp_adapters.reading.plain_pickle import read_plain
 from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
+from dcp_adapters.torch_private import Unreadable
 from dcp_adapters.words import in_lines
 
 Place = tuple[str, int, int]  # file, offset, length of a chunk
@@ -68,6 +69,7 @@ class SafeFileSystemReader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
         super().__init__(path, _extension_registry)
         self.reads_transforms = _extension_registry is not None
+        self._unread: Exception | None = None  # why the metadata of all ranks could not be read
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata, sound in itself and in the files it names.
@@ -77,6 +79,16 @@ class SafeFileSystemReader(FileSystemReader):
             **kwargs: `rank`: read the metadata which that rank saved for itself alone.
         """
         rank = kwargs.get("rank")
+        try:
+            return self._sound_metadata(rank)
+        except Exception as error:
+            if rank is None:
+                self._unread = error
+            if rank is None or self._unread is None:
+                raise
+            return Unreadable(self._unread)
+
+    def _sound_metadata(self, rank: int | None) -> Metadata:
         file = Path(self.path, METADATA if rank is None else f"__{rank}{METADATA}")
         metadata, faults = read_metadata_file(file, transforms=self.reads_transforms)
         if not faults:
@@ -130,6 +142,7 @@ class SafeFileSystemReader(FileSystemReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Keep the metadata."""
+        Unreadable.refuse(metadata)
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self.records = metadata.state_dict_metadata
 

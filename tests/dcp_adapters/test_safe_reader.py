@@ -18,10 +18,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from dcp_adapters import QuantizedSavePlanner, SafeFileSystemReader, read_manifest
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader, read_manifest
 from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
@@ -532,3 +533,15 @@ def test_the_tampered_checkpoint_is_what_stock_torch_reads(sound: Checkpoint, tm
     assert {name: bits(value) for name, value in target.items()} == {
         name: bits(value) for name, value in expected.items()
     }
+
+
+@pytest.mark.parametrize("planner", [DefaultLoadPlanner, QuantizedLoadPlanner])
+def test_a_load_says_why_metadata_could_not_be_read(planner: Any, tmp_path: Path) -> None:
+    """torch 2.11 itself says nothing but "metadata is None"."""
+    with pytest.raises(dcp.CheckpointException, match=rf"No such file or directory: '{tmp_path}/.metadata'"), alone():
+        dcp.load({"w": torch.ones(2)}, storage_reader=SafeFileSystemReader(tmp_path), planner=planner())
+
+
+def test_metadata_of_a_rank_alone_may_be_missing_without_those_of_all(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"__3\.metadata"):
+        SafeFileSystemReader(tmp_path).read_metadata(rank=3)

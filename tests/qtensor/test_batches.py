@@ -42,14 +42,15 @@ def test_written_at_once_or_one_by_one_the_bytes_are_the_same(
     values = weights(recipe, 100)
     one_by_one, at_once = shards_of(recipe), shards_of(recipe)
     amaxes: list[Tensor | None] = [None] * len(values)
+    whole = [None] * len(values)  # no square block is cut
     if agreed and flat_amax(values[0], one_by_one[0].recipe) is not None:
-        amaxes = [amax * 1.5 for amax in batches.shared_amaxes(at_once, values)]
+        amaxes = [amax * 1.5 for amax in batches.claims_of(at_once, values, whole)]
         amaxes[2] = None  # as of a weight that tensor parallelism has not cut
     for shard, value, amax in zip(one_by_one, values, amaxes, strict=True):
         write(shard, value, amax, step=True)
     for stack in (batches.STACK, 2 * 64 * 96):
         monkeypatch.setattr(batches, "STACK", stack)
-        batches.write_each(at_once, values, amaxes)
+        batches.write_each(at_once, values, amaxes, whole)
         for number, (mine, other) in enumerate(zip(at_once, one_by_one, strict=True)):
             assert same_parts(mine, other), number
         at_once = shards_of(recipe)
@@ -65,7 +66,7 @@ def test_compiled_kernels_write_many_to_the_same_bytes() -> None:
         for shard, value in zip(one_by_one, values, strict=True):
             write(shard, value, step=True)
     with use_kernels("compiled"):
-        batches.write_each(at_once, values, [None] * len(values))
+        batches.write_each(at_once, values, [None] * len(values), [None] * len(values))
     assert all(same_parts(mine, other) for mine, other in zip(at_once, one_by_one, strict=True))
 
 
@@ -75,7 +76,9 @@ def test_amaxes_of_many_are_those_of_each(recipe: Any) -> None:
     values[0][3, 3] = float("inf")
     if flat_amax(values[0], shards[0].recipe) is None:
         return  # nobody asks for them
-    for found, shard, value in zip(batches.shared_amaxes(shards, values), shards, values, strict=True):
+    for found, shard, value in zip(
+        batches.claims_of(shards, values, [None] * len(shards)), shards, values, strict=True
+    ):
         expected = flat_amax(value, shard.recipe)
         assert expected is not None
         assert torch.equal(found, expected)
