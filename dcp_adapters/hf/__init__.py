@@ -12,7 +12,7 @@
 
     directory.py         what is in a directory: its JSON and headers, which must agree
     schemes.py           which of its linears are quantized, and how; claims.py: what its JSON says about that
-    as_checkpoint.py     the directory as a DCP checkpoint: entries and their chunks; delayed.py: a delayed scale's history
+    as_checkpoint.py     the directory as a DCP checkpoint: entries, chunks; delayed.py: a delayed scale's history
     reader.py            HuggingFaceReader, through which stock DCP loads it
     importing.py         import_hf: compare, materialise (materialise.py), load
 
