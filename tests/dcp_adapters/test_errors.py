@@ -469,7 +469,7 @@ def test_ranks_that_disagree_on_the_recipe_are_not_saved(shared_tmp_path: Path) 
     up, floor = (MXFP8BlockScaling(scale_rounding=rounding) for rounding in ("up", "floor"))
     each_rank_says(
         errors,
-        f"w: rank 1 holds [48, 64] as float32 under {floor}, an earlier rank [48, 64] as float32 under {up}; "
+        f"w: rank 1 holds [48, 64] as bfloat16 under {floor}, an earlier rank [48, 64] as bfloat16 under {up}; "
         "all ranks must quantize it alike",
     )
     assert list(shared_tmp_path.rglob(".metadata")) == []
