@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcp_adapters.recipe_names import recipe_label
+from dcp_adapters.recipe_names import dtype_name, recipe_label
 from qtensor.formats import PartSpec, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -74,7 +74,7 @@ class Entry:
     @property
     def kind(self) -> str:
         """The label of a quantized tensor's recipe, or the name of a dense tensor's dtype."""
-        return str(self.dtype).removeprefix("torch.") if self.recipe is None else recipe_label(self.recipe)
+        return dtype_name(self.dtype) if self.recipe is None else recipe_label(self.recipe)
 
     @property
     def format(self) -> tuple[Recipe | None, tuple[int, ...], torch.dtype]:

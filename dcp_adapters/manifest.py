@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.recipe_names import DTYPES, dtype_name
 from dcp_adapters.words import short
-from qtensor.formats import APPEARANCE_DTYPES, check_shape
+from qtensor.formats import check_shape
 from qtensor.recipes import Recipe
 
 FORMAT_VERSION = 1
 MANIFEST = "qtensor.manifest"
 MANIFEST_JSON = "qtensor.manifest.json"
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in APPEARANCE_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Manifest:
                 record = records[format_] = {
                     "recipe": recipes.index(entry.recipe),
                     "shape": list(entry.shape),
-                    "dtype": _name(entry.dtype),
+                    "dtype": dtype_name(entry.dtype),
                     "parts": {
-                        part: {"dtype": _name(dtype), "shape": list(shape)}
+                        part: {"dtype": dtype_name(dtype), "shape": list(shape)}
                         for part, (dtype, shape) in entry.parts().items()
                     },
                 }
@@ -86,7 +86,7 @@ class Manifest:
             )
         try:
             recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]
-            tensors = {name: _entry(name, value, recipes) for name, value in record["tensors"].items()}
+            tensors = {name: _parsed_entry(name, value, recipes) for name, value in record["tensors"].items()}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}"
@@ -115,11 +115,7 @@ def manifest_of(metadata: Metadata) -> Manifest | None:
     return None if record is None else Manifest.from_json(record)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:
+def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:
     index, dtype = value["recipe"], value["dtype"]
     if type(name) is not str or type(index) is not int or index < 0:
         raise TypeError(f"{short(name)} has the recipe {short(index)}, expected a name and the number of a recipe")
@@ -128,7 +124,7 @@ def _entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:
     entry = Entry(name, recipes[index], _shape(value["shape"]), DTYPES[dtype])
     check_shape(entry.shape, recipes[index], f"the checkpoint's qtensor.manifest: {short(name)}", full=False)
     found = {part: (str(record["dtype"])[:64], _shape(record["shape"])) for part, record in value["parts"].items()}
-    expected = {part: (_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
+    expected = {part: (dtype_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
     if found != expected:
         raise ValueError(
             f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}"

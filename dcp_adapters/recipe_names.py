@@ -14,7 +14,13 @@ import torch
 from qtensor.formats import APPEARANCE_DTYPES, block_multiple, registrations
 from qtensor.recipes import Recipe
 
-DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in APPEARANCE_DTYPES}
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES: Mapping[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in APPEARANCE_DTYPES}
 
 
 def short_names() -> dict[str, Recipe]:

@@ -33,7 +33,7 @@ def in_lines(items: Iterable[object]) -> str:
     return line + listed(items, 20, between=line, last=line)
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def in_natural_order(names: Iterable[str]) -> list[str]:
     """Sorted as people count: layers.2 before layers.10."""
     return sorted(
         names, key=lambda name: [(text, int(digits or -1)) for text, digits in re.findall("([^0-9]*)([0-9]*)", name)]

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import SafeFileSystemReader, export_hf, import_hf, read_manifest
 from dcp_adapters.cli.main import main
-from dcp_adapters.load.convert import Conversion
+from dcp_adapters.load.conversion import Conversion
 from fsdp_hooks import sync_scales
 from layerwise import AWQ, GPTQ, LocalHessian, Max, Mse, SmoothQuant
 from qtensor import (

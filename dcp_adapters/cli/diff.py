@@ -2,7 +2,8 @@
 
 Tensors are compared by their logical names, so a quantized one meets the dense one it was made from, and it does not
 matter how many ranks wrote either side. Where both sides have a tensor of one shape, the values of the first are the
-reference of the error (see stored/errors.py). The manifest and the checksums are about the tensors and not compared.
+reference of the error (see stored/numeric_error.py). The manifest and the checksums are about the tensors and not
+compared.
 """
 
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.entry import Entry, parts_of
+from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Stored
-from dcp_adapters.stored.errors import Error, ErrorSum
-from dcp_adapters.stored.progress import Advance, unseen
+from dcp_adapters.stored.numeric_error import Error, ErrorSum
+from dcp_adapters.stored.progress_bar import Advance, unseen
 from dcp_adapters.tables import table
-from dcp_adapters.words import in_order
+from dcp_adapters.words import in_natural_order
 from qtensor.tensor import QuantizedTensor
 
 FORMAT = "dcp_adapters.diff/1"
@@ -86,12 +88,12 @@ class Diff:
 def diff(a: Stored, b: Stored, *, advance: Advance = unseen) -> Diff:
     """Compare two checkpoints; `advance` is told the bytes of A that are done."""
     found = []
-    names = in_order({*a.entries, *b.entries})
+    names = in_natural_order({*a.entries, *b.entries})
     for name in names:
         left, right = a.entries.get(name), b.entries.get(name)
         found.append(_tensors(a, b, left, right))
         advance(left.nbytes if left else 0)
-    blobs = in_order({*a.blobs, *b.blobs})
+    blobs = in_natural_order({*a.blobs, *b.blobs})
     found += [_blobs(a, b, name) for name in blobs]
     compared = len(names) + len(set(blobs) - set(names))
     return Diff(str(a.path), str(b.path), compared, [difference for difference in found if difference])
@@ -105,11 +107,11 @@ def _tensors(a: Stored, b: Stored, left: Entry | None, right: Entry | None) -> D
         return replace(words, kind="shape")
     x, y = a.read(left.name), b.read(right.name)
     if left.recipe != right.recipe:
-        return replace(words, kind="recipe", error=_error(x, y))
+        return replace(words, kind="recipe", error=_error_between(x, y))
     if left.dtype != right.dtype:
-        return replace(words, kind="dtype", error=_error(x, y))
+        return replace(words, kind="dtype", error=_error_between(x, y))
     differing = _differing_bytes(x, y)
-    return replace(words, differing_bytes=differing, error=_error(x, y)) if differing else None
+    return replace(words, differing_bytes=differing, error=_error_between(x, y)) if differing else None
 
 
 def _only(left: Entry | None, right: Entry | None) -> Difference:
@@ -142,14 +144,14 @@ def _differing_bytes(x: Tensor, y: Tensor) -> int:
     return count
 
 
-def _error(x: Tensor, y: Tensor) -> Error:
+def _error_between(x: Tensor, y: Tensor) -> Error:
     total = ErrorSum()
-    for left, right in zip(_values(x), _values(y), strict=True):
+    for left, right in zip(_wide_values(x), _wide_values(y), strict=True):
         total.add(left, right)
     return total.error()
 
 
-def _values(x: Tensor) -> Iterator[Tensor]:
+def _wide_values(x: Tensor) -> Iterator[Tensor]:
     """The values as float64, some at a time."""
     dense = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
     if dense.is_complex():
@@ -165,7 +167,7 @@ def _slices(x: Tensor) -> Iterator[Tensor]:
 
 
 def _words(tensor: Entry) -> str:
-    appearance = f" as {str(tensor.dtype).removeprefix('torch.')}" if tensor.recipe is not None else ""
+    appearance = f" as {dtype_name(tensor.dtype)}" if tensor.recipe is not None else ""
     return f"{tensor.kind}{appearance} {list(tensor.shape)}"
 
 

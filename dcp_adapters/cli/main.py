@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dcp_adapters.cli.convert import convert_checkpoint, plan_conversion
+from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.help_texts import HELP, MAIN
 from dcp_adapters.cli.report.measure import measure_checkpoint
@@ -25,11 +25,11 @@ from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.hf.verify_directory import verify_directory
-from dcp_adapters.recipe_names import DTYPES, recipe_label, short_names, target_named
+from dcp_adapters.recipe_names import DTYPES, dtype_name, recipe_label, short_names, target_named
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.stored.inspect import inspect_checkpoint
-from dcp_adapters.stored.progress import Advance, progress
+from dcp_adapters.stored.progress_bar import Advance, progress_bar
 from dcp_adapters.stored.verify import verify
 from dcp_adapters.tables import human_bytes, table
 
@@ -74,7 +74,7 @@ def _report(arguments: argparse.Namespace) -> int:
         if target.is_dir() or not target.parent.is_dir():  # now, not when all has been measured
             raise ValueError(f"{target}: expected a file in a directory that exists")
     total = sum(tensor.nbytes for tensor in inspect_checkpoint(checkpoint, arguments.match).tensors)
-    with progress("measuring", total, enabled=arguments.progress) as advance:
+    with progress_bar("measuring", total, enabled=arguments.progress) as advance:
         found = measure_checkpoint(checkpoint, against, arguments.match, advance=advance)
     if target is not None:
         target.write_text(page(found), encoding="utf-8")
@@ -86,7 +86,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     hugging_face = is_directory(arguments.checkpoint)
     directory = Path(arguments.checkpoint) if hugging_face else checkpoint_directory(arguments.checkpoint)
     files = directory.glob("*.safetensors" if hugging_face else "*.distcp")
-    with progress("verifying", sum(file.stat().st_size for file in files), enabled=arguments.progress) as advance:
+    with progress_bar("verifying", sum(file.stat().st_size for file in files), enabled=arguments.progress) as advance:
         report = (
             verify_directory(directory, advance=advance)
             if hugging_face
@@ -113,7 +113,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     a, b = _opened(arguments.a), _opened(arguments.b)
     total = sum(tensor.nbytes for tensor in a.entries.values())
-    with progress("comparing", total, enabled=arguments.progress) as advance:
+    with progress_bar("comparing", total, enabled=arguments.progress) as advance:
         found = diff(a, b, advance=advance)
     _show(found.to_json() if arguments.json else found.render())
     return FOUND if found.differences else FINE
@@ -126,9 +126,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     for pattern in plan.idle:
         print(f"{PROGRAM}: warning: --exclude {pattern} matches no tensor", file=sys.stderr)
     total = sum(tensor.nbytes for tensor in source.entries.values()) + sum(map(source.blob_size, source.blobs))
-    with progress("converting", total, enabled=arguments.progress) as advance:
+    with progress_bar("converting", total, enabled=arguments.progress) as advance:
         convert_checkpoint(source, arguments.destination, plan, advance=advance)
-    name = str(to).removeprefix("torch.") if isinstance(to, torch.dtype) else recipe_label(to)
+    name = dtype_name(to) if isinstance(to, torch.dtype) else recipe_label(to)
     copied = len(source.entries) - len(plan.changes) + len(source.blobs)
     _show(f"{arguments.destination}: {len(plan.changes)} tensors converted to {name}, {copied} entries copied")
     return FINE

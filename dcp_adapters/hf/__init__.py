@@ -1,23 +1,23 @@
 """Quantized weights in Hugging Face directories: out of a run to an inference engine, and from one into a run.
 
-    layout.py      what a layout is: tables of tensors and JSON; compressed_tensors.py and modelopt.py are the two
-    names.py       what engines call things: which linears they fuse, how experts are named
+    layout.py            what a layout is: tables of tensors and JSON; compressed_tensors.py and modelopt.py are the two
+    names.py             what engines call things: which linears they fuse, how experts are named
 
-    sources.py     where an export takes tensors from: live shards, a state dict, a checkpoint, a dense directory
-    prefixes.py    under which keys of a nested state dict the weights are
-    plan.py        which tensors go into which file, decided from names, shapes, formats and scales
-    shared_scales.py   which scales engines share or divide by
-    config.py      the model's own description, which is exported with the weights
-    export.py      export_hf: agree, then write; writing.py gathers, writes and publishes
+    sources.py           where an export takes tensors from: live shards, a state dict, a checkpoint, a dense directory
+    prefixes.py          under which keys of a nested state dict the weights are
+    plan.py              which tensors go into which file, decided from names, shapes, formats and scales
+    shared_scales.py     which scales engines share or divide by
+    config.py            the model's own description, which is exported with the weights
+    export.py            export_hf: agree, then write; writing.py gathers, writes and publishes
 
-    directory.py   what is in a directory: its JSON and headers, which must agree
-    schemes.py     which of its linears are quantized, and how; claims.py: what its JSON says about that
-    entries.py     the directory as a DCP checkpoint: entries, chunks, slices; delayed.py: a delayed scale's history
-    reader.py      HuggingFaceReader, through which stock DCP loads it
-    importing.py   import_hf: compare, materialise (materialise.py), load
+    directory.py         what is in a directory: its JSON and headers, which must agree
+    schemes.py           which of its linears are quantized, and how; claims.py: what its JSON says about that
+    as_checkpoint.py     the directory as a DCP checkpoint: entries, chunks; delayed.py: a delayed scale's history
+    reader.py            HuggingFaceReader, through which stock DCP loads it
+    importing.py         import_hf: compare, materialise (materialise.py), load
 
-    stored_directory.py   the directory as the commands see it: whole tensors, one at a time
-    verify_directory.py      is a directory sound?
+    stored_directory.py  the directory as the commands see it: whole tensors, one at a time
+    verify_directory.py  is a directory sound?
 
 The bytes of quantized weights stay the same, both ways.
 """

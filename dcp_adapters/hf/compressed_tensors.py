@@ -13,7 +13,7 @@ from dcp_adapters.hf.layout import (
     Linears,
     Scheme,
     SchemeEntry,
-    Stored,
+    StoredAs,
     register_layout,
 )
 
@@ -32,35 +32,37 @@ NVFP4 = {
 }
 
 
-def _entry(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, *stored: Stored) -> SchemeEntry:
+def _entry(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, *stored: StoredAs) -> SchemeEntry:
     config = {"format": form, "weights": weights, "input_activations": inputs, "output_activations": None}
     return SchemeEntry(stored, config)
 
 
-_FP8 = Stored("payload", "weight")
-_STATIC = Stored(INPUT_SCALE, "input_scale", ONE)
+_FP8 = StoredAs("payload", "weight")
+_STATIC = StoredAs(INPUT_SCALE, "input_scale", ONE)
 _NVFP4 = (
-    Stored("payload", "weight_packed"),
-    Stored("scale", "weight_scale"),
-    Stored("global_scale", "weight_global_scale", ONE_OVER),
+    StoredAs("payload", "weight_packed"),
+    StoredAs("scale", "weight_scale"),
+    StoredAs("global_scale", "weight_global_scale", ONE_OVER),
 )
 SCHEMES = {
     Scheme("fp8_tensor", "dynamic"): _entry(
-        "float-quantized", FP8_TENSOR, FP8_TOKEN, _FP8, Stored("scale", "weight_scale", ONE)
+        "float-quantized", FP8_TENSOR, FP8_TOKEN, _FP8, StoredAs("scale", "weight_scale", ONE)
     ),
     Scheme("fp8_tensor", "static"): _entry(
-        "float-quantized", FP8_TENSOR, FP8_TENSOR, _FP8, Stored("scale", "weight_scale", ONE), _STATIC
+        "float-quantized", FP8_TENSOR, FP8_TENSOR, _FP8, StoredAs("scale", "weight_scale", ONE), _STATIC
     ),
-    Scheme("fp8_row", "dynamic"): _entry("float-quantized", FP8_ROW, FP8_TOKEN, _FP8, Stored("scale", "weight_scale")),
+    Scheme("fp8_row", "dynamic"): _entry(
+        "float-quantized", FP8_ROW, FP8_TOKEN, _FP8, StoredAs("scale", "weight_scale")
+    ),
     Scheme("fp8_row", "static"): _entry(
-        "float-quantized", FP8_ROW, FP8_TENSOR, _FP8, Stored("scale", "weight_scale"), _STATIC
+        "float-quantized", FP8_ROW, FP8_TENSOR, _FP8, StoredAs("scale", "weight_scale"), _STATIC
     ),
     Scheme("mxfp8", "dynamic"): _entry(
         "mxfp8-quantized",
         {**MXFP8, "dynamic": False},
         {**MXFP8, "dynamic": True},
         _FP8,
-        Stored("scale", "weight_scale"),
+        StoredAs("scale", "weight_scale"),
     ),
     Scheme("nvfp4", "none"): _entry("nvfp4-pack-quantized", {**NVFP4, "dynamic": False}, None, *_NVFP4),
     Scheme("nvfp4", "static"): _entry(
@@ -68,7 +70,7 @@ SCHEMES = {
         {**NVFP4, "dynamic": False},
         {**NVFP4, "dynamic": "local"},
         *_NVFP4,
-        Stored(INPUT_SCALE, "input_global_scale", ONE_OVER),
+        StoredAs(INPUT_SCALE, "input_global_scale", ONE_OVER),
     ),
 }
 

@@ -82,7 +82,7 @@ def model_config(config: Any, source: Any) -> ModelConfig:
         return _of_module(source) if isinstance(source, nn.Module) else ModelConfig()
     if isinstance(config, str | os.PathLike):
         return _of_path(Path(config))
-    return ModelConfig(_cleaned(_values(config)))
+    return ModelConfig(_cleaned(_as_dict(config)))
 
 
 def shard_size(text: int | str) -> int:
@@ -117,10 +117,10 @@ def _of_path(path: Path) -> ModelConfig:
         for found in sorted(path.iterdir())
         if found.is_file() and found.name not in (CONFIG, MODELOPT) and not any(map(found.match, LEFT))
     )
-    return ModelConfig(_cleaned(values), files=kept, weights=_weights(path))
+    return ModelConfig(_cleaned(values), files=kept, weights=_weight_names(path))
 
 
-def _weights(path: Path) -> frozenset[str]:
+def _weight_names(path: Path) -> frozenset[str]:
     """The model's tensors in a directory, by the model's names also where they are quantized; none if not known."""
     try:
         directory = read_directory(path)
@@ -139,14 +139,14 @@ def _of_module(model: nn.Module) -> ModelConfig:
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return ModelConfig()
-    values = _cleaned(_values(config))
+    values = _cleaned(_as_dict(config))
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # fully_shard makes another
     values["architectures"] = values.get("architectures") or [own.__name__]
     generation = getattr(model, "generation_config", None)
-    return ModelConfig(values, {GENERATION: _values(generation)} if hasattr(generation, "to_dict") else {})
+    return ModelConfig(values, {GENERATION: _as_dict(generation)} if hasattr(generation, "to_dict") else {})
 
 
-def _values(config: Any) -> dict[str, Any]:
+def _as_dict(config: Any) -> dict[str, Any]:
     """A dict of what a config holds; of a config object what is not its default, as it is saved."""
     if isinstance(config, Mapping):
         return dict(config)

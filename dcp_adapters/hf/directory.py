@@ -72,7 +72,7 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
     if named is not None:
         root, files, assigned = named[0], named[1], None
     else:
-        files, assigned = _files(root)
+        files, assigned = _listed_files(root)
     missing = [name for name in files if not (root / name).is_file()]
     if missing:
         told = listed(missing, 20, last=", ")
@@ -98,8 +98,8 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
     if problems:
         who = "the files" if assigned is None else "the index and the files"
         raise ValueError(f"{root}: {who} disagree:{in_lines(problems)}")
-    quantization = _json(root / "hf_quant_config.json")
-    return Directory(root, tensors, _json(root / "config.json") or {}, quantization, notes)
+    quantization = _read_json(root / "hf_quant_config.json")
+    return Directory(root, tensors, _read_json(root / "config.json") or {}, quantization, notes)
 
 
 def _named_otherwise(path: Path) -> tuple[Path, list[str]] | None:
@@ -112,7 +112,7 @@ def _named_otherwise(path: Path) -> tuple[Path, list[str]] | None:
     return (path, files) if files else None
 
 
-def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
+def _listed_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     """The files of the directory, and which tensor the index says is in which."""
     single, index = (root / SINGLE).exists(), (root / INDEX).exists()
     if single and index:
@@ -121,7 +121,7 @@ def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
         )
     if single:
         return [SINGLE], None
-    record = _json(root / INDEX)
+    record = _read_json(root / INDEX)
     if record is None:
         raise FileNotFoundError(f"{root}: neither {SINGLE} nor {INDEX} is there; give a directory of safetensors")
     assigned = record.get("weight_map")
@@ -151,7 +151,7 @@ def _header(root: Path, file: str, notes: dict[str, list[str]]) -> list[FileTens
         raise ValueError(f"{root / file}: it is damaged or cut off: {error}. Nothing has been loaded") from error
 
 
-def _json(file: Path) -> dict[str, Any] | None:
+def _read_json(file: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no such file."""
     if not file.exists():
         return None

@@ -13,7 +13,7 @@ all of them.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -28,11 +28,11 @@ from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import RENAMED, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.shared_scales import KV_SCALES
-from dcp_adapters.hf.sources import Joined, source_of
-from dcp_adapters.hf.writing import begun_directory, publish, write_files
+from dcp_adapters.hf.sources import JoinedSources, source_of
+from dcp_adapters.hf.writing import begun_directory, publish_directory, write_files
 from dcp_adapters.source import Source
 from dcp_adapters.stored.durable import gone_on_error, refuse_taken
-from dcp_adapters.stored.progress import progress as bar
+from dcp_adapters.stored.progress_bar import progress_bar
 from fsdp_hooks.across_ranks import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide
@@ -91,46 +91,57 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     if fused_scales not in ("raise", "requantize"):
         raise ValueError(f'export_hf: fused_scales={fused_scales!r} is not one of "raise", "requantize"')
     chosen, limit = layout_named(layout), shard_size(max_shard_size)
-    described = on_first(None, lambda: _described(out_dir, config, state_dict_or_checkpoint))
+    described = on_first(None, lambda: _description(out_dir, config, state_dict_or_checkpoint))
 
-    def prepare() -> tuple[Source, ExportPlan, tuple[str, ...]]:
-        first = source_of(state_dict_or_checkpoint, prefix, check=verify_checksums)
-        others = [] if rest is None else [source_of(rest, None, like=first.entries, check=verify_checksums)]
-        source = Joined([first, *others])
-        scales = dict(_scales(source))
+    def prepare() -> tuple[Source, Request, ExportPlan]:
+        source = _joined_sources(state_dict_or_checkpoint, rest, prefix, check=verify_checksums)
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
+        scales = dict(_scales(source))
         request = Request(chosen, scales, producer, limit, described.tied, fused_scales == "requantize")
         _check_names(source, described)
         _check_complete(source, described, state_dict_or_checkpoint, rest)
-        plan = plan_export(source.entries, request)
-        return source, plan, _digests(source, request)
+        return source, request, plan_export(source.entries, request)
 
-    prepared: list[Any] = []
-    told = on_all(None, lambda: _into(prepared, prepare)[2])
-    _check_same(told)
-    source, plan, _ = prepared[0]
-    final = Path(out_dir)
+    source, plan = _agreed_plan(prepare)
+    return _publish_files(Path(out_dir), source, described, plan, show=progress)
+
+
+def _publish_files(final: Path, source: Source, described: ModelConfig, plan: ExportPlan, *, show: bool) -> Path:
+    """The files in a hidden directory, which then gets its name."""
     begun = Path(on_first(None, lambda: str(begun_directory(final, described, plan))))
     first = rank_of(None) == 0
     with gone_on_error(begun) if first else nullcontext():
-        with bar("exporting", plan.nbytes, enabled=progress and first) as advance:
+        with progress_bar("exporting", plan.nbytes, enabled=show and first) as advance:
             write_files(source, plan, begun, advance)
-        on_first(None, lambda: publish(begun, final, plan))
+        on_first(None, lambda: publish_directory(begun, final, plan))
     return final
 
 
 # -- before anything is written ----------------------------------------------------------------------------------------
 
 
-def _described(out_dir: str | os.PathLike[str], config: Any, source: Any) -> ModelConfig:
-    final = Path(out_dir)
-    refuse_taken(final)
+def _description(out_dir: str | os.PathLike[str], config: Any, source: Any) -> ModelConfig:
+    """The model's own; refused first is an `out_dir` that is taken."""
+    refuse_taken(Path(out_dir))
     return model_config(config, source)
 
 
-def _into(prepared: list[Any], step: Any) -> Any:
-    """What a step returns, kept on this rank as well."""
-    prepared.append(step())
+def _joined_sources(given: Any, rest: Any, prefix: str | None, *, check: bool) -> Source:
+    first = source_of(given, prefix, check=check)
+    others = [] if rest is None else [source_of(rest, None, like=first.entries, check=check)]
+    return JoinedSources([first, *others])
+
+
+def _agreed_plan(prepare: Callable[[], tuple[Source, Request, ExportPlan]]) -> tuple[Source, ExportPlan]:
+    """What this rank has prepared. Raises ValueError where ranks have prepared different things."""
+    prepared: list[tuple[Source, ExportPlan]] = []
+
+    def step() -> tuple[str, ...]:
+        source, request, plan = prepare()
+        prepared.append((source, plan))
+        return _alike_digests(source, request)
+
+    _check_same(on_all(None, step))
     return prepared[0]
 
 
@@ -194,7 +205,7 @@ ALIKE = {
 }
 
 
-def _digests(source: Source, request: Request) -> tuple[str, ...]:
+def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
     """What all ranks must have alike, in few bytes each, in the order of ALIKE."""
     told: tuple[Any, ...] = (
         [f"{name} {record}" for name, record in source.entries.items()],

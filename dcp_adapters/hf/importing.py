@@ -78,7 +78,7 @@ def import_hf(
     if on_mismatch not in {"raise", "convert"}:
         raise ValueError(f'import_hf: on_mismatch={on_mismatch!r} is not one of "raise", "convert"')
     if model is None:
-        return _whole(path, device or "cpu", show=progress)
+        return _whole_state_dict(path, device or "cpu", show=progress)
     live = Live.of(model)
     show = progress and rank_of(None) == 0
     reader = HuggingFaceReader(
@@ -94,7 +94,7 @@ def import_hf(
     return {**state, **extras}
 
 
-def _whole(path: str | os.PathLike[str], device: torch.device | str, *, show: bool) -> dict[str, Tensor]:
+def _whole_state_dict(path: str | os.PathLike[str], device: torch.device | str, *, show: bool) -> dict[str, Tensor]:
     """The directory's state dict, in this process alone."""
     reader = HuggingFaceReader(path, show=show)
     state = {
@@ -122,7 +122,7 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
         ValueError: the directory does not fit the model.
     """
     made = reader.presented()
-    names, problems = _names(made.entries.keys() - made.scales, live, reader)
+    names, problems = _matched_names(made.entries.keys() - made.scales, live, reader)
     problems += live.problems()
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
     target = Target.of(flat, {name: (name,) for name in flat})
@@ -141,7 +141,7 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
     return names
 
 
-def _names(held: set[str], live: Live, reader: HuggingFaceReader) -> tuple[list[str], list[str]]:
+def _matched_names(held: set[str], live: Live, reader: HuggingFaceReader) -> tuple[list[str], list[str]]:
     """Under which of its names each tensor of the model is in the directory; and what only one side has."""
     names, problems = [], []
     for own in live.names:

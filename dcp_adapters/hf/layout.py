@@ -1,9 +1,9 @@
 """What a layout is: the tensors in the file for each kind of quantized linear, and the JSON that describes them.
 
-    Scheme   how one linear is quantized: the kind of its weight, and what becomes of its inputs
-    Form     how a part looks in the file: as it is, as one value in a 1-dim tensor, as its reciprocal, ...
-    Stored   one tensor of a linear, `<module>.<name>`: which part it is, in which form
-    Layout   the table scheme -> tensors and JSON, and the function that makes the files of JSON from it
+    Scheme     how one linear is quantized: the kind of its weight, and what becomes of its inputs
+    Form       how a part looks in the file: as it is, as one value in a 1-dim tensor, as its reciprocal, ...
+    StoredAs   one tensor of a linear, `<module>.<name>`: which part it is, in which form
+    Layout     the table scheme -> tensors and JSON, and the function that makes the files of JSON from it
 
 A layout is data, in a file of its own that registers it. Writing follows the tables from parts to files, reading from
 files to parts; claims.py also compares its JSON when a directory is read.
@@ -114,7 +114,7 @@ ONE_OVER = Form(
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAs:
     """One tensor of a linear in the file.
 
     part: of the quantized weight, or INPUT_SCALE. name: what follows the module's fqn and a dot.
@@ -129,7 +129,7 @@ class Stored:
 class SchemeEntry:
     """A scheme in a layout: its tensors, and what the layout's JSON says of it."""
 
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredAs, ...]
     config: Mapping[str, Any]
 
 

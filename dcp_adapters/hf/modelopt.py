@@ -6,12 +6,12 @@ stored as they are: tensor-wide ones have no dims, those of rows one.
 
 from typing import Any
 
-from dcp_adapters.hf.layout import FLAT, INPUT_SCALE, Layout, Linears, Scheme, SchemeEntry, Stored, register_layout
+from dcp_adapters.hf.layout import FLAT, INPUT_SCALE, Layout, Linears, Scheme, SchemeEntry, StoredAs, register_layout
 
-_WEIGHT = Stored("payload", "weight")
-_SCALE = Stored("scale", "weight_scale")
-_STATIC = Stored(INPUT_SCALE, "input_scale")
-_GLOBAL = Stored("global_scale", "weight_scale_2")
+_WEIGHT = StoredAs("payload", "weight")
+_SCALE = StoredAs("scale", "weight_scale")
+_STATIC = StoredAs(INPUT_SCALE, "input_scale")
+_GLOBAL = StoredAs("global_scale", "weight_scale_2")
 # Engines look for this name before they read on (TensorRT-LLM, and vLLM in some cases), so it names whose layout it is;
 # `written_by` names who wrote the file. The version is that of the ModelOpt whose own converter writes the same.
 OF_LAYOUT = {"name": "modelopt", "version": "0.47.0"}
@@ -23,7 +23,7 @@ SCHEMES = {
         {"quant_algo": "FP8", "group": {"weights": FP8, "input_activations": FP8}, "mixes": True},
     ),
     Scheme("fp8_row", "dynamic"): SchemeEntry(
-        (_WEIGHT, Stored("scale", "weight_scale", FLAT)), {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+        (_WEIGHT, StoredAs("scale", "weight_scale", FLAT)), {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
     ),
     Scheme("mxfp8", "dynamic"): SchemeEntry((_WEIGHT, _SCALE), {"quant_algo": "MXFP8", "group_size": 32}),
     Scheme("nvfp4", "none"): SchemeEntry(

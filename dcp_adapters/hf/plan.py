@@ -137,7 +137,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     twins = _tied(records) if request.tied else {}
     turned = turned_experts({name: record.shape for name, record in records.items()})
     _check_linears(quantized, turned)
-    pieces = {name: _pieces(name, record) for name, record in quantized.items()}
+    pieces = {name: _engine_pieces(name, record) for name, record in quantized.items()}
     owners = {piece.module: name for name, those in pieces.items() for piece in those}
     entries = scale_entries(pieces)
     orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
@@ -160,22 +160,24 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
         if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
             continue
         if name in quantized:
-            written = [tensor for piece in pieces[name] for tensor in _linear(piece, record, schemes, inputs, request)]
+            written = [
+                tensor for piece in pieces[name] for tensor in _written_linear(piece, record, schemes, inputs, request)
+            ]
             outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
         else:
-            made = [Written(name, record.dtype, record.shape, "")] if name in turned else _dense(name, record)
+            made = [Written(name, record.dtype, record.shape, "")] if name in turned else _written_dense(name, record)
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
     outputs += _kv_outputs(attentions, request)
     linears = Linears(schemes, ignored, bool(attentions), request.producer)
     dtype = next(iter(quantized.values())).dtype
-    files = _files(outputs, request.max_shard_size)
+    files = _files_within(outputs, request.max_shard_size)
     return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype)
 
 
 # -- linears -----------------------------------------------------------------------------------------------------------
 
 
-def _pieces(name: str, record: Entry) -> list[Piece]:
+def _engine_pieces(name: str, record: Entry) -> list[Piece]:
     pieces = pieces_of(name, record.shape)
     if pieces is None:
         raise ValueError(
@@ -239,7 +241,7 @@ def _kind(name: str, recipe: Recipe | None) -> str:
     return kind
 
 
-def _linear(
+def _written_linear(
     piece: Piece, record: Entry, schemes: Mapping[str, Scheme], inputs: Mapping[str, float], request: Request
 ) -> Iterable[Written]:
     """The tensors of one linear."""
@@ -258,7 +260,7 @@ def _linear(
             yield Written(name, spec.dtype, form, stored.part, stored.form, None if whole else piece)
 
 
-def _dense(name: str, record: Entry) -> Iterable[Written]:
+def _written_dense(name: str, record: Entry) -> Iterable[Written]:
     """A dense tensor as it is; a weight of all experts as the linears that engines know."""
     pieces = pieces_of(name, record.shape) if len(record.shape) == 3 else None
     if pieces is None:
@@ -317,7 +319,7 @@ def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _files(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
+def _files_within(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
     """Outputs in files of at most `limit` bytes; a larger output is alone in its file."""
     names: dict[str, str] = {}
     for output in outputs:

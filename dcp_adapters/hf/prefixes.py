@@ -19,7 +19,7 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like
         return ""
     if not above:
         return "" if like is None else _prefix_like(paths, like)
-    shared = _shared(above)
+    shared = _common_keys(above)
     if not shared:
         tops = sorted({keys[0] if keys else "the outermost" for keys in above})
         raise ValueError(
@@ -47,7 +47,7 @@ def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> s
     best = [prefix for prefix, count in found.items() if count == most]
     if most and len(best) == 1:
         return best[0]
-    shared = _shared([[str(key) for key in path[:-1]] for path in paths.values()])
+    shared = _common_keys([[str(key) for key in path[:-1]] for path in paths.values()])
     if most or not shared:
         where = (
             f"under {' and '.join(prefix.removesuffix('.') or 'the outermost' for prefix in best)}"
@@ -61,7 +61,7 @@ def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> s
     return "".join(f"{key}." for key in shared)
 
 
-def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
+def _common_keys(paths: Sequence[Sequence[str]]) -> list[str]:
     """The keys that all paths begin with."""
     shared = []
     for keys in zip(*paths, strict=False):

@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.as_checkpoint import Placed, Presented, Slice, presented
 from dcp_adapters.hf.directory import FileTensor, read_directory
-from dcp_adapters.hf.entries import Placed, Presented, Slice, presented
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
 from dcp_adapters.reading.reader import failures_told
-from dcp_adapters.stored.progress import progress
+from dcp_adapters.stored.progress_bar import progress_bar
 from fsdp_hooks.torch_private import cpu_by_default
 from qtensor.tensor import QuantizedTensor
 
@@ -135,7 +135,7 @@ class HuggingFaceReader(StorageReader):
         """`read`, with files that stay open between tensors; they make tensors on the default device."""
         made = self.presented()
         entry = made.entries[name]
-        return {part: _whole(made.placed[entry.key(part)], files) for part in entry.parts()}
+        return {part: _whole_entry(made.placed[entry.key(part)], files) for part in entry.parts()}
 
     def values(self, name: str) -> Tensor:
         """A whole tensor on the CPU; a quantized one's values, in the dtype that is wanted of it or the directory's."""
@@ -194,12 +194,15 @@ class HuggingFaceReader(StorageReader):
         """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
         with failures_told(planner):
             total = sum(item.lengths.numel() * self.itemsize[item.storage_index.fqn] for item in plan.items)
-            with OpenFiles(self.root) as files, progress(f"import {self.path.name}", total, enabled=self.show) as bar:
+            with (
+                OpenFiles(self.root) as files,
+                progress_bar(f"import {self.path.name}", total, enabled=self.show) as bar,
+            ):
                 for item in plan.items:
                     source = self.storage[item.storage_index]
                     held = source.take(files.piece(source.tensor), item.storage_offsets, item.lengths)
                     target = planner.resolve_tensor(item).detach()
-                    _fill(target, held, source.tensor)
+                    _copy_into(target, held, source.tensor)
                     planner.commit_tensor(item, target)
                     bar(held.nbytes)
         done: Future[None] = Future()
@@ -212,7 +215,7 @@ class HuggingFaceReader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
 
-def _whole(entry: Placed, files: OpenFiles) -> Tensor:
+def _whole_entry(entry: Placed, files: OpenFiles) -> Tensor:
     """All chunks of an entry, in memory of their own."""
     out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     for chunk in entry.chunks:
@@ -226,7 +229,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _fill(target: Tensor, held: Tensor, tensor: FileTensor) -> None:
+def _copy_into(target: Tensor, held: Tensor, tensor: FileTensor) -> None:
     if target.shape != held.shape:
         raise AssertionError(f"{tensor.name}: {tuple(held.shape)} into {tuple(target.shape)}")
     target.copy_(held)

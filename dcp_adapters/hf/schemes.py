@@ -15,7 +15,7 @@ import torch
 
 from dcp_adapters.hf.claims import Claims, claims_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, Layout, Scheme, SchemeEntry, Stored
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, Layout, Scheme, SchemeEntry, StoredAs
 from dcp_adapters.words import in_lines
 from qtensor.formats import PartSpec, column_multiple, specs_of
 
@@ -45,13 +45,13 @@ FOREIGN_NAMES = {name for names in FOREIGN.values() for name in names}
 
 
 @dataclass(frozen=True)
-class QuantizedLinear:
+class FileLinear:
     """A linear of the file. shape: logical [N, K]. parts: of the weight, and INPUT_SCALE, each with its tensor."""
 
     module: str
     scheme: Scheme
     shape: tuple[int, int]
-    parts: Mapping[str, tuple[Stored, FileTensor]]
+    parts: Mapping[str, tuple[StoredAs, FileTensor]]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Contents:
     is stored. dense: the other tensors, by name. layout: the name of the quantized ones' layout.
     """
 
-    linears: Mapping[str, QuantizedLinear] = field(default_factory=dict)
-    scales: Mapping[str, tuple[Stored, FileTensor]] = field(default_factory=dict)
+    linears: Mapping[str, FileLinear] = field(default_factory=dict)
+    scales: Mapping[str, tuple[StoredAs, FileTensor]] = field(default_factory=dict)
     dense: Mapping[str, FileTensor] = field(default_factory=dict)
     layout: str = ""
 
@@ -84,14 +84,14 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
         ValueError: one error for all linears whose scheme the library does not have, or which contradict the JSON.
     """
     claims = claims_of(directory)
-    linears: dict[str, QuantizedLinear] = {}
-    scales: dict[str, tuple[Stored, FileTensor]] = {}
+    linears: dict[str, FileLinear] = {}
+    scales: dict[str, tuple[StoredAs, FileTensor]] = {}
     dense: dict[str, FileTensor] = {}
     refused: dict[str, str] = {}
     taken: set[str] = set()
     for module, own in _modules(directory.tensors).items():
         for name, tensor in _kv_scales(module, own, claims):
-            scales[name] = (Stored(name.rpartition(".")[2], tensor.name.rpartition(".")[2]), tensor)
+            scales[name] = (StoredAs(name.rpartition(".")[2], tensor.name.rpartition(".")[2]), tensor)
             if claims is not None and claims.kv_cache:
                 refused[tensor.name] = claims.kv_cache
             taken.add(tensor.name)
@@ -101,7 +101,7 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
             dense |= {tensor.name: tensor for tensor in rest.values()}
             continue
         dense |= {tensor.name: tensor for name, tensor in rest.items() if name not in codes}
-        found, problem = _linear(module, codes, claims)
+        found, problem = _linear_from(module, codes, claims)
         if found is None:
             refused[module or "the model itself"] = problem
         else:
@@ -160,7 +160,7 @@ def _holds_codes(tensor: FileTensor, counts: Collection[str]) -> bool:
     return tensor.dtype not in COUNTS or (len(tensor.shape) > 1 and tensor.dtype not in {"I64", "BOOL"})
 
 
-def _linear(module: str, codes: Mapping[str, FileTensor], claims: Claims | None) -> tuple[QuantizedLinear | None, str]:
+def _linear_from(module: str, codes: Mapping[str, FileTensor], claims: Claims | None) -> tuple[FileLinear | None, str]:
     """The linear that these tensors are; or None, and why they are none."""
     found = ", ".join(f"{name} {tensor}" for name, tensor in sorted(codes.items()))
     if claims is None:
@@ -174,9 +174,7 @@ def _linear(module: str, codes: Mapping[str, FileTensor], claims: Claims | None)
     return None, found + (f": {guess}" if guess else "") + (f" (the JSON says {said})" if said else "")
 
 
-def _fitting(
-    module: str, codes: Mapping[str, FileTensor], scheme: Scheme, entry: SchemeEntry
-) -> QuantizedLinear | None:
+def _fitting(module: str, codes: Mapping[str, FileTensor], scheme: Scheme, entry: SchemeEntry) -> FileLinear | None:
     """The linear, where all its tensors are those of the scheme."""
     stored = {one.part: one for one in entry.stored}
     if codes.keys() != {one.name for one in entry.stored}:
@@ -192,10 +190,10 @@ def _fitting(
     specs[INPUT_SCALE] = PartSpec(INPUT_SCALE, torch.float32, per_row=False)
     if not all(_is_part(codes[one.name], one, specs[one.part], shape) for one in entry.stored):
         return None
-    return QuantizedLinear(module, scheme, shape, {one.part: (one, codes[one.name]) for one in entry.stored})
+    return FileLinear(module, scheme, shape, {one.part: (one, codes[one.name]) for one in entry.stored})
 
 
-def _is_part(tensor: FileTensor, stored: Stored, spec: PartSpec, shape: Sequence[int]) -> bool:
+def _is_part(tensor: FileTensor, stored: StoredAs, spec: PartSpec, shape: Sequence[int]) -> bool:
     if tensor.dtype not in STORED_AS[spec.dtype]:
         return False
     if not spec.per_row:

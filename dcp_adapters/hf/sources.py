@@ -70,12 +70,12 @@ class LiveSource(Source):
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """Gathers what is sharded, part by part."""
-        return {part: _whole(tensor).to("cpu").contiguous() for part, tensor in self._parts[name].items()}
+        return {part: _whole_part(tensor).to("cpu").contiguous() for part, tensor in self._parts[name].items()}
 
     def help_read(self, name: str) -> None:
         """Takes part in the same collectives, and drops the results."""
         for part in self._parts[name].values():
-            _whole(part)
+            _whole_part(part)
 
     def scalar(self, name: str, part: str) -> float:
         """This rank's value; ranks whose shards do not agree have different ones."""
@@ -125,7 +125,7 @@ class StoredSource(Source):
         return self._stored.part(self._names[name], part)
 
 
-class Joined(Source):
+class JoinedSources(Source):
     """Several sources as one; a name is taken from the first that has it, and so is a linear.
 
     A linear of an expert has two names: in a weight [E, N, K] of all experts, and alone.
@@ -198,7 +198,7 @@ def source_of(value: Any, prefix: str | None, like: Collection[str] | None = Non
     return LiveSource(value, prefix, like)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole_part(tensor: Tensor) -> Tensor:
     """All of a part, where it lives; a collective for shards. Float8 travels as bytes, which every backend knows."""
     if isinstance(tensor, DTensor):
         local = local_of(tensor)

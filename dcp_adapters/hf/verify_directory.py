@@ -14,7 +14,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.stored_directory import StoredDirectory
 from dcp_adapters.stored.findings import Finding, Report
 from dcp_adapters.stored.part_values import value_fault
-from dcp_adapters.stored.progress import Advance, unseen
+from dcp_adapters.stored.progress_bar import Advance, unseen
 
 NO_CHECKSUMS = "safetensors have no checksums: bytes that changed into other valid ones cannot be found"
 

@@ -22,10 +22,11 @@ from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
+from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Source
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, sync
 from dcp_adapters.stored.part_values import holds_nan
-from dcp_adapters.stored.progress import Advance
+from dcp_adapters.stored.progress_bar import Advance
 from fsdp_hooks.across_ranks import on_all, rank_of, ranks_of
 from qtensor.formats import adopt
 from qtensor.recipes import Recipe
@@ -37,7 +38,7 @@ def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Pa
     begun = hidden_name(final)
     begun.mkdir()
     with gone_on_error(begun):
-        described.write(begun, plan.json, str(plan.dtype).removeprefix("torch."))
+        described.write(begun, plan.json, dtype_name(plan.dtype))
         if len(plan.files) > 1:
             names = {
                 written.name: file.name for file in plan.files for output in file.outputs for written in output.written
@@ -58,7 +59,9 @@ def write_files(source: Source, plan: ExportPlan, directory: Path, advance: Adva
             if owner == rank:
                 mine = file
             for output in file.outputs:
-                parts = [_read(source, name, failed, keep=owner == rank) for name in (output.source, output.twin)]
+                parts = [
+                    _read_where_kept(source, name, failed, keep=owner == rank) for name in (output.source, output.twin)
+                ]
                 if parts[0] is not None and not failed:
                     try:
                         _check_twin(output, parts[0], parts[1])
@@ -69,7 +72,9 @@ def write_files(source: Source, plan: ExportPlan, directory: Path, advance: Adva
         on_all(None, partial(_save, directory, mine, tensors, failed))
 
 
-def _read(source: Source, name: str | None, failed: list[Exception], *, keep: bool) -> dict[str, Tensor] | None:
+def _read_where_kept(
+    source: Source, name: str | None, failed: list[Exception], *, keep: bool
+) -> dict[str, Tensor] | None:
     """A tensor of the source where it is kept, None elsewhere; a collective one is read by all, whatever failed."""
     if name is None:
         return None
@@ -178,7 +183,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return alone
 
 
-def publish(begun: Path, final: Path, plan: ExportPlan) -> None:
+def publish_directory(begun: Path, final: Path, plan: ExportPlan) -> None:
     """Give the directory its name, if everything is in it."""
     for file in plan.files:
         path = begun / file.name

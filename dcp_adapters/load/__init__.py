@@ -1,7 +1,8 @@
 """Loading: target and checkpoint are compared, then payloads are read in place or converted.
 
-planner.py       QuantizedLoadPlanner
-compare.py       what keeps a checkpoint from being loaded into a target; placements.py: placements DCP cannot load
-coverage.py      do the chunks that are read make up what is written?
-convert.py       the conversion of one tensor; conversions.py: all those of a load, and their shared scales
+planner.py          QuantizedLoadPlanner
+compare.py          what keeps a checkpoint from being loaded into a target; placements.py: placements DCP cannot load
+coverage.py         do the chunks that are read make up what is written?
+conversion.py       the conversion of one tensor while it is loaded
+all_conversions.py  those of one load together, and their agreement on shared scales
 """

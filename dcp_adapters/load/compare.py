@@ -69,7 +69,7 @@ def differences(
     stored = metadata.state_dict_metadata
     problems = [f"{name}: {problem}" for name, problem in target.unfit.items()]
     for want in target.entries.values():
-        held = _held(want.name, metadata, manifest)
+        held = _record_of(want.name, metadata, manifest)
         if isinstance(held, Entry):
             problems += _between(want, held, stored, convert=convert)
         elif held is not None:
@@ -87,7 +87,7 @@ def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) ->
     names = {}
     for name in target.paths:
         want = target.entries.get(name)
-        held = None if want is None else _held(name, metadata, manifest)
+        held = None if want is None else _record_of(name, metadata, manifest)
         if want is not None and isinstance(held, Entry) and held.recipe != want.recipe:
             names[name] = held
     return names
@@ -103,7 +103,7 @@ def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
     return sorted(problems)
 
 
-def _held(name: str, metadata: Metadata, manifest: Manifest | None) -> Any:
+def _record_of(name: str, metadata: Metadata, manifest: Manifest | None) -> Any:
     """How the checkpoint holds a name: a tensor's entry; DCP's record of anything else; None where it has neither."""
     listed = manifest.tensors.get(name) if manifest is not None else None
     found = metadata.state_dict_metadata.get(name)

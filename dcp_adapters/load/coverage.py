@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.reading.metadata_checks import named, stored_chunk
+from dcp_adapters.reading.metadata_checks import chunk_in_words, stored_chunk
 from dcp_adapters.reading.order import has_files, is_own_index
 from dcp_adapters.reading.places import shared_places, shares_bytes
 from dcp_adapters.tiling import inside, tiling_fault
@@ -70,13 +70,13 @@ def coverage_problems(items: Iterable[ReadItem], parts: Parts, metadata: Metadat
             found, name = pieces.get(key, []), key
         else:
             found, name = [item for item in pieces.get(key.fqn, []) if item.dest_index == key], key.fqn
-        if (fault := _fault(shape, found)) is not None:
+        if (fault := _coverage_fault(shape, found)) is not None:
             size = tuple(getattr(metadata.state_dict_metadata[name], "size", ()))
             problems.append(f"{name}: its chunks do not make up the tensor {size}: {fault}")
     return problems + _chunk_problems(items, metadata) + _place_problems(items, metadata)
 
 
-def _fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
+def _coverage_fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
     if len(items) == 1 and tuple(items[0].lengths) == tuple(shape) and not any(items[0].dest_offsets):
         return None
     if not math.prod(shape):
@@ -97,7 +97,7 @@ def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
     by_chunk = isinstance(stored, dict) and all(isinstance(key, MetadataIndex) for key in itertools.islice(stored, 1))
     for index in dict.fromkeys(item.storage_index for item in items):
         if by_chunk and stored.get(index) is None:
-            problems.append(f"{named(index)}: no file holds it: storage_data has no such chunk")
+            problems.append(f"{chunk_in_words(index)}: no file holds it: storage_data has no such chunk")
             continue
         entry = metadata.state_dict_metadata[index.fqn]
         if not isinstance(entry, TensorStorageMetadata):
@@ -120,7 +120,7 @@ def _place_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
     files = {stored[index].relative_path for index in wanted}
     held = {index: info for index, info in stored.items() if info.relative_path in files and not is_own_index(index)}
     return [
-        f"{named(one)}: {shares_bytes(start, other)} in {held[one].relative_path}"
+        f"{chunk_in_words(one)}: {shares_bytes(start, other)} in {held[one].relative_path}"
         for one, other, start in shared_places(held)
         if one in wanted or other in wanted
     ]

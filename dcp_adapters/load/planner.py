@@ -9,7 +9,7 @@ On any world size, mesh or shard dim, in the steps of every load planner:
                                       they write (coverage.py)
     finish_plan          every rank   before these, one byte from the end of every file: a missing, truncated or damaged
                                       file stops the load before the first byte is written
-    load / commit        every rank   stock; a conversion is written when its last item arrives (conversions.py)
+    load / commit        every rank   stock; a conversion is written when its last item arrives (all_conversions.py)
 
 Where the storage drops planner data the manifest is read first, as a tensor, and compared when it arrives.
 """
@@ -35,13 +35,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_adapters.checksums import CHECKSUMS, Verification
 from dcp_adapters.expand import expand_flat, plain_leaf, quantized_local
+from dcp_adapters.load.all_conversions import Conversions
 from dcp_adapters.load.compare import Target, differences, recipe_differences, to_convert
-from dcp_adapters.load.conversions import Conversions
-from dcp_adapters.load.convert import Conversion
+from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.metadata_checks import own_buffer, stored_chunk
-from dcp_adapters.reading.order import has_files, in_order, is_probe, original_index, probe_items
+from dcp_adapters.reading.order import group_after_group, has_files, is_probe, original_index, probe_items
 from dcp_adapters.reading.places import check_archives, check_ordinary
 from dcp_adapters.torch_private import Unreadable, flatten_state_dict, set_element
 from dcp_adapters.words import in_lines
@@ -172,7 +172,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
-        ordered = in_order([own, *converted], self.metadata)  # one call: aliases are numbered within it
+        ordered = group_after_group([own, *converted], self.metadata)  # one call: aliases are numbered within it
         items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
         self._passed(0)
         self.conversions.begin(new_plan.planner_data or f"alone.{next(LOADS)}")

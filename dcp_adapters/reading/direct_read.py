@@ -72,10 +72,10 @@ class Elements:
         begin = self.begin + first * math.prod(self.shape[1:]) * self.dtype.itemsize
         whole_rows = tuple(sizes[1:]) == self.shape[1:]
         if whole_rows and target.dtype == self.dtype and _has_room(target):
-            _fill(self.stream, begin, target)
+            _read_into(self.stream, begin, target)
             return
         held = torch.empty((rows, *self.shape[1:]) if sizes else (), dtype=self.dtype, device="cpu")
-        _fill(self.stream, begin, held)
+        _read_into(self.stream, begin, held)
         for dim in range(1, len(sizes)):
             held = held.narrow(dim, offsets[dim], sizes[dim])
         target.copy_(held)
@@ -87,7 +87,7 @@ def _has_room(target: Tensor) -> bool:
     return straight and not target.is_conj() and not target.is_neg()
 
 
-def _fill(stream: IO[bytes], begin: int, tensor: Tensor) -> None:
+def _read_into(stream: IO[bytes], begin: int, tensor: Tensor) -> None:
     """Read into the memory of a contiguous CPU tensor."""
     memory = memoryview(memory_of(tensor)).cast("B")
     stream.seek(begin)

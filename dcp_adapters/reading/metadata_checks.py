@@ -47,7 +47,7 @@ class Fault:
         return ": ".join(part for part in (self.file, self.entry, self.message) if part)
 
 
-def named(index: MetadataIndex) -> str:
+def chunk_in_words(index: MetadataIndex) -> str:
     """A chunk in words: its tensor, and its offset where it has one."""
     return index.fqn if index.offset is None else f"{index.fqn} at {tuple(index.offset)}"
 
@@ -61,12 +61,12 @@ def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> li
         transforms: chunks may have been transformed (compressed) on their way into the file.
     """
     if type(metadata) is not Metadata:
-        return [_fault("", f"it holds {short(metadata)}, expected DCP's Metadata")]
+        return [_metadata_fault("", f"it holds {short(metadata)}, expected DCP's Metadata")]
     tensors = vars(metadata).get("state_dict_metadata")
     storage = vars(metadata).get("storage_data")
     faults = [*_planner_data_faults(metadata.planner_data, 16 * extent), *_storage_meta_faults(metadata)]
     if type(tensors) is not dict or type(storage) is not dict:
-        return [*faults, _fault("", "its state_dict_metadata or storage_data is no dict")]
+        return [*faults, _metadata_fault("", "its state_dict_metadata or storage_data is no dict")]
     for name, record in tensors.items():
         faults += _entry_faults(name, record)
     for index, info in storage.items():
@@ -84,9 +84,9 @@ def holding_faults(metadata: Metadata, *, whole: bool = True) -> list[Fault]:
         if whole and isinstance(record, TensorStorageMetadata):
             boxes = [(chunk.offsets, chunk.sizes) for chunk in record.chunks]
             if (message := tiling_fault(record.size, boxes)) is not None:
-                faults.append(_fault(name, f"{message} (shape {tuple(record.size)})"))
+                faults.append(_metadata_fault(name, f"{message} (shape {tuple(record.size)})"))
         faults += [
-            _fault(named(index), "no file holds it: storage_data has no such chunk")
+            _metadata_fault(chunk_in_words(index), "no file holds it: storage_data has no such chunk")
             for index in chunks_of(name, record)
             if index not in metadata.storage_data
         ]
@@ -106,7 +106,7 @@ def length_faults(metadata: Metadata) -> dict[MetadataIndex, Fault]:
                     f"{METADATA} gives {info.length} bytes to a chunk that needs at least {size}, unless it is of a "
                     "class of its own, which takes stock's reader"
                 )
-                faults[index] = Fault(info.relative_path, named(index), message)
+                faults[index] = Fault(info.relative_path, chunk_in_words(index), message)
     return faults
 
 
@@ -161,7 +161,7 @@ def stray_path(path: str) -> bool:
     )
 
 
-def _fault(entry: str, message: str) -> Fault:
+def _metadata_fault(entry: str, message: str) -> Fault:
     return Fault(METADATA, entry, message)
 
 
@@ -186,11 +186,11 @@ def _are_strides(value: Any) -> bool:
 def _storage_meta_faults(metadata: Metadata) -> Iterator[Fault]:
     meta = metadata.storage_meta
     if metadata.version is not None and type(metadata.version) is not str:
-        yield _fault("", f"its version is {short(metadata.version)}, expected a string")
+        yield _metadata_fault("", f"its version is {short(metadata.version)}, expected a string")
     if meta is None:
         return
     if type(meta) is not StorageMeta:
-        yield _fault("", f"its storage_meta is a {type(meta).__name__}, expected DCP's StorageMeta")
+        yield _metadata_fault("", f"its storage_meta is a {type(meta).__name__}, expected DCP's StorageMeta")
         return
     texts = (meta.save_id, meta.load_id)
     modules = vars(meta).get("modules", [])
@@ -200,7 +200,7 @@ def _storage_meta_faults(metadata: Metadata) -> Iterator[Fault]:
         or type(modules) is not list
         or any(type(module) is not str for module in modules)
     ):
-        yield _fault("", "its storage_meta holds values that are neither strings nor paths")
+        yield _metadata_fault("", "its storage_meta holds values that are neither strings nor paths")
 
 
 def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
@@ -226,17 +226,17 @@ def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
     try:
         weigh(data, 0)
     except ValueError as error:
-        yield _fault("", f"its planner_data holds {error}")
+        yield _metadata_fault("", f"its planner_data holds {error}")
 
 
 def _entry_faults(name: Any, record: Any) -> Iterator[Fault]:
     if type(name) is not str:
-        yield _fault("", f"an entry is named {short(name)}, expected a string")
+        yield _metadata_fault("", f"an entry is named {short(name)}, expected a string")
         return
     if type(record) is BytesStorageMetadata:
         return
     if not _complete(record, TensorStorageMetadata):
-        yield _fault(name, f"a {type(record).__name__}, expected a complete TensorStorageMetadata")
+        yield _metadata_fault(name, f"a {type(record).__name__}, expected a complete TensorStorageMetadata")
         return
     properties = record.properties
     if (
@@ -247,11 +247,13 @@ def _entry_faults(name: Any, record: Any) -> Iterator[Fault]:
         or type(properties.requires_grad) is not bool
         or type(properties.pin_memory) is not bool
     ):
-        yield _fault(name, "its properties are no dtype, layout, requires_grad, memory_format and pin_memory")
+        yield _metadata_fault(name, "its properties are no dtype, layout, requires_grad, memory_format and pin_memory")
     elif not _are_strides(vars(properties).get("strides")):
-        yield _fault(name, f"its strides are {short(properties.strides)}, expected None or integers")
+        yield _metadata_fault(name, f"its strides are {short(properties.strides)}, expected None or integers")
     elif not _is_size(record.size) or type(record.chunks) is not list:
-        yield _fault(name, f"its size is {short(record.size)}, expected counts below 2**63, and a list of chunks")
+        yield _metadata_fault(
+            name, f"its size is {short(record.size)}, expected counts below 2**63, and a list of chunks"
+        )
     else:
         yield from _chunk_faults(name, record)
 
@@ -260,10 +262,12 @@ def _chunk_faults(name: str, record: TensorStorageMetadata) -> Iterator[Fault]:
     size = tuple(record.size)
     for chunk in record.chunks:
         if not _complete(chunk, ChunkStorageMetadata) or not _is_size(chunk.offsets) or not _is_size(chunk.sizes):
-            yield _fault(name, f"a chunk is {short(chunk)}, expected offsets and sizes that are counts below 2**63")
+            yield _metadata_fault(
+                name, f"a chunk is {short(chunk)}, expected offsets and sizes that are counts below 2**63"
+            )
             return
         if not inside(size, (chunk.offsets, chunk.sizes)):
-            yield _fault(
+            yield _metadata_fault(
                 name,
                 f"a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not inside of the tensor's {size}",
             )
@@ -272,23 +276,25 @@ def _chunk_faults(name: str, record: TensorStorageMetadata) -> Iterator[Fault]:
 
 def _storage_faults(index: Any, info: Any, *, transforms: bool) -> Iterator[Fault]:
     if not _complete(index, MetadataIndex) or type(index.fqn) is not str:
-        yield _fault("", f"storage_data has the key {short(index)}, expected a MetadataIndex")
+        yield _metadata_fault("", f"storage_data has the key {short(index)}, expected a MetadataIndex")
         return
     if not (index.offset is None or _is_size(index.offset)) or not (index.index is None or type(index.index) is int):
-        yield _fault(index.fqn, f"its offset is {short(index.offset)}, expected counts below 2**63")
+        yield _metadata_fault(index.fqn, f"its offset is {short(index.offset)}, expected counts below 2**63")
         return
     if not _complete(info, StorageInfo) or type(info.relative_path) is not str:
-        yield _fault(named(index), f"it is stored in {short(info)}, expected a file, an offset and a length")
+        yield _metadata_fault(
+            chunk_in_words(index), f"it is stored in {short(info)}, expected a file, an offset and a length"
+        )
         return
     if stray_path(info.relative_path):
         message = f"it is stored in {short(info.relative_path)}, expected a file inside of the checkpoint"
-        yield _fault(named(index), message)
+        yield _metadata_fault(chunk_in_words(index), message)
     elif not _is_count(info.offset) or not _is_count(info.length):
         message = f"offset {short(info.offset)} and length {short(info.length)}, expected counts below 2**63"
-        yield Fault(info.relative_path, named(index), message)
+        yield Fault(info.relative_path, chunk_in_words(index), message)
     elif info.transform_descriptors:
         given = info.transform_descriptors
         if type(given) not in (list, tuple) or any(type(word) is not str for word in given) or not transforms:
             words = ", ".join(map(short, given)) if type(given) in (list, tuple) else short(given)
             message = f"it is transformed by {words}, which is read only with an _extension_registry that knows it"
-            yield Fault(info.relative_path, named(index), message)
+            yield Fault(info.relative_path, chunk_in_words(index), message)

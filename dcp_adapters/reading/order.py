@@ -40,7 +40,7 @@ def original_index(index: MetadataIndex) -> MetadataIndex:
     return index.original if isinstance(index, Alias) and index.original is not None else index
 
 
-def in_order(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[ReadItem]:
+def group_after_group(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[ReadItem]:
     """The items of all groups, such that a reader reads group after group, each file of a group once."""
     stored = metadata.storage_data
     if not has_files(stored):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters.reading.metadata_checks import METADATA, Fault, named, stored_chunk
+from dcp_adapters.reading.metadata_checks import METADATA, Fault, chunk_in_words, stored_chunk
 from dcp_adapters.reading.tensor_archive import FileSlice, read_header
 
 WAY_OUT = "Nothing has been loaded; use another checkpoint"
@@ -58,14 +58,14 @@ def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataInde
         elif found is not None and found < end:
             faults.append(cut_off(name, index, end, found))
     return faults + [
-        Fault(storage[index].relative_path, named(index), shares_bytes(start, other))
+        Fault(storage[index].relative_path, chunk_in_words(index), shares_bytes(start, other))
         for index, other, start in shared_places(storage)
     ]
 
 
 def shares_bytes(start: int, other: MetadataIndex) -> str:
     """What is wrong with a chunk that is stored in bytes of another."""
-    return f"it shares bytes from {start} on with {named(other)}"
+    return f"it shares bytes from {start} on with {chunk_in_words(other)}"
 
 
 def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
@@ -84,7 +84,7 @@ def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
 
 def cut_off(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
     """The fault of a chunk that ends beyond the end of its file."""
-    return Fault(file, named(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
+    return Fault(file, chunk_in_words(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
 
 
 def check_ordinary(path: Path) -> int | None:
@@ -113,10 +113,10 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
             entry = metadata.state_dict_metadata[index.fqn]
             if not isinstance(entry, TensorStorageMetadata) or getattr(info, "transform_descriptors", None):
                 continue
-            held = _held(path, index, FileSlice(stream, info.offset, info.length))
+            held = _dtype_and_shape(path, index, FileSlice(stream, info.offset, info.length))
             message = other_than_said(held, entry.properties.dtype, stored_chunk(entry, index).sizes)
             if message is not None:
-                raise ValueError(f"{path}: {named(index)}: {message}. {WAY_OUT}")
+                raise ValueError(f"{path}: {chunk_in_words(index)}: {message}. {WAY_OUT}")
 
 
 def other_than_said(held: tuple[torch.dtype, tuple[int, ...]], dtype: torch.dtype, shape: Sequence[int]) -> str | None:
@@ -127,10 +127,10 @@ def other_than_said(held: tuple[torch.dtype, tuple[int, ...]], dtype: torch.dtyp
 
 def unreadable(path: Path, index: MetadataIndex, error: BaseException, state: str) -> str:
     """What to say of a chunk that could not be read; `state`: what has become of the target, and what to do."""
-    return f"{path}: {named(index)}: it can not be read: {type(error).__name__}: {error}. {state}"
+    return f"{path}: {chunk_in_words(index)}: it can not be read: {type(error).__name__}: {error}. {state}"
 
 
-def _held(path: Path, index: MetadataIndex, chunk: FileSlice) -> tuple[torch.dtype, tuple[int, ...]]:
+def _dtype_and_shape(path: Path, index: MetadataIndex, chunk: FileSlice) -> tuple[torch.dtype, tuple[int, ...]]:
     """Dtype and shape of what an archive holds."""
     try:
         header = read_header(chunk, "its archive")
@@ -142,7 +142,8 @@ def _held(path: Path, index: MetadataIndex, chunk: FileSlice) -> tuple[torch.dty
             raise ValueError(unreadable(path, index, error, WAY_OUT)) from error
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"{path}: {named(index)}: the file holds a {type(value).__name__}, expected a tensor. {WAY_OUT}"
+                f"{path}: {chunk_in_words(index)}: the file holds a {type(value).__name__}, expected a tensor. "
+                f"{WAY_OUT}"
             ) from None
         return value.dtype, tuple(value.shape)
     return header.dtype, header.shape

@@ -271,7 +271,7 @@ class _Machine:
             raise ValueError(f"a {kind.__name__} whose fields are no dict, or are given twice")
         unknown = [name for name in state if name not in known]
         for name in unknown:
-            if not _is_plain(state[name]):
+            if not _is_small_and_flat(state[name]):
                 raise ValueError(
                     f"a {kind.__name__} with a field {str(name)[:200]!r}, which this torch does not know, and whose "
                     "value is not plain"
@@ -289,7 +289,7 @@ def _defaults(kind: type, given: Container[str]) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any) -> bool:
+def _is_small_and_flat(value: Any) -> bool:
     """Whether this is a value without contents, or a short flat sequence or dict of such values."""
     if type(value) in (tuple, list, dict) and len(value) > MOST_DIMS:
         return False

@@ -31,9 +31,9 @@ from dcp_adapters.reading.direct_read import Elements
 from dcp_adapters.reading.metadata_checks import (
     METADATA,
     Fault,
+    chunk_in_words,
     holding_faults,
     length_faults,
-    named,
     record_faults,
     stored_chunk,
 )
@@ -129,13 +129,13 @@ class SafeFileSystemReader(FileSystemReader):
                     super().read_data(LoadPlan([item]), planner)
                     continue
                 if header is None or header.first is None:
-                    with _named(path, item, (IndexError, KeyError, EOFError, pickle.UnpicklingError)):
+                    with _naming_chunk(path, item, (IndexError, KeyError, EOFError, pickle.UnpicklingError)):
                         super().read_data(LoadPlan([item]), planner)
                     continue
                 target = planner.resolve_tensor(item).detach()
                 if target.shape != item.lengths:
                     raise AssertionError(f"{item.storage_index}: {tuple(item.lengths)} into {tuple(target.shape)}")
-                with _named(path, item, (ValueError, EOFError, OSError)):
+                with _naming_chunk(path, item, (ValueError, EOFError, OSError)):
                     elements = Elements.of(stream, info.offset, info.length, header)
                     elements.read(item.storage_offsets, item.lengths, target)
                 planner.commit_tensor(item, target)
@@ -159,12 +159,12 @@ class SafeFileSystemReader(FileSystemReader):
             path = Path(self.path, name)
             with path.open("rb") as stream:
                 for (offset, length), index in sorted(slices.items(), key=lambda held: held[0]):
-                    header = read_header(FileSlice(stream, offset, length), f"{path}: {named(index)}")
+                    header = read_header(FileSlice(stream, offset, length), f"{path}: {chunk_in_words(index)}")
                     record: Any = self.records[index.fqn]
                     held, sizes = (header.dtype, header.shape), stored_chunk(record, index).sizes
                     message = other_than_said(held, record.properties.dtype, sizes)
                     if message is not None:
-                        raise ValueError(f"{path}: {named(index)}: {message}; use another checkpoint")
+                        raise ValueError(f"{path}: {chunk_in_words(index)}: {message}; use another checkpoint")
                     headers[name, offset, length] = header
         return headers
 
@@ -185,7 +185,7 @@ def failures_told(planner: LoadPlanner) -> Iterator[None]:
 
 
 @contextmanager
-def _named(path: Path, item: ReadItem, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+def _naming_chunk(path: Path, item: ReadItem, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
     """An error of one of these kinds says which chunk could not be read, and what has become of the target."""
     try:
         yield

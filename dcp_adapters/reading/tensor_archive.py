@@ -184,7 +184,7 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _hooks(*arguments: Any) -> dict[str, Any]:
+def _no_hooks(*arguments: Any) -> dict[str, Any]:
     """The OrderedDict of backward hooks, which is empty."""
     if arguments:
         raise ValueError("backward hooks")
@@ -199,7 +199,7 @@ class _StorageClass:
 NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): Function(_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Function(_tensor),
-    ("collections", "OrderedDict"): Function(_hooks),
+    ("collections", "OrderedDict"): Function(_no_hooks),
     **{("torch", name): _StorageClass(dtype) for name, dtype in STORAGES.items()},
     ("torch.storage", "UntypedStorage"): _StorageClass(STORAGES["UntypedStorage"]),
     **DTYPES,

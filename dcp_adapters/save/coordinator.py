@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.manifest import Manifest
+from dcp_adapters.recipe_names import dtype_name
 from qtensor.formats import PartSpec, specs_of
 from qtensor.recipes import Recipe
 
@@ -85,8 +86,7 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
             if first[1] != size or (first[0] is not kind and first[0] != kind):
                 name = payload.removesuffix(".payload")
                 raise ValueError(
-                    f"{name}: rank {rank} holds {kind.entry(name, size)}, an earlier rank "
-                    f"{first[0].entry(name, first[1])}; all "
+                    f"{name}: rank {rank} holds {kind.words(size)}, an earlier rank {first[0].words(first[1])}; all "
                     "ranks must quantize it alike"
                 )
             if kind.wide is not None:
@@ -122,6 +122,10 @@ class _Kind:
     def entry(self, name: str, payload: torch.Size) -> Entry:
         """The manifest's entry of a tensor with a payload of this global size."""
         return Entry(name, self.recipe, (*payload[:-1], payload[-1] * self.payload.block), self.dtype)
+
+    def words(self, payload: torch.Size) -> str:
+        """For messages."""
+        return f"{list(self.entry('', payload).shape)} as {dtype_name(self.dtype)} under {self.recipe}"
 
 
 def _wide_part(payload: str, wide: str) -> str:

@@ -64,7 +64,7 @@ def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
         return False
     data = [name for name in present if DATA.fullmatch(name) and (own is None or name.startswith(own))]
     keep = visible if own is None else [*visible, *(directory / name for name in of_ranks)]
-    named = _named(keep)
+    named = _files_named(keep)
     if named is None:
         return True
     stale = [] if own is not None or visible != [whole] else [directory / name for name in of_ranks]  # never read again
@@ -163,7 +163,7 @@ def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> No
         sync(directory)
 
 
-def _named(metadata: Iterable[Path]) -> set[str] | None:
+def _files_named(metadata: Iterable[Path]) -> set[str] | None:
     """The data files that metadata name, and perhaps more; None where they cannot be told.
 
     The names are found in the bytes of the pickle: nothing is unpickled, and a gigabyte takes seconds.

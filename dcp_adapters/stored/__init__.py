@@ -6,7 +6,7 @@ read_manifest.py     what it says about its quantized tensors
 verify.py            is it what was saved? every chunk is read once; findings are collected, not raised
 findings.py          findings and counts
 part_values.py       values of scales and payloads that no healthy weight has
-errors.py            how far one tensor's values are from another's
+numeric_error.py     how far one tensor's values are from another's
 durable.py           files that survive a loss of power
-progress.py          the bar of a long command
+progress_bar.py      the bar of a long command
 """

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Stored
 from dcp_adapters.tables import human_bytes, table
-from dcp_adapters.words import in_order
+from dcp_adapters.words import in_natural_order
 from qtensor.selection import matches
 
 FORMAT = "dcp_adapters.inspect/1"
@@ -100,7 +101,7 @@ class Inspection:
             (
                 tensor.name,
                 tensor.kind,
-                _dims(tensor.shape),
+                str(list(tensor.shape)),
                 " ".join(part for part in tensor.parts() if part),
                 str(self.chunks[tensor.name]),
                 human_bytes(tensor.nbytes),
@@ -152,7 +153,7 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Stored, patterns: Sequence[str] = ()) -> Inspection:
     """Describe a checkpoint, or only the entries whose names match one of the globs, in the order of their names."""
     files, globs = checkpoint.file_bytes(), patterns or ["*"]
-    chosen = [name for name in in_order(checkpoint.entries) if matches(name, globs)]
+    chosen = [name for name in in_natural_order(checkpoint.entries) if matches(name, globs)]
     return Inspection(
         path=str(checkpoint.path),
         layout=checkpoint.layout,
@@ -162,7 +163,9 @@ def inspect_checkpoint(checkpoint: Stored, patterns: Sequence[str] = ()) -> Insp
         files=len(files),
         tensors=[checkpoint.entries[name] for name in chosen],
         chunks={name: checkpoint.chunks(name) for name in chosen},
-        blobs=[(name, checkpoint.blob_size(name)) for name in in_order(checkpoint.blobs) if matches(name, globs)],
+        blobs=[
+            (name, checkpoint.blob_size(name)) for name in in_natural_order(checkpoint.blobs) if matches(name, globs)
+        ],
     )
 
 
@@ -188,13 +191,9 @@ def _tensor_json(tensor: Entry, chunks: int) -> dict[str, Any]:
         "name": tensor.name,
         "kind": tensor.kind,
         "recipe": None if tensor.recipe is None else tensor.recipe.to_json(),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": dtype_name(tensor.dtype),
         "shape": list(tensor.shape),
         "parts": [part for part in tensor.parts() if part],
         "bytes": tensor.nbytes,
         "chunks": chunks,
     }
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"

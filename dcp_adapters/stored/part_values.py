@@ -34,10 +34,10 @@ def value_fault(spec: PartSpec, part: Tensor) -> str | None:
         return None
     if spec.dtype.itemsize == 1:
         return _byte_fault(spec, part)
-    nan = sum(int((~piece.isfinite()).sum()) for piece in _pieces(part))
+    nan = sum(int((~piece.isfinite()).sum()) for piece in _in_pieces(part))
     if nan:
         return f"{nan} of {part.numel()} values are NaN or infinite"
-    least = min((float(piece.min()) for piece in _pieces(part)), default=1.0)
+    least = min((float(piece.min()) for piece in _in_pieces(part)), default=1.0)
     if least < 0 or (least == 0 and spec.length is None):
         return f"its least value is {least!r}, expected {'at least 0' if spec.length is not None else 'more than 0'}"
     return None
@@ -45,9 +45,9 @@ def value_fault(spec: PartSpec, part: Tensor) -> str | None:
 
 def _byte_fault(spec: PartSpec, part: Tensor) -> str | None:
     counts = torch.zeros(256, dtype=torch.int64, device="cpu")
-    for piece in _pieces(part.view(torch.uint8)):
+    for piece in _in_pieces(part.view(torch.uint8)):
         counts += piece.bincount(minlength=256)
-    values = _values(spec)
+    values = _code_values(spec)
     nan = int(counts[~values.isfinite()].sum())
     if nan:
         what = "elements" if spec.name == "payload" else "scales"
@@ -73,17 +73,17 @@ def _not_finite(spec: PartSpec, part: Tensor) -> bool:
         return False
     if spec.dtype.itemsize > 1:
         return not bool(part.isfinite().all())
-    codes = (~_values(spec).isfinite()).nonzero().flatten().tolist()
+    codes = (~_code_values(spec).isfinite()).nonzero().flatten().tolist()
     pieces = part.view(torch.uint8).reshape(-1).split(IN_CACHE)
     return any(bool((piece == code).any()) for piece in pieces for code in codes)
 
 
-def _values(spec: PartSpec) -> Tensor:
+def _code_values(spec: PartSpec) -> Tensor:
     """The numbers of the 256 codes of a part of one byte an element."""
     assert spec.numbers is not None
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(spec.numbers).float()
 
 
-def _pieces(part: Tensor) -> Iterator[Tensor]:
+def _in_pieces(part: Tensor) -> Iterator[Tensor]:
     flat = part.reshape(-1)
     return (flat[start : start + PIECE] for start in range(0, flat.numel(), PIECE))

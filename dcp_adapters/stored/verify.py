@@ -25,10 +25,10 @@ from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.metadata_checks import (
     METADATA,
     Fault,
+    chunk_in_words,
     chunks_of,
     holding_faults,
     length_faults,
-    named,
 )
 from dcp_adapters.reading.places import cut_off, look_at, other_than_said, shared_places, shares_bytes
 from dcp_adapters.reading.reader import read_metadata_file
@@ -113,7 +113,7 @@ class _Verification:
             by_file.setdefault(info.relative_path, []).append(index)
             if index not in self.known:
                 message = "bytes are stored for a chunk that no tensor has"
-                self.add(info.relative_path, named(index), message)
+                self.add(info.relative_path, chunk_in_words(index), message)
         waiting = []
         for name in sorted(by_file):
             size, indices = look_at(self.directory, name), sorted(by_file[name], key=self.place)
@@ -134,7 +134,7 @@ class _Verification:
     def within(self, file: str, size: int, indices: list[MetadataIndex]) -> list[MetadataIndex]:
         """The chunks of a file, sorted by place, that end inside of it; overlaps are found here, too."""
         shared = shared_places({index: self.metadata.storage_data[index] for index in indices})
-        self.found([Fault(file, named(index), shares_bytes(start, other)) for index, other, start in shared])
+        self.found([Fault(file, chunk_in_words(index), shares_bytes(start, other)) for index, other, start in shared])
         inside = []
         for index in indices:
             _, end = self.place(index)
@@ -175,7 +175,7 @@ class _Verification:
                 except Exception as error:  # noqa: BLE001 - damaged archives raise errors of all kinds
                     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
                     message = f"it can not be read: {kind}{error}"
-                    self.add(info.relative_path, named(index), message)
+                    self.add(info.relative_path, chunk_in_words(index), message)
                 self.read += info.length
                 self.progress(self.read, self.total)
         finally:
@@ -188,7 +188,7 @@ class _Verification:
         data: Tensor | io.BytesIO
         if self.is_archive(index):
             what = "a tensor of another library's class: its checksum is compared, its values are not looked at"
-            self.add(info.relative_path, named(index), what, "warning")
+            self.add(info.relative_path, chunk_in_words(index), what, "warning")
             data = io.BytesIO(chunk.read())
         elif isinstance(record, TensorStorageMetadata):
             header = read_header(chunk, "its archive")
@@ -208,7 +208,7 @@ class _Verification:
         if spec is not None and isinstance(data, Tensor) and data.dtype == spec.dtype:
             message = value_fault(spec, data)
             if message is not None:
-                self.add(info.relative_path, named(index), message)
+                self.add(info.relative_path, chunk_in_words(index), message)
 
     def is_archive(self, index: MetadataIndex) -> bool:
         """Whether the table has the bytes of a chunk's archive, which holds a tensor of another library's class."""
@@ -219,10 +219,10 @@ class _Verification:
         assert self.rows is not None
         expected = self.rows.get(chunk_key(index, archive=self.is_archive(index)))
         if expected is None:
-            self.add(file, named(index), f"{CHECKSUMS} has no row for it")
+            self.add(file, chunk_in_words(index), f"{CHECKSUMS} has no row for it")
         elif (digest := digest_of(data)) != expected:
             message = f"its checksum is {digest.hex()}, {CHECKSUMS} says {expected.hex()}: its bytes have changed"
-            self.add(file, named(index), message)
+            self.add(file, chunk_in_words(index), message)
         else:
             self.checksums += 1
 

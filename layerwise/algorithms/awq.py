@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Smoothing
-from layerwise.algorithms.clipping import best_clips, finite, local_hessian_of, rounded, sharing
+from layerwise.algorithms.clipping import best_clips, finite_or_zero, local_hessian_of, rounded, sharing
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
 from qtensor.blocks import tile
@@ -134,7 +134,7 @@ def _relative_sizes(group: Group, recipe: Recipe) -> Tensor:
     The block is the columns of one scale, or the whole row where scales serve whole rows or the tensor.
     """
     block = block_multiple(recipe)
-    weights = torch.cat([finite(one.weight).abs() for one in group.linears])  # [rows, K]
+    weights = torch.cat([finite_or_zero(one.weight).abs() for one in group.linears])  # [rows, K]
     blocks = tile(weights, weights.shape[-1] if block == 1 else block)
     largest = blocks.amax(dim=-1, keepdim=True)
     relative = torch.where(largest > 0, blocks / largest, torch.zeros_like(blocks))
@@ -159,7 +159,7 @@ def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor
     fmt, total = format_of(recipe), 0.0
     for members in sharing(group.linears):
         linears = [group.linears[i] for i in members]
-        weights, amaxes = [finite(one.weight) for one in linears], [one.amax for one in linears]
+        weights, amaxes = [finite_or_zero(one.weight) for one in linears], [one.amax for one in linears]
         if factors is not None:
             weights = [(w * factors).to(one.weight.dtype).float() for w, one in zip(weights, linears, strict=True)]
             if not all(bool(torch.isfinite(w).all()) for w in weights):
@@ -169,7 +169,9 @@ def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor
                 amaxes = [torch.stack([a for a in amaxes if a is not None]).amax()] * len(members)
         for one, w, amax in zip(linears, weights, amaxes, strict=True):
             values = rounded(w, recipe, fmt.quantizer(w, recipe, amax))
-            total += _output_error((values if factors is None else values / factors) - finite(one.weight), hessian)
+            total += _output_error(
+                (values if factors is None else values / factors) - finite_or_zero(one.weight), hessian
+            )
     return total
 
 
@@ -177,7 +179,7 @@ def _error_of(
     group: Group, recipe: Recipe, hessian: Tensor, members: Sequence[int], quantizers: Sequence[Mapping[str, Tensor]]
 ) -> float:
     """tr(dW H dW^T) of some linears under some quantizers."""
-    weights = [finite(group.linears[i].weight) for i in members]
+    weights = [finite_or_zero(group.linears[i].weight) for i in members]
     return sum(
         _output_error(rounded(w, recipe, quantizer) - w, hessian)
         for w, quantizer in zip(weights, quantizers, strict=True)

@@ -40,7 +40,7 @@ class Clipped:
     ratios: Tensor
 
 
-def finite(weight: Tensor) -> Tensor:
+def finite_or_zero(weight: Tensor) -> Tensor:
     """fp32, with 0 in place of what is not finite: such values are marked when stored, and have no say in scales."""
     values = weight.float()
     return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
@@ -88,7 +88,7 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
     found: list[Clipped | None] = [None] * len(group.linears)
     for members in sharing(group.linears) if _served(recipe) is None else [[i] for i in range(len(group.linears))]:
         linears = [group.linears[i] for i in members]
-        weights = [finite(one.weight) for one in linears]
+        weights = [finite_or_zero(one.weight) for one in linears]
         best: list[Tensor] = []
         least: list[Tensor] = []
         for ratio in ratios:
@@ -96,7 +96,7 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
             for w, one in zip(weights, linears, strict=True):
                 each = torch.tensor(ratio, dtype=torch.float32, device=w.device)
                 quantizer = scaled_quantizer(w, recipe, one.amax, each)
-                errors.append(_error(rounded(w, recipe, quantizer) - w, recipe, local_hessian))
+                errors.append(_local_error(rounded(w, recipe, quantizer) - w, recipe, local_hessian))
             if _served(recipe) is None:
                 errors = [torch.stack(errors).sum(dim=0)] * len(errors)
             if not least:
@@ -115,7 +115,7 @@ def _served(recipe: Recipe) -> int | None:
     return spec.block if spec.per_row else None
 
 
-def _error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
+def _local_error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
     """The local error of `off` [N, K] for each scale, shaped like its scales."""
     block = _served(recipe)
     tiles = tile(F.pad(off, (0, -off.shape[-1] % SUB_BLOCK)), SUB_BLOCK).transpose(0, 1)  # [b, N, 16]

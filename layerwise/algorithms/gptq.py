@@ -96,14 +96,16 @@ class GPTQ(Algorithm):
             return [Decision(quantizer, notes=notes) for quantizer in quantizers]
         hessian = group.inputs.hessian
         if hessian is None:
-            raise ValueError(f"{_names(group)}: GPTQ needs the Hessian of their input, and got inputs without one")
+            raise ValueError(
+                f"{_linear_names(group)}: GPTQ needs the Hessian of their input, and got inputs without one"
+            )
         for linear in group.linears:
             if not torch.isfinite(linear.weight).all():
                 raise RuntimeError(
                     f"{linear.name} holds values that are not finite; GPTQ would spread them to all columns"
                 )
         with one_thread(), full_precision(hessian.device):
-            order = _order(hessian) if self.act_order else None
+            order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if self.act_order else None
             factor, damping = self._factorised(group, hessian if order is None else hessian[order][:, order])
             values = _compensated(group, factor, order, _rounding(group, recipe, quantizers), self.block)
         notes = {}
@@ -125,9 +127,9 @@ class GPTQ(Algorithm):
                 return factor, damping
         assert group.inputs is not None
         raise RuntimeError(
-            f"{_names(group)}: the Hessian of their input ({group.inputs.tokens} tokens of {len(hessian)} columns) is "
-            f"not positive definite, not even with damping {damping:g}; calibrate on more tokens, give a larger "
-            "GPTQ(damping=...), or exclude these linears"
+            f"{_linear_names(group)}: the Hessian of their input ({group.inputs.tokens} tokens of {len(hessian)} "
+            f"columns) is not positive definite, not even with damping {damping:g}; calibrate on more tokens, give a "
+            "larger GPTQ(damping=...), or exclude these linears"
         )
 
 
@@ -156,11 +158,6 @@ def _rounding(group: Group, recipe: Recipe, quantizers: Sequence[Mapping[str, Te
             scales.append(rows.expand(linear.weight.shape[0], -1))
     enc, dec = (torch.cat(scales).t().contiguous() for scales in both)
     return _Rounding(enc, dec, group.linears[0].weight.shape[1] // len(enc), fmt.snap, recipe)
-
-
-def _order(hessian: Tensor) -> Tensor:
-    """Columns by decreasing diagonal; equal ones keep their order."""
-    return torch.argsort(hessian.diagonal(), descending=True, stable=True)
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
@@ -205,5 +202,5 @@ def _compensated(group: Group, factor: Tensor, order: Tensor | None, rounding: _
     return [part.contiguous() for part in columns.t().split([len(linear.weight) for linear in group.linears])]
 
 
-def _names(group: Group) -> str:
+def _linear_names(group: Group) -> str:
     return ", ".join(linear.name for linear in group.linears)

@@ -143,7 +143,7 @@ def tolerance(dtype: torch.dtype, folds: int, columns: int) -> float:
     return AMPLIFICATION * math.sqrt(3 * folds) * (unit + 2**-24 * math.sqrt(columns))
 
 
-def verify(before: Sequence[Tensor], after: Sequence[Tensor], allowed: float, what: str) -> float:
+def verify_outputs(before: Sequence[Tensor], after: Sequence[Tensor], allowed: float, what: str) -> float:
     """The largest relative RMS difference of a floating-point output; 0 without outputs.
 
     Raises:

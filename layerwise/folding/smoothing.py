@@ -13,12 +13,12 @@ from torch import Tensor
 from fsdp_hooks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import Algorithm, Group, Linear
 from layerwise.algorithms.arithmetic import full_precision
-from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify
+from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify_outputs
 from layerwise.folding.where_to_fold import where_to_fold
 from layerwise.inputs.replay import Replay
 from layerwise.inputs.structure import flatten
 from layerwise.stages.stage import Method, Pair, Stage
-from layerwise.stages.targets import shared_amaxes
+from layerwise.stages.targets import agreed_amaxes
 from layerwise.statistics.collector import Groups
 
 
@@ -66,7 +66,7 @@ def smooth(stage: Stage, groups: Groups, method: Method, replay: Replay, identit
         return [leaf for leaf in flatten(replay.run(batch))[0] if isinstance(leaf, Tensor)]
 
     weights = {target.name: target.param for target in stage.targets if len(target.shape) == 2}
-    amaxes = shared_amaxes(stage.targets, method.recipe)
+    amaxes = agreed_amaxes(stage.targets, method.recipe)
     foldable = {index: own for index, (own, inputs) in enumerate(groups) if inputs is not None and {*own} <= {*weights}}
     found = where_to_fold(stage, foldable, method, run, identities=identities)
     pairs = tuple(
@@ -92,7 +92,7 @@ def smooth(stage: Stage, groups: Groups, method: Method, replay: Replay, identit
             applied = fold(tuple(folds.values()))
             dtype = next(iter(folds.values())).weights[0].dtype
             allowed = tolerance(dtype, len(folds), max(one.numel() for one in applied))
-            verify(before, run(0) if len(replay) else [], allowed, stage.title)
+            verify_outputs(before, run(0) if len(replay) else [], allowed, stage.title)
             for index, given in zip(folds, applied, strict=True):
                 names, inputs = groups[index]
                 assert inputs is not None

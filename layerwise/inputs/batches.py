@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.contents import add_tensor, content_hash
 from layerwise.inputs.stand_ins import forward_of
-from layerwise.inputs.stores import Kept, is_plain
-from layerwise.inputs.structure import Structure, flatten, paths, rebuild
+from layerwise.inputs.stores import Kept, is_ordinary
+from layerwise.inputs.structure import Structure, flatten, paths, unflatten
 
 Data = Iterable[Any] | Callable[[nn.Module], Any]
 
@@ -52,7 +52,7 @@ class Batch:
             if isinstance(leaf, Kept) and id(leaf) not in taken:
                 taken[id(leaf)] = leaf.tensor()
                 used.append((taken[id(leaf)], leaf))
-        args, kwargs = rebuild(self.structure, [taken.get(id(leaf), leaf) for leaf in self.leaves])
+        args, kwargs = unflatten(self.structure, [taken.get(id(leaf), leaf) for leaf in self.leaves])
         return args, kwargs, used
 
 
@@ -102,7 +102,7 @@ def batches_on(device: torch.device, data: Iterable[Any]) -> Iterator[Any]:
     """The batches with their tensors on a device, one by one."""
     for batch in data:
         leaves, structure = flatten(batch)
-        yield rebuild(structure, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        yield unflatten(structure, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def _calls_of(data: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -147,7 +147,7 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
         digest.update(f"{name}: ".encode())
         if isinstance(leaf, Tensor):
             add_tensor(digest, leaf)
-            if not is_plain(leaf):
+            if not is_ordinary(leaf):
                 opaque.append(f"{name} ({type(leaf).__name__})")
         elif isinstance(leaf, bool | int | float | str | bytes | torch.dtype | torch.device | None):
             digest.update(repr(leaf).encode())

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from layerwise.inputs.caches import CacheState
 from layerwise.inputs.stand_ins import Escape, TensorSpec
-from layerwise.inputs.stores import Kept, Store, is_plain
-from layerwise.inputs.structure import Structure, flatten, rebuild
+from layerwise.inputs.stores import Kept, Store, is_ordinary
+from layerwise.inputs.structure import Structure, flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Call:
             if not same_state(state_of_container(container), state):
                 restore_container(container, state)
         keys = [source if isinstance(source, Link) else id(source) for source in self.sources]
-        args, kwargs = rebuild(self.structure, [taken[key] for key in keys])
+        args, kwargs = unflatten(self.structure, [taken[key] for key in keys])
         return args, kwargs
 
     def containers(self) -> list[tuple[Any, Any]]:
@@ -192,12 +192,12 @@ class Statics:
 
     def known(self, tensor: Tensor, kept: Kept) -> None:
         """Note that this tensor is kept already."""
-        if is_plain(tensor):
+        if is_ordinary(tensor):
             self._known[_place(tensor)] = weakref.ref(kept)
 
     def keep(self, tensor: Tensor) -> Kept:
         """Keep a tensor, or return it as already kept."""
-        found = self._known.get(_place(tensor)) if is_plain(tensor) else None
+        found = self._known.get(_place(tensor)) if is_ordinary(tensor) else None
         kept = None if found is None else found()
         if kept is None or not kept.holds(tensor):
             kept = self._store.keep(tensor)
@@ -217,11 +217,11 @@ def _place(tensor: Tensor) -> Any:
 def same_state(one: Any, other: Any) -> bool:
     """Whether two states of a container hold the same objects, or equal mere values."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+        return list(one) == list(other) and all(_is_same_value(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_is_same_value, one, other))
     return one is other
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same_value(one: Any, other: Any) -> bool:
     return one is other or (is_value(one) and type(one) is type(other) and bool(one == other))

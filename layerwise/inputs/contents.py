@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcp_adapters.plain_memory import memory_of
 from layerwise.inputs.calls import is_value, state_of_container
-from layerwise.inputs.stores import is_plain
+from layerwise.inputs.stores import is_ordinary
 
 DEPTH = 4  # how far into objects to look
 
@@ -17,7 +17,7 @@ DEPTH = 4  # how far into objects to look
 def add_tensor(digest: xxhash.xxh3_64, tensor: Tensor) -> None:
     """Add a tensor to a digest; if it is more than its bytes, only dtype and shape."""
     digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    if is_plain(tensor) and tensor.numel():
+    if is_ordinary(tensor) and tensor.numel():
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(memory_of(data))
 

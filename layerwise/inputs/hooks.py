@@ -16,20 +16,20 @@ FSDP = "torch.distributed.fsdp."
 
 def call_without_fsdp(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What `layer(*args, **kwargs)` returns, with its forward hooks except those of FSDP."""
-    for hook, with_kwargs in _hooks(layer, "forward_pre_hooks"):
+    for hook, with_kwargs in _hooks_of(layer, "forward_pre_hooks"):
         changed = hook(layer, args, kwargs) if with_kwargs else hook(layer, args)
         if changed is not None and with_kwargs:
             args, kwargs = changed
         elif changed is not None:
             args = changed if isinstance(changed, tuple) else (changed,)
     output = layer.forward(*args, **kwargs)
-    for hook, with_kwargs in _hooks(layer, "forward_hooks"):
+    for hook, with_kwargs in _hooks_of(layer, "forward_hooks"):
         changed = hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
         output = output if changed is None else changed
     return output
 
 
-def _hooks(layer: nn.Module, kind: str) -> list[tuple[Any, bool]]:
+def _hooks_of(layer: nn.Module, kind: str) -> list[tuple[Any, bool]]:
     """The hooks of a kind in order, each with whether it gets keyword arguments."""
     tables = hook_tables(layer)
     with_kwargs = tables[f"{kind}_with_kwargs"]

@@ -26,7 +26,7 @@ from layerwise.inputs.contents import content_hash
 from layerwise.inputs.shared_objects import Sight
 from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
 from layerwise.inputs.stores import Kept, version
-from layerwise.inputs.structure import flatten, is_mutable, paths, rebuild
+from layerwise.inputs.structure import flatten, is_mutable, paths, unflatten
 
 
 @dataclass(eq=False)
@@ -176,7 +176,7 @@ class ParentRun:
                 count = version(leaf) if isinstance(leaf, Tensor) else 0
                 self.links.setdefault(id(leaf), (leaf, count, Link(index, number)))
         self.assumed[index] = shape
-        return rebuild(shape.structure, leaves)
+        return unflatten(shape.structure, leaves)
 
     def _behind_layers(self, index: int, given: list[Any]) -> Any:
         """What the last layer's stand-in returns, to see whether the parent calls layers again; never recorded."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.torch_private import hook_tables
-from layerwise.inputs.stores import is_dense, is_plain
+from layerwise.inputs.stores import is_dense, is_ordinary
 
 # Names of functions that give away values, and of those that write into their first argument without ending in "_".
 READS = {"__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__"}
@@ -94,7 +94,7 @@ class TensorSpec:
         """The spec of a tensor, None for anything else."""
         if not isinstance(value, Tensor):
             return None
-        stride = value.stride() if is_plain(value) and is_dense(value) else None
+        stride = value.stride() if is_ordinary(value) and is_dense(value) else None
         return cls(value.shape, value.dtype, value.device, stride)
 
     def placeholder(self, origin: int, zeros: dict[Any, Tensor]) -> Placeholder:

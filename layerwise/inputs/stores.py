@@ -24,7 +24,7 @@ INPUTS_ON = ("device", "cpu", "disk")
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def is_plain(value: Any) -> bool:
+def is_ordinary(value: Any) -> bool:
     """Whether it is a tensor that its dtype, shape, strides and bytes describe completely."""
     return type(value) in {Tensor, nn.Parameter, nn.Buffer} and value.layout is torch.strided
 
@@ -60,7 +60,7 @@ class Kept:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has these very bits."""
         with torch.no_grad():
-            return is_plain(tensor) and _same_bits(self._made(), tensor.detach())
+            return is_ordinary(tensor) and _same_bits(self._made(), tensor.detach())
 
     def _made(self) -> Tensor:
         raise NotImplementedError
@@ -77,7 +77,7 @@ class _InMemory(Kept):
         if tensor.device != self._home:
             return False
         with torch.no_grad():
-            return is_plain(tensor) and _same_bits(self._held.to(self._home).expand(self._shape), tensor.detach())
+            return is_ordinary(tensor) and _same_bits(self._held.to(self._home).expand(self._shape), tensor.detach())
 
     def _made(self) -> Tensor:
         return self._held.to(self._home, copy=True).expand(self._shape)
@@ -161,7 +161,7 @@ class Store:
         a CUDA graph), and torch does not count all such writes.
         """
         tensor = tensor.detach()
-        if not is_plain(tensor):
+        if not is_ordinary(tensor):
             return _Whole(tensor)
         if self._inputs_on != "disk":
             return _InMemory(tensor, tensor.device if self._inputs_on == "device" else "cpu")

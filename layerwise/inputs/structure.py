@@ -1,8 +1,8 @@
 """Values that travel between layers, taken apart into leaves and put together again.
 
-    flatten(value)              -> leaves, a Structure that describes the rest
-    rebuild(structure, leaves)  -> an equal value around other leaves
-    paths(structure, root)      -> the name of each leaf for messages: "kwargs['position_embeddings'][0]"
+    flatten(value)               -> leaves, a Structure that describes the rest
+    unflatten(structure, leaves) -> an equal value around other leaves
+    paths(structure, root)       -> the name of each leaf for messages: "kwargs['position_embeddings'][0]"
 
 Containers are tuples, lists, dicts, their subclasses (named tuples, the model outputs of transformers) and dataclasses.
 They are rebuilt without calling `__init__` or `__post_init__`, which may count, check or fill in values again.
@@ -66,9 +66,9 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     return leaves, _flatten(value, is_leaf, leaves, ())
 
 
-def rebuild(structure: Structure, leaves: Iterable[Any]) -> Any:
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     """The value with this structure and these leaves; containers are new objects."""
-    return _rebuild(structure, iter(leaves))
+    return _unflatten(structure, iter(leaves))
 
 
 def paths(structure: Structure, root: str = "") -> list[str]:
@@ -112,11 +112,11 @@ def _attributes(value: Any) -> tuple[str, ...]:
     return tuple(name for name in names if hasattr(value, name))
 
 
-def _rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
+def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     kind = structure.kind
     if kind is None:
         return next(leaves)
-    values = [_rebuild(child, leaves) for child in structure.children]
+    values = [_unflatten(child, leaves) for child in structure.children]
     count = len(values) - len(structure.attributes)
     value: Any
     if issubclass(kind, tuple):

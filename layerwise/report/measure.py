@@ -44,7 +44,7 @@ class Yardstick:
     def note(self, batch: int, output: Any) -> None:
         """Remember the output of the first batch."""
         if batch == 0:
-            self.output = [leaf.detach().clone() for leaf in _floating(output)]
+            self.output = [leaf.detach().clone() for leaf in _floating_leaves(output)]
 
     def refer(self, collector: Collector, factors: Mapping[str, Tensor]) -> None:
         """Take the weights as they stand as the reference; `factors` is what inputs were divided by since `note`."""
@@ -59,7 +59,7 @@ class Yardstick:
     def compare(self, batch: int, output: Any) -> None:
         """Compare the output of the first batch with the one remembered."""
         if batch == 0 and self.output is not None:
-            for right, found in zip(self.output, _floating(output), strict=True):
+            for right, found in zip(self.output, _floating_leaves(output), strict=True):
                 self.energies += _energies(right, found)
             self.output = None
 
@@ -111,6 +111,6 @@ def _energies(right: Tensor, found: Tensor) -> Tensor:
     return torch.stack([signal.square().sum(), noise.square().sum()]).cpu()
 
 
-def _floating(output: Any) -> list[Tensor]:
+def _floating_leaves(output: Any) -> list[Tensor]:
     leaves, _ = flatten(output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

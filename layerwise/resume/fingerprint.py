@@ -125,7 +125,7 @@ def _weight_words(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
     differing = [name for name in before if name in now and before[name] != now[name]]
     gone, new = [name for name in before if name not in now], [name for name in now if name not in before]
     return [
-        f"{named(names)} {verb if len(names) == 1 else verbs}"
+        f"{first_and_count(names)} {verb if len(names) == 1 else verbs}"
         for names, verb, verbs in (
             (differing, "differs", "differ"),
             (gone, "is missing now", "are missing now"),
@@ -135,7 +135,7 @@ def _weight_words(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
     ]
 
 
-def named(names: Sequence[str]) -> str:
+def first_and_count(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
@@ -157,8 +157,8 @@ def _change(before: Any, now: Any) -> str:
     if not (isinstance(before, list) and isinstance(now, list)):
         return f"was {_short(before)}, now {_short(now)}"
     gone, new = [item for item in before if item not in now], [item for item in now if item not in before]
-    words = [f"without {named([*map(_short, gone)])}"] if gone else []
-    words += [f"with {named([*map(_short, new)])}"] if new else []
+    words = [f"without {first_and_count([*map(_short, gone)])}"] if gone else []
+    words += [f"with {first_and_count([*map(_short, new)])}"] if new else []
     return f"now {', '.join(words)}" if words else "now in another order or number"
 
 

@@ -74,7 +74,7 @@ def weights_digest(
     sums = _summed([piece for parts in pieces.values() for _, piece in parts], group)
     digests = {}
     for name, parts in pieces.items():
-        values = {part: _digest(f"{name}.{part}".rstrip("."), piece, *next(sums)) for part, piece in parts}
+        values = {part: _weight_digest(f"{name}.{part}".rstrip("."), piece, *next(sums)) for part, piece in parts}
         if name in kinds:
             text = json.dumps([*kinds[name], values], sort_keys=True)
             digests[name] = xxhash.xxh3_64_intdigest(text.encode())
@@ -112,11 +112,11 @@ def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tens
         for column in range(0, run, columns):
             chunk = bits[row : row + rows_at_once, column : column + columns]
             index = torch.arange(column, column + chunk.shape[1], dtype=torch.int64, device=local.device)
-            total += _mixed(index + starts[row : row + rows_at_once, None], chunk).sum()
+            total += _hashed_pairs(index + starts[row : row + rows_at_once, None], chunk).sum()
     return total
 
 
-def _mixed(index: Tensor, bits: Tensor) -> Tensor:
+def _hashed_pairs(index: Tensor, bits: Tensor) -> Tensor:
     """int64, of the shapes broadcast: a hash of every (index, bits) pair; overwrites `index`.
 
     A mere product of index and bits would not do: sums of products miss it when two highest bits (signs) change places.
@@ -157,7 +157,7 @@ def _summed(pieces: Sequence[_Piece], group: dist.ProcessGroup | None) -> Any:
     return iter([((high << 32) + low, counted) for low, high, counted in table.tolist()])
 
 
-def _digest(name: str, piece: _Piece, total: int, counted: int) -> int:
+def _weight_digest(name: str, piece: _Piece, total: int, counted: int) -> int:
     size = math.prod(piece.shape)
     copies, rest = divmod(counted, size) if size else (1, 0)
     if rest or not copies:

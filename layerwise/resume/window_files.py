@@ -76,7 +76,7 @@ def first_faults(parent: Path, windows: Sequence[Window], group: dist.ProcessGro
         found = []
         for place, name in files[rank_of(group) :: ranks_of(group)]:
             window = windows[place]
-            fault = _fault(parent / window.directory / name, window.files[name])
+            fault = _file_fault(parent / window.directory / name, window.files[name])
             if fault:
                 found.append((place, f"{window.directory}/{name} {fault}"))
         return found
@@ -148,7 +148,7 @@ def _summary(file: Path) -> str:
         return f"{stream.tell()} {state.hexdigest()}"
 
 
-def _fault(file: Path, expected: str) -> str | None:
+def _file_fault(file: Path, expected: str) -> str | None:
     """What is wrong with a file, in words."""
     size = int(expected.partition(" ")[0])
     try:

@@ -32,7 +32,7 @@ def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[st
     if what is None:
         return
     first = on_first(group, lambda: list(told[what]))  # only now, since a model has many names
-    differences = on_all(group, lambda: _difference(first, list(told[what])))
+    differences = on_all(group, lambda: _first_difference(first, list(told[what])))
     rank, words = next((rank, words) for rank, words in enumerate(differences) if words)
     raise ValueError(
         f"calibrate: the ranks disagree on {what}: rank {rank} has {words} of rank 0; call it alike on all ranks, with "
@@ -40,7 +40,7 @@ def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[st
     )
 
 
-def _difference(first: Sequence[str], own: Sequence[str]) -> str:
+def _first_difference(first: Sequence[str], own: Sequence[str]) -> str:
     """The first item of `own` that differs from `first`, in words; "" where there is none."""
     for place in range(max(len(first), len(own))):
         theirs, mine = (items[place] if place < len(items) else None for items in (first, own))

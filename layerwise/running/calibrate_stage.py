@@ -24,7 +24,7 @@ from layerwise.inputs.replay import Replay
 from layerwise.inputs.structure import flatten
 from layerwise.report.measure import Measured, Yardstick
 from layerwise.stages.stage import Method, Pair, Stage
-from layerwise.stages.targets import Target, shared_amaxes
+from layerwise.stages.targets import Target, agreed_amaxes
 from layerwise.statistics.collector import Collector, Groups
 from layerwise.weights.snapshot import Snapshot
 from qtensor.formats import format_of
@@ -129,7 +129,7 @@ def _decide(stage: Stage, replay: Replay, groups: Groups, method: Method) -> dic
     """The decision about every 2-D weight; with one Hessian at a time, its batches are run again for each."""
     algorithm = method.algorithm
     weights = {name: weight for target in stage.targets for name, weight in target.matrices()}
-    amaxes = shared_amaxes(stage.targets, method.recipe)
+    amaxes = agreed_amaxes(stage.targets, method.recipe)
     decisions: dict[str, Decision] = {}
 
     def decide(names: tuple[str, ...], inputs: Inputs | None) -> None:
@@ -172,7 +172,7 @@ def _round(
     quantizers, weights = {}, {}
     for target in targets:
         own = [decisions[name] for name in target.linears()]
-        quantizer = quantizers[target.name] = _joined(target, own)
+        quantizer = quantizers[target.name] = _joined_quantizer(target, own)
         dense = [
             matrix.float() if decision.weight is None else decision.weight
             for (_, matrix), decision in zip(target.matrices(), own, strict=True)
@@ -186,7 +186,7 @@ def _round(
     return quantizers, weights
 
 
-def _joined(target: Target, decisions: Sequence[Decision]) -> Mapping[str, Tensor]:
+def _joined_quantizer(target: Target, decisions: Sequence[Decision]) -> Mapping[str, Tensor]:
     """The quantizer of a target, joined from those of its 2-D weights; parts that they share must be equal."""
     if len(target.shape) == 2:
         return decisions[0].quantizer

@@ -29,7 +29,7 @@ from layerwise.weights.shards import (
     kept,
     kept_quantizer,
     rounded_rows,
-    store,
+    store_rows,
 )
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
@@ -83,7 +83,7 @@ class Outcome:
         for target in stage.targets:
             there = target.name in installed and not isinstance(local_of(target.param), QuantizedTensor)
             if not target.param.is_meta and not there:
-                store(self.weights[target.name], target.param)
+                store_rows(self.weights[target.name], target.param)
         params = stage.params()
         for name, value in self.dense.items():
             if not params[name].is_meta:
@@ -131,7 +131,7 @@ def placeholders(stage: Stage, recipe: Recipe, note: Mapping[str, Any], *, write
     }
 
 
-def restored(
+def restored_outcome(
     stage: Stage, recipe: Recipe, note: Mapping[str, Any], state: Mapping[str, Tensor], source: Weights
 ) -> Outcome:
     """The outcome of a stage from its saved state.

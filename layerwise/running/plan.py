@@ -160,7 +160,7 @@ def planned(  # noqa: PLR0913 - keyword-only
         owners = {id(child) for child in layer.modules()}
         inside |= owners
         own = tuple(target for target in targets if id(target.owner) in owners)
-        stages.append(Stage(index, fqn, layer, (), own, _shared(fqn, layer, uses, in_layers)))
+        stages.append(Stage(index, fqn, layer, (), own, _modules_shared(fqn, layer, uses, in_layers)))
     rest = tuple(target for target in targets if id(target.owner) not in inside)
     outside = Stage(len(stages), "", model, tuple(layer for _, layer in named), rest)
     if rest or not stages:
@@ -187,7 +187,9 @@ def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             )
 
 
-def _shared(fqn: str, layer: nn.Module, uses: Mapping[int, int], in_layers: Mapping[int, int]) -> frozenset[str]:
+def _modules_shared(
+    fqn: str, layer: nn.Module, uses: Mapping[int, int], in_layers: Mapping[int, int]
+) -> frozenset[str]:
     """Fqns of the layer's modules with parameters that are also registered outside of it."""
     inside = Counter(id(param) for module in layer.modules() for param in module._parameters.values())
     return frozenset(

@@ -27,7 +27,7 @@ from layerwise.resume.fingerprint import Fingerprint, data_digest
 from layerwise.resume.weight_sums import weights_digest
 from layerwise.running.calibrate_stage import calibrate_stage
 from layerwise.running.events import Event, Observer
-from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored
+from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored_outcome
 from layerwise.running.plan import Plan
 from layerwise.stages.stage import Stage
 from layerwise.weights.hold import Sharded, working
@@ -212,7 +212,7 @@ class Run:
             ]
             checkpoint.load_window(window, {name: value for state in states for name, value in state.items()})
             for (stage, note), state in zip(noted, states, strict=True):
-                outcome = restored(stage, self.method.recipe, note, state, self.plan.weights)
+                outcome = restored_outcome(stage, self.method.recipe, note, state, self.plan.weights)
                 self.outcomes.append(outcome)
                 if smooths(self.method.algorithm):
                     self.method.known.learn(stage, outcome.pairs)

@@ -122,7 +122,7 @@ def find_targets(
     return chosen
 
 
-def shared_amaxes(targets: Iterable[Target], recipe: Recipe) -> dict[str, Tensor | None]:
+def agreed_amaxes(targets: Iterable[Target], recipe: Recipe) -> dict[str, Tensor | None]:
     """The amax of every 2-D weight's shared scale, agreed between the weights that share it.
 
     For recipes of blocks under a global scale, the weights that an engine fuses share one.

@@ -186,7 +186,7 @@ class Collector:
             sums = one.measured.sums
             wanted = HESSIAN in self._needs and not one.measured.broken and not self._only.isdisjoint(product.names)
             if wanted and HESSIAN not in sums:
-                wide = _wide(product.rows)
+                wide = _fp32_rows(product.rows)
                 sums[HESSIAN] = wide.t() @ wide
 
     def _gather(self, group: dist.ProcessGroup | None) -> tuple[dict[Names, _Counts], dict[str, str]]:
@@ -320,7 +320,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _wide(rows: Tensor) -> Tensor:
+def _fp32_rows(rows: Tensor) -> Tensor:
     """Detached, fp32 [tokens, K]."""
     wide = rows.detach().reshape(-1, rows.shape[-1]).float()
     # Kernels may add in another order where the memory does not start at a multiple of a vector's width.
@@ -333,7 +333,7 @@ def _measure(rows: Tensor, needs: Collection[str]) -> _Measured:
     count = min(tokens, SAMPLE_ROWS)
     measured = _Measured(tokens, rows[[index * tokens // count for index in range(count)]])
     if COLUMNS in needs:
-        magnitudes = _wide(rows).abs()
+        magnitudes = _fp32_rows(rows).abs()
         amax = magnitudes.amax(dim=0)
     else:  # one pass without a copy; NaN and infinities show in it
         amax = torch.stack(torch.aminmax(rows.detach())).float().abs().amax().reshape(1)
@@ -344,7 +344,7 @@ def _measure(rows: Tensor, needs: Collection[str]) -> _Measured:
     if COLUMNS in needs:
         measured.sums[COLUMNS] = magnitudes.sum(dim=0)
     if LOCAL_HESSIAN in needs:
-        wide = _wide(rows)
+        wide = _fp32_rows(rows)
         blocks = F.pad(wide, (0, -wide.shape[1] % SUB_BLOCK)).view(tokens, -1, SUB_BLOCK).transpose(0, 1)
         measured.sums[LOCAL_HESSIAN] = torch.bmm(blocks.transpose(1, 2), blocks)  # of [blocks, tokens, 16]
     return measured

@@ -23,19 +23,19 @@ from qtensor.tensor import QuantizedTensor
 
 def kept(full: QuantizedTensor, param: Tensor) -> QuantizedTensor | DTensor:
     """A copy of this rank's rows of a calibrated weight, on its shard's device; a DTensor if the parameter is one."""
-    start, rows = _own_rows(param)
+    start, rows = _row_range(param)
     parts = {
-        spec.name: _cut(full.parts()[spec.name], start, rows, per_row=spec.per_row).to(home_of(param))
+        spec.name: _rows_of(full.parts()[spec.name], start, rows, per_row=spec.per_row).to(home_of(param))
         for spec in specs_of(full.recipe)
     }
-    return _beside(param, parts, full.recipe)
+    return _quantized_rows(param, parts, full.recipe)
 
 
 def kept_quantizer(quantizer: Mapping[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     """This rank's rows of the quantizer, in the layout of the parameter."""
-    start, rows = _own_rows(param)
+    start, rows = _row_range(param)
     return {
-        name: _placed(_cut(value, start, rows, per_row=value.ndim > 0).to(home_of(param)), value.shape, param)
+        name: _placed_like(_rows_of(value, start, rows, per_row=value.ndim > 0).to(home_of(param)), value.shape, param)
         for name, value in quantizer.items()
     }
 
@@ -44,9 +44,9 @@ def empty_quantizer(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """Uninitialised tensors like those that `kept_quantizer` returns, to load into."""
     full = torch.zeros(param.shape, dtype=torch.float32, device="meta")
     quantizer = format_of(recipe).quantizer(full, recipe, shared_amax(full, recipe))
-    _, rows = _own_rows(param)
+    _, rows = _row_range(param)
     return {
-        name: _placed(
+        name: _placed_like(
             torch.empty((rows, *value.shape[1:]) if value.ndim else (), dtype=value.dtype, device=home_of(param)),
             value.shape,
             param,
@@ -61,7 +61,7 @@ def empty_weight(param: Tensor, recipe: Recipe) -> QuantizedTensor | DTensor:
     parts = {
         spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=home_of(param)) for spec in specs_of(recipe)
     }
-    return _beside(param, parts, recipe)
+    return _quantized_rows(param, parts, recipe)
 
 
 def rounded_rows(
@@ -70,7 +70,7 @@ def rounded_rows(
     """Rows `dense` rounded under the same rows of a quantizer, in the layout of the parameter."""
     own = {name: local_of(value) for name, value in quantizer.items()}
     parts = format_of(recipe).encode_with(dense.float(), recipe, own)
-    return _beside(param, {name: part.contiguous() for name, part in parts.items()}, recipe)
+    return _quantized_rows(param, {name: part.contiguous() for name, part in parts.items()}, recipe)
 
 
 def dense_rows(param: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def dense_rows(param: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def store(result: Tensor, param: Tensor) -> None:
+def store_rows(result: Tensor, param: Tensor) -> None:
     """Put calibrated rows into the shard: the bytes if it is quantized, their values if it is dense."""
     own: Any = local_of(result)
     shard = local_of(param)
@@ -98,13 +98,13 @@ def home_of(param: Tensor) -> torch.device:
     return torch.device("cpu") if local.is_meta else local.device
 
 
-def _beside(param: Tensor, parts: Mapping[str, Tensor], recipe: Recipe) -> QuantizedTensor | DTensor:
+def _quantized_rows(param: Tensor, parts: Mapping[str, Tensor], recipe: Recipe) -> QuantizedTensor | DTensor:
     """Rows of a quantized weight from their parts, in the layout of the parameter."""
     own = QuantizedTensor.from_parts(parts, recipe, param.dtype)
     return dtensor_like(own, param) if isinstance(param, DTensor) else own
 
 
-def _own_rows(param: Tensor) -> tuple[int, int]:
+def _row_range(param: Tensor) -> tuple[int, int]:
     """The shard's first row in the full weight, and its number of rows."""
     if not isinstance(param, DTensor):
         return 0, param.shape[0]
@@ -112,11 +112,11 @@ def _own_rows(param: Tensor) -> tuple[int, int]:
     return offset[0], shape[0]
 
 
-def _cut(value: Tensor, start: int, rows: int, *, per_row: bool) -> Tensor:
+def _rows_of(value: Tensor, start: int, rows: int, *, per_row: bool) -> Tensor:
     return value[start : start + rows].clone() if per_row else value.clone()
 
 
-def _placed(local: Tensor, shape: torch.Size, param: Tensor) -> Tensor:
+def _placed_like(local: Tensor, shape: torch.Size, param: Tensor) -> Tensor:
     """Rows as a DTensor of global `shape`, placed like the parameter; what has no rows is replicated."""
     if not isinstance(param, DTensor):
         return local

@@ -19,7 +19,7 @@ from dcp_adapters.cli.main import main
 from dcp_adapters.recipe_names import recipe_label, short_names, target_named
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.tables import table
-from dcp_adapters.words import in_order
+from dcp_adapters.words import in_natural_order
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import alone, models, save, values
 from tests.ranks import run_ranks
@@ -150,7 +150,7 @@ def test_options_have_the_types_of_the_fields() -> None:
 
 def test_names_are_sorted_as_people_count() -> None:
     names = ["l.2.w", "l.10.w", "l.2.b", "l", "10", "9", "l.x", ""]
-    assert in_order(names) == ["", "9", "10", "l", "l.2.b", "l.2.w", "l.10.w", "l.x"]
+    assert in_natural_order(names) == ["", "9", "10", "l", "l.2.b", "l.2.w", "l.10.w", "l.x"]
 
 
 # -- inspect -----------------------------------------------------------------------------------------------------------

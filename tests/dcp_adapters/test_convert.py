@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_adapters import QuantizedLoadPlanner
 from dcp_adapters.load import conversions
-from dcp_adapters.load.convert import Conversion, narrowed, widened
+from dcp_adapters.load.conversion import Conversion, narrowed, widened_box
 from qtensor import high_precision_init_val, quantize, quantized_model_init
 from qtensor.tensor import QuantizedTensor
 from tests import ranks
@@ -265,7 +265,7 @@ def test_a_widened_box_holds_the_box_and_ends_on_multiples(data: st.DataObject) 
     offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
     sizes = tuple(data.draw(st.integers(0, size - start)) for size, start in zip(shape, offsets, strict=True))
     rows, columns = data.draw(st.sampled_from([1, 16, 32])), data.draw(st.sampled_from([1, 16, 32]))
-    wide = widened((offsets, sizes), shape, rows=rows, columns=columns)
+    wide = widened_box((offsets, sizes), shape, rows=rows, columns=columns)
     if not all(sizes):
         assert wide == (offsets, sizes)
         return

@@ -471,7 +471,12 @@ def save_other_recipe_on_rank_1(path: Path) -> None:
 
 def test_ranks_that_disagree_on_the_recipe_are_not_saved(shared_tmp_path: Path) -> None:
     errors = run_ranks_catching(2, save_other_recipe_on_rank_1, shared_tmp_path / "saved")
-    each_rank_says(errors, "w: rank 1 holds", "scale_rounding='floor'", "all ranks must quantize it alike")
+    up, floor = (MXFP8BlockScaling(scale_rounding=rounding) for rounding in ("up", "floor"))
+    each_rank_says(
+        errors,
+        f"w: rank 1 holds [48, 64] as bfloat16 under {floor}, an earlier rank [48, 64] as bfloat16 under {up}; "
+        "all ranks must quantize it alike",
+    )
     assert list(shared_tmp_path.rglob(".metadata")) == []
 
 

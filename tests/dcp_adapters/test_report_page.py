@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from dcp_adapters.cli.report.drawing import snr_range
-from dcp_adapters.cli.report.findings import notes
-from dcp_adapters.cli.report.layers import grid_of, kind_and_layer, labels, short
+from dcp_adapters.cli.report.layers import grid_of, kind_and_layer, labels, middle_left_out
 from dcp_adapters.cli.report.measure import measure_checkpoint
+from dcp_adapters.cli.report.notes import notes
 from dcp_adapters.cli.report.page import page
 from dcp_adapters.cli.report.records import CheckpointReport, Outlier, Profile, ScaleHistogram, TensorReport
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.stored.errors import Error
+from dcp_adapters.stored.numeric_error import Error
 from qtensor import NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import save, values
 
@@ -158,8 +158,8 @@ def test_names_are_escaped_once_in_text_and_in_attributes() -> None:
 
 
 def test_long_names_lose_their_middle() -> None:
-    assert short("a" * 10 + "b" * 90, 30) == "a" * 9 + "\u2026" + "b" * 20
-    assert len(short("a" * 1000, 72)) == 72
+    assert middle_left_out("a" * 10 + "b" * 90, 30) == "a" * 9 + "\u2026" + "b" * 20
+    assert len(middle_left_out("a" * 1000, 72)) == 72
 
 
 def test_all_sections_say_what_was_found(hostile: CheckpointReport) -> None:

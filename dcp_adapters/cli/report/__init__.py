@@ -7,7 +7,7 @@ scales.py      histograms of scales
 channels.py    rows and columns that stand out
 measure.py     the shell: reads, measures, forgets
 layers.py      a name as a kind and the number of a layer; kinds by layers as a grid
-findings.py    what is said of all tensors together
+notes.py       what is said of all tensors together
 drawing.py     small pictures as coordinates
 page.py        what is shown, in which order; templates/: where and how
 """

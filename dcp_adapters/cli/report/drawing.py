@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dcp_adapters.cli.report.channels import FACTOR
-from dcp_adapters.cli.report.layers import Cell, Grid, badness, labels, short
+from dcp_adapters.cli.report.layers import Cell, Grid, badness, labels, middle_left_out
 from dcp_adapters.cli.report.records import Profile, TensorReport
 
 WIDTH = 1080
@@ -60,7 +60,10 @@ def heat_map(grid: Grid) -> Picture:
     left, row = 190, 26
     cell = min((WIDTH - left) / max(len(grid.layers), 1), 60.0)
     bottom = len(grid.kinds) * row
-    texts = [Text(left - 10, y * row + 17, short(names[kind], 30), "label", "end") for y, kind in enumerate(grid.kinds)]
+    texts = [
+        Text(left - 10, y * row + 17, middle_left_out(names[kind], 30), "label", "end")
+        for y, kind in enumerate(grid.kinds)
+    ]
     boxes = []
     for (kind, column), one in grid.cells.items():
         wide = cell if column is not None else min(max(cell, 60.0), WIDTH - left)
@@ -165,7 +168,7 @@ def _heat_cell(cell: Cell, x: float, y: float, wide: float, strength: float) -> 
     words = f"{worst:.1f}" if math.isfinite(worst) else "equal" if worst > 0 else "-"
     unit = " dB" if math.isfinite(worst) else ""
     several = f"; the lowest of {cell.tensors} tensors" if cell.tensors > 1 else ""
-    title = f"{words}{unit}{several}: {short(cell.worst.name, 100)}"
+    title = f"{words}{unit}{several}: {middle_left_out(cell.worst.name, 100)}"
     fits = wide >= 26 or (wide >= 24 and worst < 10)
     text = Text(x + wide / 2, y + 17, words, "on" if strength > 0.55 else "off", "middle") if fits else None
     opacity = 0.0 if worst == math.inf else _opacity(strength)

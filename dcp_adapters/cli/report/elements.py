@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcp_adapters.cli.report.tiles import Tile, decoded
+from dcp_adapters.cli.report.tiles import Tile, decoded_parts
 from qtensor.formats import row_multiple, specs_of
 from qtensor.recipes import Recipe
 
@@ -95,5 +95,5 @@ class ElementCounts:
         if reference is not None:
             payload = torch.full_like(tile.parts["payload"].view(torch.uint8), self._type.fill)
             parts = {**tile.parts, "payload": payload.view(tile.parts["payload"].dtype)}
-            limit = decoded(parts, self.recipe).double().mul_(self._type.slack)
+            limit = decoded_parts(parts, self.recipe).double().mul_(self._type.slack)
             self.clipped += int((reference.double().abs() > limit).sum())  # under a NaN scale: none

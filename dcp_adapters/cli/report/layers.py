@@ -88,7 +88,7 @@ def labels(kinds: Sequence[str]) -> dict[str, str]:
     }
 
 
-def short(name: str, length: int = 72) -> str:
+def middle_left_out(name: str, length: int = 72) -> str:
     """A name with its middle left out where it is long."""
     if len(name) <= length:
         return name

@@ -26,10 +26,11 @@ from dcp_adapters.cli.report.records import CheckpointReport, Compared, TensorRe
 from dcp_adapters.cli.report.scales import scale_histograms
 from dcp_adapters.cli.report.tiles import Tile, decodable, matrix_shape, tiles
 from dcp_adapters.entry import Entry, parts_of
+from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Stored
-from dcp_adapters.stored.errors import ErrorSum
 from dcp_adapters.stored.inspect import inspect_checkpoint
-from dcp_adapters.stored.progress import Advance, unseen
+from dcp_adapters.stored.numeric_error import ErrorSum
+from dcp_adapters.stored.progress_bar import Advance, unseen
 from qtensor.selection import matches
 from qtensor.tensor import QuantizedTensor
 
@@ -85,7 +86,7 @@ def measure_tensor(stored: Entry, tensor: Tensor, reference: Tensor | None = Non
     counts = ElementCounts(quantized.recipe, rows) if quantized is not None and counted else None
     looked_at = decodable(stored.dtype)
     has_channels = looked_at and (quantized is not None or tensor.is_floating_point())
-    for tile, right in _beside(tensor, reference) if looked_at else ():
+    for tile, right in _tiles_beside(tensor, reference) if looked_at else ():
         if has_channels:
             channels.add(tile)
         if right is not None:
@@ -98,7 +99,7 @@ def measure_tensor(stored: Entry, tensor: Tensor, reference: Tensor | None = Non
     return TensorReport(
         name=stored.name,
         kind=stored.kind,
-        dtype=str(stored.dtype).removeprefix("torch."),
+        dtype=dtype_name(stored.dtype),
         shape=stored.shape,
         numel=stored.numel,
         nbytes=stored.nbytes,
@@ -121,7 +122,7 @@ def measure_tensor(stored: Entry, tensor: Tensor, reference: Tensor | None = Non
     )
 
 
-def _beside(tensor: Tensor, reference: Tensor | None) -> Iterator[tuple[Tile, Tensor | None]]:
+def _tiles_beside(tensor: Tensor, reference: Tensor | None) -> Iterator[tuple[Tile, Tensor | None]]:
     """The pieces of a tensor, each with the values that are right."""
     if reference is None:
         return zip(tiles(tensor), repeat(None))

@@ -8,8 +8,8 @@ from typing import Any
 
 from dcp_adapters.cli.report.channels import CHANNELS, FACTOR
 from dcp_adapters.cli.report.drawing import heat_map, histogram, profile
-from dcp_adapters.cli.report.findings import kinds_of, notes, scales_of, sizes_of, tensors
-from dcp_adapters.cli.report.layers import badness, grid_of, short
+from dcp_adapters.cli.report.layers import badness, grid_of, middle_left_out
+from dcp_adapters.cli.report.notes import kinds_of, notes, scales_by_kind, sizes_of, tensors
 from dcp_adapters.cli.report.records import CheckpointReport
 from dcp_adapters.tables import human_bytes, printable
 
@@ -27,7 +27,7 @@ def page(report: CheckpointReport) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    used = (compact, heat_map, histogram, human_bytes, profile, short, tensors)
+    used = (compact, heat_map, histogram, human_bytes, profile, middle_left_out, tensors)
     environment.filters.update({function.__name__: function for function in used}, thousands="{:,}".format)
     every = report.tensors
     return environment.get_template("page.html").render(
@@ -38,7 +38,7 @@ def page(report: CheckpointReport) -> str:
         any_compared=any(tensor.error is not None for tensor in every),
         differing=sorted((t for t in every if t.error is not None and not t.exact), key=badness),
         grid=grid_of(every),
-        scales=scales_of(every),
+        scales=scales_by_kind(every),
         outlying=sorted((t for t in every if t.outliers), key=lambda t: -t.outliers[0].factor),
         odd=sorted(
             (t for t in every if t.quantized or t.not_finite or t.zero_rows),

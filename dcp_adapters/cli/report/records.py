@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from dcp_adapters.stored.errors import Error
+from dcp_adapters.stored.numeric_error import Error
 
 FORMAT = "dcp_adapters.report/1"
 Compared = Literal["no", "yes", "absent", "shape", "undecodable"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.cli.report.records import ScaleHistogram
+from dcp_adapters.recipe_names import dtype_name
 from qtensor.formats import PartSpec, specs_of
 from qtensor.tensor import QuantizedTensor
 
@@ -28,7 +29,7 @@ def scale_histograms(tensor: QuantizedTensor) -> tuple[ScaleHistogram, ...]:
 
 def _histogram(spec: PartSpec, numbers: torch.dtype, part: Tensor) -> ScaleHistogram:
     flat = part.reshape(-1)
-    total = ScaleHistogram(spec.name, _STORED_AS.get(numbers, str(numbers).removeprefix("torch.")), {})
+    total = ScaleHistogram(spec.name, _STORED_AS.get(numbers, dtype_name(numbers)), {})
     for start in range(0, flat.numel(), PIECE):
         values, counted = flat[start : start + PIECE].view(_BITS[spec.dtype.itemsize]).unique(return_counts=True)
         values = values.view(numbers).to(torch.float64)

@@ -46,10 +46,10 @@ def tiles(tensor: Tensor) -> Iterator[Tile]:
         for left in range(0, width, across):
             place = slice(top, min(top + down, rows)), slice(left, min(left + across, width))
             if isinstance(tensor, QuantizedTensor):
-                parts = _cut(tensor, *place)
-                yield Tile(*place, decoded(parts, tensor.recipe), parts)
+                parts = _parts_within(tensor, *place)
+                yield Tile(*place, decoded_parts(parts, tensor.recipe), parts)
             elif matrix is not None:
-                yield Tile(*place, _floating(matrix[place]), {})
+                yield Tile(*place, _as_float(matrix[place]), {})
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -60,18 +60,18 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def decodable(dtype: torch.dtype) -> bool:
     """Whether torch converts values of this dtype to numbers."""
     try:
-        _floating(torch.empty(0, dtype=dtype, device="cpu"))
+        _as_float(torch.empty(0, dtype=dtype, device="cpu"))
     except (RuntimeError, NotImplementedError):
         return False
     return True
 
 
-def decoded(parts: dict[str, Tensor], recipe: Recipe) -> Tensor:
+def decoded_parts(parts: dict[str, Tensor], recipe: Recipe) -> Tensor:
     """The values of parts, fp32."""
     return QuantizedTensor.from_parts(parts, recipe, torch.float32).dequantize()
 
 
-def _floating(values: Tensor) -> Tensor:
+def _as_float(values: Tensor) -> Tensor:
     """fp32 where that holds every value, else fp64."""
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -79,7 +79,7 @@ def _floating(values: Tensor) -> Tensor:
     return values.to(torch.float32 if narrow else torch.float64)
 
 
-def _cut(tensor: QuantizedTensor, rows: slice, columns: slice) -> dict[str, Tensor]:
+def _parts_within(tensor: QuantizedTensor, rows: slice, columns: slice) -> dict[str, Tensor]:
     height = matrix_shape(tensor.shape)[0]
     found = {}
     for spec in specs_of(tensor.recipe):

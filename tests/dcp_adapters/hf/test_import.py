@@ -578,7 +578,7 @@ def _reported(path: str, full: dict[str, Any]) -> tuple[bool, int, int]:
         seen.extend([enabled, total, sum(reported)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_adapters.hf.reader, "progress", bar)
+        patch.setattr(dcp_adapters.hf.reader, "progress_bar", bar)
         import_hf(path, sharded(meta_model(full, MIXED_RECIPES)))
     return tuple(seen)  # type: ignore[return-value]
 

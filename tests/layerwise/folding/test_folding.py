@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.algorithms.algorithm import Inputs
-from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify
+from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify_outputs
 from layerwise.folding.probing import ABSTAIN, NO, YES, Producer, choose, producers_of, propose
 from tests.fsdp_hooks.cases import assert_same_bytes
 from tests.layerwise.explicit import inputs_of
@@ -357,11 +357,11 @@ def test_folding_a_whole_layer_changes_its_output_by_rounding_only(family: str, 
     assert len(folds) == 4
     before, allowed = run(), tolerance(dtype, len(folds), WIDE)
     fold(folds)
-    moved = verify(before, run(), allowed, "layer 0")
+    moved = verify_outputs(before, run(), allowed, "layer 0")
     assert 0 < moved < allowed / 2, "rounding uses less than half of what is allowed"
     layer.mlp.up_proj.weight.data[:8] *= 2  # a fold that is wrong in a sixth of its channels
     with pytest.raises(RuntimeError, match=re.escape("layer 0: folding changed its outputs by")):
-        verify(before, run(), allowed, "layer 0")
+        verify_outputs(before, run(), allowed, "layer 0")
 
 
 def test_folded_layers_have_the_statistics_that_were_derived() -> None:
@@ -458,9 +458,9 @@ def test_the_statistics_of_a_divided_input() -> None:
 
 def test_verify_ignores_what_is_no_number_on_both_sides() -> None:
     before = [torch.tensor([1.0, float("-inf"), float("nan")]), torch.tensor([3])]
-    assert verify(before, [before[0].clone(), torch.tensor([4])], 0.0, "layer") == 0
-    assert verify([], [], 0.0, "layer") == 0
+    assert verify_outputs(before, [before[0].clone(), torch.tensor([4])], 0.0, "layer") == 0
+    assert verify_outputs([], [], 0.0, "layer") == 0
     with pytest.raises(RuntimeError, match="changed its outputs by nan"):
-        verify([torch.ones(2)], [torch.tensor([1.0, float("nan")])], 1.0, "layer")
+        verify_outputs([torch.ones(2)], [torch.tensor([1.0, float("nan")])], 1.0, "layer")
     with pytest.raises(RuntimeError, match="changed its outputs by inf"):
-        verify([torch.zeros(2)], [torch.ones(2)], 1.0, "layer")
+        verify_outputs([torch.zeros(2)], [torch.ones(2)], 1.0, "layer")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from layerwise.inputs.structure import flatten, paths, rebuild
+from layerwise.inputs.structure import flatten, paths, unflatten
 
 Pair = namedtuple("Pair", "left right")
 A, B = torch.zeros(1), torch.ones(2)
@@ -78,7 +78,7 @@ VALUES = {
 def test_a_value_comes_back_with_its_types_and_its_very_leaves(name: str) -> None:
     value = VALUES[name]
     leaves, structure = flatten(value)
-    again = rebuild(structure, leaves)
+    again = unflatten(structure, leaves)
     assert _same(value, again) or name == "return type"
     assert type(again) is type(value)
     assert flatten(again)[1] == structure
@@ -88,7 +88,7 @@ def test_a_value_comes_back_with_its_types_and_its_very_leaves(name: str) -> Non
 
 def test_what_a_container_was_given_beyond_its_items_is_kept() -> None:
     words, counted, default = (
-        rebuild(*reversed(flatten(VALUES[n]))) for n in ("list of its own", "dataclass", "default")
+        unflatten(*reversed(flatten(VALUES[n]))) for n in ("list of its own", "dataclass", "default")
     )
     assert words.note is B
     assert counted.made == 1, "__post_init__ ran again"
@@ -97,7 +97,7 @@ def test_what_a_container_was_given_beyond_its_items_is_kept() -> None:
 
 def test_other_leaves_take_the_places() -> None:
     leaves, structure = flatten(Plain((1, [2]), {"k": 3}))
-    again = rebuild(structure, [leaf * 10 for leaf in leaves])
+    again = unflatten(structure, [leaf * 10 for leaf in leaves])
     assert again == Plain((10, [20]), {"k": 30})
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_adapters.load.convert import Conversion
+from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.torch_private import ProcessGroupGloo, all_reduce_max, gloo_group
 from fsdp_hooks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
 

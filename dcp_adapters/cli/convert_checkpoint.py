@@ -30,7 +30,7 @@ from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, refuse_taken
-from dcp_adapters.stored.progress import Advance, unseen
+from dcp_adapters.stored.progress_bar import Advance, unseen
 from qtensor.formats import APPEARANCE_DTYPES, column_multiple
 from qtensor.recipes import Recipe
 from qtensor.selection import matches, unmatched

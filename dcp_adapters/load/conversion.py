@@ -8,7 +8,7 @@ The result is, bit for bit, this rank's piece of converting the full tensor:
 
 Boxes (offsets, sizes) alone decide which piece of the stored tensor this needs: the rank's own box, widened to whole
 square blocks of the target along N and to whole blocks of the source along K. Scales that shards share are made from
-amaxes that all of them agree on (see conversions.py); scales of blocks need no other rank.
+amaxes that all of them agree on (see all_conversions.py); scales of blocks need no other rank.
 """
 
 import dataclasses
@@ -84,9 +84,9 @@ class Conversion:
             target, box = local_of(dense), _dense_box(dense)
         if box is None:
             return None
-        values = box if q is None else widened(box, value.shape, rows=row_multiple(q.recipe))
+        values = box if q is None else widened_box(box, value.shape, rows=row_multiple(q.recipe))
         columns = 1 if source.recipe is None else block_multiple(source.recipe)
-        region = widened(values, value.shape, columns=columns)
+        region = widened_box(values, value.shape, columns=columns)
         # an amax history is not gathered, and says nothing about values
         specs = [spec for spec in source.specs() if spec.gathered] if all(region[1]) else []
         pieces = {source.key(spec.name): (spec.dtype, part_box(spec, *region)) for spec in specs}
@@ -166,10 +166,10 @@ class Conversion:
         return kernels.decode(self.inputs, self.source.recipe, torch.float32)
 
 
-def widened(box: Box, shape: Sequence[int], *, rows: int = 1, columns: int = 1) -> Box:
+def widened_box(box: Box, shape: Sequence[int], *, rows: int = 1, columns: int = 1) -> Box:
     """The box, its last two dims widened to multiples of `rows` and `columns` within the shape; empty boxes stay.
 
-    >>> widened(((3, 40), (2, 8)), (7, 64), rows=4, columns=32)
+    >>> widened_box(((3, 40), (2, 8)), (7, 64), rows=4, columns=32)
     ((0, 32), (7, 32))
     """
     offsets, sizes = list(box[0]), list(box[1])

@@ -17,7 +17,7 @@ def unseen(_: int) -> None:
 
 
 @contextmanager
-def progress(stage: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
+def progress_bar(stage: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
     """A bar of `total` bytes for the time of the block; yields the function to report to."""
     if not (enabled and sys.stderr.isatty()):
         yield unseen

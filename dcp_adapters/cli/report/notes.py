@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from dcp_adapters.cli.report.channels import FACTOR
-from dcp_adapters.cli.report.layers import short
+from dcp_adapters.cli.report.layers import middle_left_out
 from dcp_adapters.cli.report.records import CheckpointReport, ScaleHistogram, TensorReport
-from dcp_adapters.words import in_order
+from dcp_adapters.words import in_natural_order
 
 UNEVEN = 1.5  # largest file over the mean
 
@@ -34,7 +34,7 @@ def notes(report: CheckpointReport) -> list[Note]:
 
     def tell(level: Literal["bad", "look", "good"], some: Sequence[TensorReport], words: str) -> None:
         if some:
-            first = short(in_order(tensor.name for tensor in some)[0])
+            first = middle_left_out(in_natural_order(tensor.name for tensor in some)[0])
             found.append(Note(level, f"{tensors(len(some))} {words}, {'for example ' * (len(some) > 1)}{first}"))
 
     every = report.tensors
@@ -78,7 +78,7 @@ def kinds_of(some: Sequence[TensorReport]) -> list[tuple[str, Sizes]]:
     return sorted(((kind, sizes_of(those)) for kind, those in kinds.items()), key=lambda kind: -kind[1].nbytes)
 
 
-def scales_of(some: Sequence[TensorReport]) -> list[tuple[str, int, ScaleHistogram]]:
+def scales_by_kind(some: Sequence[TensorReport]) -> list[tuple[str, int, ScaleHistogram]]:
     """(kind, how many tensors, their scales) for each kind and part, in the order they come."""
     found: dict[tuple[str, str, str], list[ScaleHistogram]] = {}
     for tensor in some:

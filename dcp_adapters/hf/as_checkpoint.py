@@ -22,12 +22,12 @@ from torch import Tensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, Stored, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, StoredAs, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of
-from dcp_adapters.hf.schemes import DTYPES, Contents, QuantizedLinear
-from dcp_adapters.manifest import DTYPES as APPEARANCES
+from dcp_adapters.hf.schemes import DTYPES, Contents, FileLinear
 from dcp_adapters.manifest import Manifest
 from dcp_adapters.part_places import part_box
+from dcp_adapters.recipe_names import DTYPES as APPEARANCES
 from dcp_adapters.words import in_lines, listed, short
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
@@ -151,7 +151,7 @@ class _Presentation:
             if dtype is None:
                 self.problems.append(f"{name}: {tensor}, which torch can not hold")
             else:
-                self._add(name, Placed.whole(dtype, tensor.shape, Slice(tensor, _same)))
+                self._add(name, Placed.whole(dtype, tensor.shape, Slice(tensor, _as_is)))
         for name, (stored, tensor) in self.scales.items():
             self._add(name, Placed.whole(torch.float32, (), _source(tensor, stored, VALUE)))
             self.out.scales.add(name)
@@ -200,10 +200,10 @@ class _Presentation:
                 self.problems.append(f"{tensor.name}: {tensor}, expected {[rows, shape[-1]]} of {name} {list(shape)}")
                 return
             offsets = (piece.expert or 0, piece.rows[0], 0)
-            chunks.append(Chunk(offsets, (1, *tensor.shape), Slice(tensor, _same, lead=1)))
+            chunks.append(Chunk(offsets, (1, *tensor.shape), Slice(tensor, _as_is, lead=1)))
         self._add(name, Placed(DTYPES[dtypes[0]], shape, tuple(chunks)))
 
-    def _quantized(self, name: str, shape: tuple[int, ...], linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
+    def _quantized(self, name: str, shape: tuple[int, ...], linears: Sequence[tuple[Piece, FileLinear]]) -> None:
         """A quantized weight that consists of one linear or of several."""
         kinds = sorted({linear.scheme.kind for _, linear in linears})
         if len(kinds) > 1:
@@ -243,9 +243,7 @@ class _Presentation:
             return None
         return recipe
 
-    def _part(
-        self, name: str, entry: Entry, spec: PartSpec, linears: Sequence[tuple[Piece, QuantizedLinear]]
-    ) -> Placed:
+    def _part(self, name: str, entry: Entry, spec: PartSpec, linears: Sequence[tuple[Piece, FileLinear]]) -> Placed:
         """The entry of one part."""
         if spec.length is not None:
             assert isinstance(entry.recipe, Float8DelayedScaling)
@@ -265,7 +263,7 @@ class _Presentation:
             chunks.append(Chunk(*box, _source(tensor, stored, spec, lead=len(lead))))
         return Placed(spec.dtype, spec.shape(entry.shape), tuple(chunks))
 
-    def _check_wide(self, name: str, spec: PartSpec, linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
+    def _check_wide(self, name: str, spec: PartSpec, linears: Sequence[tuple[Piece, FileLinear]]) -> None:
         """Check that a tensor-wide scale stored as a reciprocal has one, and that all linears have the same scale."""
         held = [linear.parts[spec.name] for _, linear in linears]
         if len(linears) == 1 and held[0][0].form is not ONE_OVER:
@@ -279,7 +277,7 @@ class _Presentation:
             few = [f"{one} {value.item():.9g}" for one, value in list(values.items())[:2]]
             self.problems.append(f"{name}: {WIDE_APART} ({', '.join(few)}, ...)")
 
-    def _input_scale(self, name: str, linears: Sequence[tuple[Piece, QuantizedLinear]]) -> None:
+    def _input_scale(self, name: str, linears: Sequence[tuple[Piece, FileLinear]]) -> None:
         """One scale for the inputs of all experts goes under the name of their weight; different ones stay."""
         if linears[0][0].expert is None:
             return
@@ -292,17 +290,17 @@ class _Presentation:
             self.scales[f"{name}.{INPUT_SCALE}"] = found[0]
 
 
-def _same(held: Tensor) -> Tensor:
+def _as_is(held: Tensor) -> Tensor:
     return held
 
 
-def _source(tensor: FileTensor, stored: Stored, spec: PartSpec, *, lead: int = 0) -> Slice:
+def _source(tensor: FileTensor, stored: StoredAs, spec: PartSpec, *, lead: int = 0) -> Slice:
     """How a part is read from the tensor that holds it."""
-    return Slice(tensor, _read(stored, spec), per_row=spec.per_row, lead=lead)
+    return Slice(tensor, _read_part(stored, spec), per_row=spec.per_row, lead=lead)
 
 
 @functools.cache
-def _read(stored: Stored, spec: PartSpec) -> Callable[[Tensor], Tensor]:
+def _read_part(stored: StoredAs, spec: PartSpec) -> Callable[[Tensor], Tensor]:
     """The function that makes a part of what the file holds."""
 
     def read(held: Tensor) -> Tensor:
