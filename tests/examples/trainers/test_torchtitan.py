@@ -11,6 +11,10 @@ import pytest
 pytest.importorskip("torchtitan")
 
 import torch
+
+if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+    pytest.skip("torchtitan imports torch.distributed.fsdp.DataParallelMeshDims", allow_module_level=True)
+
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
