@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import (
+    Float8CurrentScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+)
 from qtensor.blocks import canonical_nan
 from qtensor.formats import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import raw, same_bytes
@@ -22,6 +30,9 @@ GOLDEN_RECIPES: dict[str, Any] = {  # spelled out, for the files do not change w
     "float8_tensor": Float8CurrentScaling(element="e4m3", granularity="tensor", power_of_two=False),
     "mxfp8_row": MXFP8BlockScaling(element="e4m3", blocks="row", scale_rounding="up"),
     "mxfp8_square": MXFP8BlockScaling(element="e4m3", blocks="square", scale_rounding="up"),
+    "mxfp4_up": MXFP4BlockScaling(scale_rounding="up"),
+    "mxfp4_floor": MXFP4BlockScaling(scale_rounding="floor"),
+    "int4_32": Int4GroupScaling(group=32),
     "nvfp4_row": NVFP4BlockScaling(blocks="row"),
     "nvfp4_square": NVFP4BlockScaling(blocks="square"),
 }
@@ -44,7 +55,9 @@ COMPILED_CASES = [case for case in CASES if case != "subnormal_fp32"]
 
 golden_recipes = pytest.mark.parametrize("name", GOLDEN_RECIPES)
 # A compilation takes seconds: of the others test_kernels shows that compiled kernels give the bytes of eager ones.
-compiled_recipes = pytest.mark.parametrize("name", ["float8_tensor", "mxfp8_row", "nvfp4_square"])
+compiled_recipes = pytest.mark.parametrize(
+    "name", ["float8_tensor", "mxfp8_row", "nvfp4_square", "mxfp4_up", "int4_32"]
+)
 
 
 class Golden:
