@@ -52,7 +52,7 @@ class _Int4:
         return PartSpec("payload", torch.uint8, block=2), PartSpec("scale", torch.bfloat16, block=recipe.group)
 
     def quantizer(self, x: Tensor, recipe: Int4GroupScaling, amax: Tensor | None) -> dict[str, Tensor]:
-        own = block_amax(x, recipe.group, square=False)
+        own = block_amax(x, _group(recipe), square=False)
         scale = bf16.rounded((own.double() * (1 / 7.5)).to(torch.float32))
         return {"scale": torch.where(scale == 0, 1.0, scale).to(torch.bfloat16)}
 
@@ -64,9 +64,9 @@ class _Int4:
         self, x: Tensor, recipe: Int4GroupScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
     ) -> dict[str, Tensor]:
         enc = self.grid(recipe, quantizer)[0] if enc is None else enc
-        blocks = tile(x, recipe.group)  # [.., K // group, group]
+        blocks = tile(x, _group(recipe))  # [.., K // group, group]
         whole = finite(blocks)
-        broken = broken_blocks(whole, recipe.group, square=False)
+        broken = broken_blocks(whole, _group(recipe), square=False)
         scaled = (blocks * enc.unsqueeze(-1)).to(torch.float32)
         payload = int4.encode(scaled, whole).reshape(*x.shape[:-1], x.shape[-1] // 2)
         return {"payload": payload, "scale": bf16.marked(quantizer["scale"], broken)}
@@ -77,7 +77,15 @@ class _Int4:
     def decode(self, parts: Mapping[str, Tensor], recipe: Int4GroupScaling) -> Tensor:
         values = int4.decode(parts["payload"])  # [.., K]
         scale = parts["scale"].to(torch.float32)  # NaN for a group that is not finite
-        return (tile(values, recipe.group) * scale.unsqueeze(-1)).reshape(values.shape)
+        return (tile(values, _group(recipe)) * scale.unsqueeze(-1)).reshape(values.shape)
+
+
+def _group(recipe: Int4GroupScaling) -> int:
+    """The size of a group; a constant in compiled code, to which a number among the recipe's fields may be a symbol."""
+    for size in GROUPS:
+        if recipe.group == size:
+            return size
+    raise AssertionError(recipe)
 
 
 class Int4Tensor(QuantizedTensor):

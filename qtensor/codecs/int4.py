@@ -21,7 +21,7 @@ def encode(scaled: Tensor, whole: Tensor) -> Tensor:
 
 def decode(payload: Tensor) -> Tensor:
     """The fp32 values [.., K] of a payload [.., K // 2]."""
-    return unpacked(payload).to(torch.float32) - _OFFSET
+    return unpacked(payload).to(torch.int32).to(torch.float32) - _OFFSET
 
 
 def snapped(scaled: Tensor) -> Tensor:

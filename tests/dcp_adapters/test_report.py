@@ -56,7 +56,7 @@ def taken_apart(q: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     codes = as_bytes(parts["payload"])
     if known.element.bits == 4:  # two a byte
         codes = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(q.shape)
-    elements = codes.view(known.element.dtype).astype(np.float64)
+    elements = known.element.values(codes)
     scale = as_bytes(parts["scale"]).view(known.scale).astype(np.float32)
     if "global_scale" in known.parts:
         scale = scale * parts["global_scale"].numpy()
