@@ -197,7 +197,9 @@ def test_it_looks_like_a_dense_tensor(recipe: Any) -> None:
 
 @every_recipe
 def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
-    """Float8 1 byte an element + 4 a row or tensor, and 4 a step of history; MXFP8 1 + 1/32; NVFP4 1/2 + 1/16, + 4."""
+    """Float8 1 byte an element + 4 a row or tensor, and 4 a step of history; MXFP8 1 + 1/32; MXFP4 1/2 + 1/32;
+    INT4 1/2 + 2 a group; NVFP4 1/2 + 1/16, + 4.
+    """
     rows, columns = 64, 96
     q = quantize(weight(rows, columns), recipe)
     expected = facts(recipe).stored_bytes(rows, columns)

@@ -85,6 +85,7 @@ def test_elements_become_either_neighbour_and_on_average_the_value(recipe: Any) 
     clamped = x.double().clamp(one * element.least, one * element.largest).abs()
     y = torch.where(one > 0, clamped / one, 0)
     lower, upper = neighbours(y, recipe)
+    upper = upper.minimum(torch.where(x < 0, -element.least, element.largest))
     total = torch.zeros_like(y)
     for part in range(parts):
         q = stochastically(x.expand(copies, *x.shape), recipe, part)
