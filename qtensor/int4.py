@@ -7,6 +7,10 @@ The bytes are those of compressed-tensors' group strategy with symmetric weights
 number over 7.5 is below the largest of bf16, so no scale overflows. A code is stored as q + 8, the low nibble is the
 even column. A group that held an element that is not finite gets the scale NaN and decodes to NaN.
 
+For weights that are written once, or through MasterWeightOptimizer. The largest value of a group, where it is positive,
+is stored as 7 and not 7.5, so a write that begins with decoded values gets a scale that is smaller by up to 1/15. Plain
+optimizers write so in every step.
+
 A quotient by a scale is one product with its fp64 reciprocal, rounded to fp32. That is the fp32 quotient, bit for bit:
 X / S of whole numbers X < 2^24 and S < 2^8 is further from every tie between fp32 numbers than 2^-33 of itself, and
 never on one. A reciprocal in fp32 would not do: x * (1 / 3) can miss the ties of x / 3.
@@ -30,6 +34,9 @@ GROUPS = (32, 64, 128)
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Int4GroupScaling(Recipe):
     """INT4: symmetric 4-bit whole numbers in groups along K with bf16 scales.
+
+    For weights that are calibrated or trained with MasterWeightOptimizer. Plain optimizers requantize decoded values in
+    each step, which takes up to 1/15 from the largest of a group each time.
 
     Args:
         group: how many elements share a scale: 32, 64 or 128.

@@ -25,7 +25,7 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.formats import adopt, tensor_wide
+from qtensor.formats import adopt, format_of, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
@@ -167,6 +167,21 @@ def test_bytes_of_wider_blocks_are_those_of_the_formulas(name: str, exponent: in
         assert raw(value).numpy().tobytes() == expected[part].tobytes(), part
     if exponent == 0:
         assert ((q.dequantize().double() - x.double()).abs() <= error_bound(x, q)).all()
+
+
+def test_int4_codes_are_those_of_a_division() -> None:
+    """Around every tie, under all mantissas that a scale can have; a product with an fp32 reciprocal misses some."""
+    scales = torch.arange(128, 256, dtype=torch.float32) / 128
+    exact = (torch.arange(-9, 9).float() + 0.5) * scales.view(-1, 1)  # [128, 18]
+    near = [torch.nextafter(exact, torch.tensor(to)) for to in (-100.0, 100.0)]
+    x = torch.cat(
+        [exact, *near, torch.randn(128, 10, generator=torch.Generator().manual_seed(0)) * 4], dim=1
+    )  # [128, 64]
+    recipe, dec = Int4GroupScaling(group=64), scales.view(-1, 1)
+    fmt, quantizer = format_of(recipe), {"scale": dec.bfloat16()}
+    expected = (x / dec).round().clamp(-8, 7)
+    assert torch.equal(fmt.decode(fmt.encode_with(x, recipe, quantizer), recipe), expected * dec)
+    assert not torch.equal((x * (1 / dec)).round().clamp(-8, 7), expected)
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])

@@ -334,7 +334,7 @@ def test_copying_from_another_recipe_is_rounded_too(recipe: Any) -> None:
 
 # -- what it is for --------------------------------------------------------------------------------------------------
 
-STEPS, UPDATE, LARGE = 100, 0.0006, 0.875
+STEPS, UPDATE, LARGE = 100, 0.0006, 0.75
 
 
 def starting_point(recipe: Any) -> tuple[nn.Parameter, Tensor]:
@@ -344,7 +344,8 @@ def starting_point(recipe: Any) -> tuple[nn.Parameter, Tensor]:
     return nn.Parameter(quantize(x, recipe)), (x < 0.5).to(torch.bfloat16)
 
 
-@all_recipes
+# A group of INT4 has another scale, smaller by 14 / 15, where its largest value is decoded and quantized again.
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if not facts(recipe).element.uniform])
 def test_a_sum_of_tiny_updates_arrives_on_average_and_to_nearest_not_at_all(recipe: Any) -> None:
     """Each write errs by a martingale difference inside one step of the grid: Azuma's bound for all of them together.
 

@@ -17,6 +17,7 @@ from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, 
 from qtensor.formats import format_of, shared_amax
 from tests.layerwise.algorithms import naive_scales as naive
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, weight
+from tests.recipes import WIDER_BLOCKS
 
 # What fp32 sums of 16 terms can be off by (and, with a Hessian, what cancels in them): closer errors are equal.
 CLOSE = 1e-5
@@ -139,6 +140,13 @@ def test_local_hessian_finds_what_trying_every_candidate_finds(recipe: Any) -> N
     decision = decided(LocalHessian(), x, recipe, inputs_with(h))
     assert_best(x, recipe, decision.quantizer, h)
     assert decision.notes.keys() == {"clip"}
+
+
+@pytest.mark.parametrize("recipe", WIDER_BLOCKS.values(), ids=WIDER_BLOCKS)
+def test_wider_blocks_are_searched_for_alike(recipe: Any) -> None:
+    x, h = trained(64, 256), hessian(256)
+    assert_best(x, recipe, decided(Mse(), x, recipe).quantizer)
+    assert_best(x, recipe, decided(LocalHessian(), x, recipe, inputs_with(h)).quantizer, h)
 
 
 def test_inputs_change_what_is_best() -> None:
