@@ -11,7 +11,7 @@ For weights that are written once, or through MasterWeightOptimizer. The largest
 is stored as 7 and not 7.5, so a write that begins with decoded values gets a scale that is smaller by up to 1/15. Plain
 optimizers write so in every step.
 
-A quotient by a scale is one product with its fp64 reciprocal, rounded to fp32. That is the fp32 quotient, bit for bit:
+Searches multiply, so `grid` gives a scale's fp64 reciprocal: the product, rounded to fp32, is the quotient bit for bit.
 X / S of whole numbers X < 2^24 and S < 2^8 is further from every tie between fp32 numbers than 2^-33 of itself, and
 never on one. A reciprocal in fp32 would not do: x * (1 / 3) can miss the ties of x / 3.
 """
@@ -74,7 +74,7 @@ class _Int4:
         blocks = tile(x, _group(recipe))  # [.., K // group, group]
         whole = finite(blocks)
         broken = broken_blocks(whole, _group(recipe), square=False)
-        scaled = (blocks * enc.unsqueeze(-1)).to(torch.float32)
+        scaled = _quotients(blocks, enc.unsqueeze(-1), quantizer["scale"].unsqueeze(-1))
         payload = int4.encode(scaled, whole).reshape(*x.shape[:-1], x.shape[-1] // 2)
         return {"payload": payload, "scale": bf16.marked(quantizer["scale"], broken)}
 
@@ -85,6 +85,13 @@ class _Int4:
         values = int4.decode(parts["payload"])  # [.., K]
         scale = parts["scale"].to(torch.float32)  # NaN for a group that is not finite
         return (tile(values, _group(recipe)) * scale.unsqueeze(-1)).reshape(values.shape)
+
+
+def _quotients(x: Tensor, enc: Tensor, scale: Tensor) -> Tensor:
+    """Each of x over its scale in fp32, rounded once; `enc` is the fp64 reciprocal. Triton's fp32 division is off by an ulp or two."""
+    if x.is_cuda and torch.compiler.is_compiling():
+        return (x * enc).to(torch.float32)
+    return x / scale.to(torch.float32)
 
 
 def _group(recipe: Int4GroupScaling) -> int:
