@@ -88,7 +88,7 @@ class _Int4:
 
 
 def _quotients(x: Tensor, enc: Tensor, scale: Tensor) -> Tensor:
-    """Each of x over its scale in fp32, rounded once; `enc` is the fp64 reciprocal. Triton's fp32 division is off by an ulp or two."""
+    """Quotients x / scale in fp32, rounded once; Triton rounds it wrongly, so there x * `enc`, the fp64 reciprocal."""
     if x.is_cuda and torch.compiler.is_compiling():
         return (x * enc).to(torch.float32)
     return x / scale.to(torch.float32)
