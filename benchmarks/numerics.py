@@ -20,7 +20,16 @@ from torch import Tensor
 from benchmarks import numerics_cuda
 from benchmarks.report import at_least, at_most, with_spread
 from benchmarks.timing import THREADS, Contender, interleaved, ratio, two_threads
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize, use_kernels
+from qtensor import (
+    Float8CurrentScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+    use_kernels,
+)
 from qtensor.recipes import Recipe
 
 SHAPE = (4096, 4096)
@@ -29,11 +38,14 @@ RECIPES: dict[str, Recipe] = {
     "float8 tensor": Float8CurrentScaling(granularity="tensor"),
     "mxfp8 row": MXFP8BlockScaling(),
     "mxfp8 square": MXFP8BlockScaling(blocks="square"),
+    "mxfp4": MXFP4BlockScaling(),
+    "int4 32": Int4GroupScaling(),
+    "int4 128": Int4GroupScaling(group=128),
     "nvfp4 row": NVFP4BlockScaling(),
     "nvfp4 square": NVFP4BlockScaling(blocks="square"),
 }
 OPERATIONS = ("quantize", "dequantize", "requantize")
-PEERS = ("mxfp8 row", "nvfp4 row")
+PEERS = ("mxfp8 row", "mxfp4", "nvfp4 row")
 WAYS = ("compiled", "eager", "torchao compiled", "torchao eager")
 ROUNDS = {"fast": 11, "eager": 2, "peer": 5}
 AT_MOST_COPIES = 8.0
@@ -115,10 +127,16 @@ def _peers(x: Tensor) -> tuple[dict[str, Contender], dict[str, Contender], dict[
     def mxfp8(value: Tensor) -> Tensor:
         return MXTensor.to_mx(value, torch.float8_e4m3fn, 32, scaling_mode=ScaleCalculationMode.RCEIL)  # type: ignore[no-any-return]
 
+    def mxfp4(value: Tensor) -> Tensor:
+        return MXTensor.to_mx(value, torch.float4_e2m1fn_x2, 32, scaling_mode=ScaleCalculationMode.RCEIL)  # type: ignore[no-any-return]
+
     def nvfp4(value: Tensor) -> Tensor:
         return NVFP4Tensor.to_nvfp4(value, per_tensor_scale=per_tensor_amax_to_scale(value.abs().max()))  # type: ignore[no-any-return]
 
     def dequantize_mxfp8(value: Any) -> Tensor:
+        return value.dequantize(torch.bfloat16)  # type: ignore[no-any-return]
+
+    def dequantize_mxfp4(value: Any) -> Tensor:
         return value.dequantize(torch.bfloat16)  # type: ignore[no-any-return]
 
     def dequantize_nvfp4(value: Any) -> Tensor:  # a function of its own, as torch.compile keeps its caches by function
@@ -126,7 +144,9 @@ def _peers(x: Tensor) -> tuple[dict[str, Contender], dict[str, Contender], dict[
 
     calls: dict[str, tuple[Callable[[Any], Tensor], Tensor]] = {
         "quantize mxfp8 row": (mxfp8, x),
+        "quantize mxfp4": (mxfp4, x),
         "quantize nvfp4 row": (nvfp4, x),
+        "dequantize mxfp4": (dequantize_mxfp4, mxfp4(x)),
         "dequantize mxfp8 row": (dequantize_mxfp8, mxfp8(x)),
         "dequantize nvfp4 row": (dequantize_nvfp4, nvfp4(x)),
     }
@@ -208,7 +228,7 @@ def markdown(results: dict[str, Any]) -> str:
     ways = tuple(results["torchao_over_ours"])
     lines += ["", "torchao's time over that of our compiled kernels:", ""]
     lines += [f"| operation | {' | '.join(ways)} |", "|---|" + "---:|" * len(ways)]
-    for name in OVER_TORCHAO_EAGER:
+    for name in (*OVER_TORCHAO_EAGER, "quantize mxfp4", "dequantize mxfp4"):
         cells = [with_spread(results["torchao_over_ours"][way].get(name)) for way in ways]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [f"\n{name}: {why}." for name, why in results["skipped"].items()]

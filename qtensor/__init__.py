@@ -7,7 +7,9 @@ from fsdp_hooks.compiled import use_kernels
 from qtensor import linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing these fills the table of handlers
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.float8_delayed import Float8DelayedScaling
+from qtensor.int4 import Int4GroupScaling, Int4Tensor
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
+from qtensor.mxfp4 import MXFP4BlockScaling, MXFP4Tensor
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
 from qtensor.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
 from qtensor.optim import MasterWeightOptimizer
@@ -18,6 +20,10 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8DelayedScaling",
     "Float8Tensor",
+    "Int4GroupScaling",
+    "Int4Tensor",
+    "MXFP4BlockScaling",
+    "MXFP4Tensor",
     "MXFP8BlockScaling",
     "MXFP8Tensor",
     "MasterWeightOptimizer",

@@ -2,8 +2,8 @@
 
 A `PartSpec` says how one part extends along the logical shape [.., N, K]; all code that cuts, joins, checks or saves
 parts uses it, so no other code needs to know a format by name. A format is one file (float8.py, float8_delayed.py,
-mxfp8.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from the codecs in qtensor/codecs;
-`register` makes it known.
+int4.py, mxfp4.py, mxfp8.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from the codecs in
+qtensor/codecs; `register` makes it known.
 """
 
 import functools
@@ -94,9 +94,10 @@ class Format(Protocol):
         """
 
     def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(enc, dec), fp32: x is multiplied by enc before rounding, and its elements by dec after it.
+        """(enc, dec): x is multiplied by enc before rounding, and its elements by dec after it.
 
-        One entry for each scale: [], [.., N, 1] or [.., N, K // block].
+        One entry for each scale: [], [.., N, 1] or [.., N, K // block]. Both are fp32, but enc may be fp64 where the
+        format divides by its scale: x * enc is then fp64, and `snap` rounds it to fp32 first (see int4.py).
         """
 
     def encode_with(

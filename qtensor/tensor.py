@@ -49,7 +49,7 @@ TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 class QuantizedTensor(AllGatherHooks, Tensor):
-    """Base of Float8Tensor, MXFP8Tensor and NVFP4Tensor; built by `quantize` or `QuantizedTensor.from_parts`.
+    """Base of the tensor classes of all formats; built by `quantize` or `QuantizedTensor.from_parts`.
 
     Attributes:
         recipe: the recipe it was quantized with.
@@ -283,12 +283,13 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
 
     Args:
         x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (Float8 1,
-            MXFP8 32, NVFP4 16); for square blocks N too.
-        recipe: Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling or NVFP4BlockScaling.
+            MXFP8 and MXFP4 32, NVFP4 16, INT4 its group); for square blocks N too.
+        recipe: Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, MXFP4BlockScaling, NVFP4BlockScaling or
+            Int4GroupScaling.
 
     Returns:
-        Float8Tensor, MXFP8Tensor or NVFP4Tensor of the same shape, appearance dtype and device, detached from autograd.
-        The formulas are in the module of the format.
+        A tensor of the format's class (Float8Tensor, MXFP8Tensor, MXFP4Tensor, NVFP4Tensor or Int4Tensor) of the same
+        shape, appearance dtype and device, detached from autograd. The formulas are in the module of the format.
 
     Raises:
         TypeError: x is quantized already, a DTensor, or not bf16, fp16 or fp32; or `recipe` is not a recipe.

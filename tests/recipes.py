@@ -16,12 +16,22 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from qtensor import (
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 
 @dataclass(frozen=True)
 class Element:
-    """A low-precision number. With m mantissa bits: relative 2^-(m+1), subnormal half a step of 2^(1 - bias - m)."""
+    """A low-precision number. With m mantissa bits: relative 2^-(m+1), subnormal half a step of 2^(1 - bias - m).
+
+    The whole numbers of a uniform grid are all subnormal in this sense; they have one zero, and one more below it.
+    """
 
     dtype: Any  # of ml_dtypes
     bits: int
@@ -34,11 +44,33 @@ class Element:
         """Of the power of two below the largest value."""
         return math.frexp(self.largest)[1] - 1
 
+    @property
+    def uniform(self) -> bool:
+        """Whether the elements are whole numbers, stored with an offset."""
+        return self.relative == 0
+
+    @property
+    def least(self) -> float:
+        """The most negative value."""
+        return -self.largest - 1 if self.uniform else -self.largest
+
+    def values(self, codes: Any) -> Any:
+        """fp64 values of codes, uint8, one an entry."""
+        return codes.astype(np.float64) + self.least if self.uniform else codes.view(self.dtype).astype(np.float64)
+
+    def nearest(self, scaled: Any) -> Any:
+        """The elements nearest to fp32 numbers, fp32; ties to even, saturating."""
+        if self.uniform:
+            return np.clip(np.rint(scaled), np.float32(self.least), np.float32(self.largest)) + np.float32(0)
+        return np.clip(scaled, np.float32(self.least), np.float32(self.largest)).astype(self.dtype).astype(np.float32)
+
 
 E4M3 = Element(ml_dtypes.float8_e4m3fn, 8, 2.0**-4, 2.0**-10, 448.0)
 E5M2 = Element(ml_dtypes.float8_e5m2, 8, 2.0**-3, 2.0**-17, 57344.0)
 E2M1 = Element(ml_dtypes.float4_e2m1fn, 4, 2.0**-2, 0.25, 6.0)
+INT4 = Element(ml_dtypes.int4, 4, 0.0, 0.5, 7.0)
 FP32, E8M0, FP8 = np.float32, ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3fn  # what a scale is stored as
+BF16 = ml_dtypes.bfloat16
 
 
 @dataclass(frozen=True)
@@ -90,11 +122,13 @@ class Facts:
         return payload + scales * np.dtype(self.scale).itemsize + sum(others[part] for part in self.parts)
 
 
-# "floor" lets the mantissa run to 2 (512 of 448, 65536 of 57344: 8/7).
+# "floor" lets the mantissa run to 2 (512 of 448, 65536 of 57344: 8/7; 8 of 6).
 FLOOR = MXFP8BlockScaling(scale_rounding="floor")
 # An NVFP4 scale is rounded to E4M3: 2^-4.
 NVFP4 = {"tensor_wide": "global_scale", "parts": ("global_scale",), "excess": 1 + 2.0**-4, "main": True}
 DELAYED = {"tensor_wide": "scale", "parts": ("amax_history",), "storages": ("quantized",)}
+# INT4 scales are amax / 7.5, rounded to bf16: 2^-9, and so at most 1 + 2^-8 too small.
+INT4_EXCESS = 7.5 / 7 * (1 + 2.0**-8)
 POWER_OF_TWO = Float8CurrentScaling(granularity="tensor", power_of_two=True)
 
 TABLE = (
@@ -107,6 +141,10 @@ TABLE = (
     Facts("mxfp8_e5m2", MXFP8BlockScaling(element="e5m2"), E5M2, E8M0, block=32),
     Facts("mxfp8_floor", FLOOR, E4M3, E8M0, block=32, excess=8 / 7),
     Facts("mxfp8_square", MXFP8BlockScaling(blocks="square"), E4M3, E8M0, block=32, square=True, main=True),
+    Facts("mxfp4", MXFP4BlockScaling(), E2M1, E8M0, block=32, main=True),
+    Facts("mxfp4_floor", MXFP4BlockScaling(scale_rounding="floor"), E2M1, E8M0, block=32, excess=8 / 6),
+    Facts("int4_32", Int4GroupScaling(), INT4, BF16, block=32, excess=INT4_EXCESS, main=True),
+    Facts("int4_128", Int4GroupScaling(group=128), INT4, BF16, block=128, excess=INT4_EXCESS),
     Facts("nvfp4", NVFP4BlockScaling(), E2M1, FP8, block=16, **NVFP4),
     Facts("nvfp4_square", NVFP4BlockScaling(blocks="square"), E2M1, FP8, block=16, square=True, **NVFP4),
 )
@@ -119,8 +157,8 @@ def facts(recipe: Any) -> Facts:
 
 
 def recipes(wanted: Callable[[Facts], bool]) -> dict[str, Any]:
-    """Name -> recipe of those of the table that are wanted."""
-    return {each.name: each.recipe for each in TABLE if wanted(each)}
+    """Name -> recipe of those of the table that are wanted and fit K = 64 and 96, on which the suites run."""
+    return {each.name: each.recipe for each in TABLE if wanted(each) and 32 % each.block == 0}
 
 
 # One form of each format a granularity, in the order in which suites number their weights.
@@ -128,4 +166,5 @@ ROW = recipes(lambda each: each.main and not each.square)
 SQUARE = recipes(lambda each: each.main and each.square)
 MAIN = ROW | SQUARE
 TENSOR_WIDE = recipes(lambda each: each.main and each.tensor_wide is not None)
+WIDER_BLOCKS = {each.name: each.recipe for each in TABLE if 32 % each.block}  # for larger K
 WITH_HISTORY = recipes(lambda each: each.history)

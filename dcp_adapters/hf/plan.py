@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.layout import INPUT_SCALE, SAME, Form, Layout, Linears, Scheme, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, Form, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.shared_scales import (
     KV_SCALES,
@@ -237,7 +237,10 @@ def _kind(name: str, recipe: Recipe | None) -> str:
     assert recipe is not None
     kind = kind_of(recipe)
     if kind is None:
-        raise ValueError(f'{name} is quantized under {recipe}: engines read element="e4m3" only; convert it first')
+        if getattr(recipe, "element", "e4m3") != "e4m3":
+            raise ValueError(f'{name} is quantized under {recipe}: engines read element="e4m3" only; convert it first')
+        known = ", ".join(sorted({type(recipe).__name__ for recipe in KINDS.values()}))
+        raise ValueError(f"{name} is quantized under {recipe}: layouts have {known} only; convert it first")
     return kind
 
 

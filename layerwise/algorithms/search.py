@@ -32,7 +32,7 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK
 from layerwise.algorithms.candidates import candidates
-from qtensor.blocks import FLT_MAX, finite_amax, quotient
+from qtensor.blocks import finite_amax, quotient
 from qtensor.codecs.rounding import power_of_two_floor
 from qtensor.formats import Format, format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
@@ -108,7 +108,7 @@ class _Span:
         scale, _ = self.fmt.grid(recipe, own)
         self.scales = scale.shape[1] if scale.ndim else 0  # of each row; 0: all rows share one
         self.amax = self._shared([self._blocks(tile).abs().amax(dim=1).t() for tile in self.tiles], torch.amax)
-        self.largest = self.fmt.snap(torch.full_like(unit, torch.inf), recipe)
+        self.largest = -self.fmt.snap(torch.full_like(unit, -torch.inf), recipe)  # of INT4 8: 7 is the positive one
         if hessian is not None:
             moments = [self._moments(tile, hessian) for tile in self.tiles]
             self.norm, self.reach = (self._shared(list(each), torch.sum) for each in zip(*moments, strict=True))
@@ -135,7 +135,7 @@ class _Span:
 
     def _grid(self, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
         enc, dec = self.fmt.grid(self.recipe, quantizer)
-        return (enc / self.unit).clamp(max=FLT_MAX), dec * self.unit
+        return (enc / self.unit).clamp(max=torch.finfo(enc.dtype).max), dec * self.unit
 
     def _per_tile(self, scale: Tensor) -> list[Tensor]:
         """[scales, 1, rows] for each tile."""

@@ -24,13 +24,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_adapters import QuantizedLoadPlanner
-from dcp_adapters.load import conversions
+from dcp_adapters.load import all_conversions
 from dcp_adapters.load.conversion import Conversion, narrowed, widened_box
 from qtensor import high_precision_init_val, quantize, quantized_model_init
 from qtensor.tensor import QuantizedTensor
 from tests import ranks
 from tests.dcp_adapters.cases import EVERY, alone, assert_holds, bits, held, load, placed, save, values
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.recipes import facts
 
 DENSE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COLUMNS = 128  # four column cuts of one block of 32
@@ -146,9 +147,9 @@ def load_dense_model(path: Path, name: str) -> None:
             fully_shard(layer)
         fully_shard(net)
         state = {"model": net.state_dict()}
-        with patch.object(conversions, "all_reduce_max", wraps=conversions.all_reduce_max) as all_reduce:
+        with patch.object(all_conversions, "all_reduce_max", wraps=all_conversions.all_reduce_max) as all_reduce:
             load(state, path, on_mismatch="convert")
-        shares = storage == "quantized" and name not in {"float8_row", "mxfp8", "mxfp8_square"}
+        shares = storage == "quantized" and facts(EVERY[name]).tensor_wide is not None
         assert all_reduce.call_count == shares, (name, storage)
         full = dense_net(0).state_dict()
         if storage == "quantized":

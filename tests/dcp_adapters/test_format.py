@@ -39,6 +39,8 @@ ENTRIES = {
     "nvfp4": {"payload": (U8, (96, 32)), "scale": (F8, (96, 4)), "global_scale": (F32, ())},
     "nvfp4_square": {"payload": (U8, (96, 32)), "scale": (F8, (96, 4)), "global_scale": (F32, ())},
     "mxfp8_square": {"payload": (F8, (96, 64)), "scale": (U8, (96, 2))},
+    "mxfp4": {"payload": (U8, (96, 32)), "scale": (U8, (96, 2))},
+    "int4_32": {"payload": (U8, (96, 32)), "scale": (torch.bfloat16, (96, 2))},
 }
 
 
@@ -218,7 +220,7 @@ def test_read_manifest_takes_paths_and_readers_and_needs_no_planner_data(tmp_pat
     entry = expected.tensors["model.nvfp4_square.weight"]
     assert (entry.recipe, entry.shape, entry.dtype) == (NVFP4BlockScaling(blocks="square"), SHAPE, torch.bfloat16)
     assert expected.tensors["model.e5m2.weight"].dtype == torch.float32
-    assert expected.tensors.keys() == {f"model.{name}.weight" for name in (*ENTRIES, "e5m2", "vector", "experts")}
+    assert expected.tensors.keys() == {f"model.{name}" for name in golden_state()["model"] if name != "bias"}
     for checkpoint in (str(tmp_path), dcp.FileSystemReader(tmp_path), DropsPlannerData(tmp_path)):
         assert read_manifest(checkpoint) == expected
 

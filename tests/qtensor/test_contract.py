@@ -197,12 +197,19 @@ def test_it_looks_like_a_dense_tensor(recipe: Any) -> None:
 
 @every_recipe
 def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
-    """Float8 1 byte an element + 4 a row or tensor, and 4 a step of history; MXFP8 1 + 1/32; NVFP4 1/2 + 1/16, + 4."""
+    """Float8 1 byte an element + 4 a row or tensor, and 4 a step of history; MXFP8 1 + 1/32; MXFP4 1/2 + 1/32;
+    INT4 1/2 + 2 a group; NVFP4 1/2 + 1/16, + 4.
+    """
     rows, columns = 64, 96
     q = quantize(weight(rows, columns), recipe)
     expected = facts(recipe).stored_bytes(rows, columns)
     held = [value for value in vars(q).values() if isinstance(value, Tensor)]
     assert sum(value.untyped_storage().nbytes() for value in held) == payload_bytes(q) == expected
+
+
+def zeros_of(recipe: Any) -> int:
+    """A byte of the payload of zeros."""
+    return 0x88 if facts(recipe).element.uniform else 0
 
 
 @every_recipe
@@ -212,7 +219,7 @@ def test_parts_alias_and_are_attributes(recipe: Any) -> None:
     for name, part in q.parts().items():
         assert getattr(q, name) is part
         assert type(part) is Tensor
-    q.parts()["payload"].view(torch.uint8).zero_()
+    q.parts()["payload"].view(torch.uint8).fill_(zeros_of(recipe))
     assert (q.dequantize() == 0).all()
 
 
@@ -259,7 +266,7 @@ def test_row_slices_alias_the_same_rows_of_all_parts(recipe: Any) -> None:
     for name, part in q.parts().items():
         assert same_bytes(cut.parts()[name], part[16:48] if part.ndim > 1 else part)
     assert same_bytes(cut.dequantize(), q.dequantize()[16:48])
-    cut.payload.view(torch.uint8).zero_()
+    cut.payload.view(torch.uint8).fill_(zeros_of(recipe))
     assert (q.dequantize()[16:48] == 0).all()
     assert (q.dequantize()[48:] != 0).any()
 

@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import (
+    Float8CurrentScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+)
 from qtensor.blocks import canonical_nan
 from qtensor.formats import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import raw, same_bytes
@@ -22,6 +30,9 @@ GOLDEN_RECIPES: dict[str, Any] = {  # spelled out, for the files do not change w
     "float8_tensor": Float8CurrentScaling(element="e4m3", granularity="tensor", power_of_two=False),
     "mxfp8_row": MXFP8BlockScaling(element="e4m3", blocks="row", scale_rounding="up"),
     "mxfp8_square": MXFP8BlockScaling(element="e4m3", blocks="square", scale_rounding="up"),
+    "mxfp4_up": MXFP4BlockScaling(scale_rounding="up"),
+    "mxfp4_floor": MXFP4BlockScaling(scale_rounding="floor"),
+    "int4_32": Int4GroupScaling(group=32),
     "nvfp4_row": NVFP4BlockScaling(blocks="row"),
     "nvfp4_square": NVFP4BlockScaling(blocks="square"),
 }
@@ -39,12 +50,20 @@ CASES = [
     "powers_of_two_fp32",
     "non_finite_fp32",
 ]
+LATER_CASES = ["edges_fp32", "kv_a_proj_fp32"]  # in the files of formats that were added later
+LATER = ("mxfp4_up", "mxfp4_floor", "int4_32")
 # Other backends and compiled code may flush subnormal inputs to zero.
 COMPILED_CASES = [case for case in CASES if case != "subnormal_fp32"]
 
 golden_recipes = pytest.mark.parametrize("name", GOLDEN_RECIPES)
+golden_cases = pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name in GOLDEN_RECIPES for case in CASES + (LATER_CASES if name in LATER else [])],
+)
 # A compilation takes seconds: of the others test_kernels shows that compiled kernels give the bytes of eager ones.
-compiled_recipes = pytest.mark.parametrize("name", ["float8_tensor", "mxfp8_row", "nvfp4_square"])
+compiled_recipes = pytest.mark.parametrize(
+    "name", ["float8_tensor", "mxfp8_row", "nvfp4_square", "mxfp4_up", "int4_32"]
+)
 
 
 class Golden:
@@ -80,26 +99,24 @@ def assert_parts(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str
 
 def test_the_cases_are_all_of_the_file(golden_dir: Path) -> None:
     for name in GOLDEN_RECIPES:
-        assert {key.split(".")[0] for key in Golden(golden_dir, name).tensors} == set(CASES)
+        expected = {*CASES, *(LATER_CASES if name in LATER else ())}
+        assert {key.split(".")[0] for key in Golden(golden_dir, name).tensors} == expected
 
 
-@golden_recipes
-@pytest.mark.parametrize("case", CASES)
+@golden_cases
 def test_quantize_gives_the_golden_parts(golden: Golden, case: str) -> None:
     q = quantize(golden.input(case), golden.recipe)
     assert_parts(q.parts(), golden.parts(case), case)
     assert q.dtype == golden.input(case).dtype
 
 
-@golden_recipes
-@pytest.mark.parametrize("case", CASES)
+@golden_cases
 def test_golden_parts_decode_to_the_golden_values(golden: Golden, case: str) -> None:
     q = QuantizedTensor.from_parts(golden.parts(case), golden.recipe, torch.float32)
     assert same_bytes(q.dequantize(), golden.decoded(case))  # NaN bits and signs of zeros included
 
 
-@golden_recipes
-@pytest.mark.parametrize("case", CASES)
+@golden_cases
 def test_shards_quantized_with_the_agreed_amax_are_slices_of_the_whole(golden: Golden, case: str) -> None:
     """For every number of rows a shard can have; stacks are cut between matrices and within them."""
     whole = golden.input(case)

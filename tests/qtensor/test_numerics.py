@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
-from qtensor.formats import adopt, tensor_wide
+from qtensor import (
+    Float8CurrentScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+)
+from qtensor.formats import adopt, format_of, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,
@@ -30,7 +38,7 @@ from tests.qtensor.recipes_under_test import (
     unit,
     weight,
 )
-from tests.recipes import facts
+from tests.recipes import E8M0, WIDER_BLOCKS, facts, recipes
 
 F32 = np.float32
 FLT_MAX = np.finfo(F32).max
@@ -68,16 +76,21 @@ def reference_float8(x: np.ndarray, recipe: Float8CurrentScaling) -> dict[str, n
     return {"payload": np.clip(x * enc, -largest, largest).astype(dtype), "scale": (F32(1) / enc).astype(F32)}
 
 
-def reference_mxfp8(x: np.ndarray, recipe: MXFP8BlockScaling) -> dict[str, np.ndarray]:
-    dtype, largest = ELEMENT[recipe.element]
-    amax = blockwise_amax(x, 32 if recipe.blocks == "square" else 1, 32)
-    if recipe.scale_rounding == "up":
+def e8m0_code(amax: np.ndarray, rounding: str, largest: Any) -> np.ndarray:
+    if rounding == "up":
         mantissa, exponent = np.frexp(amax * (F32(1) / largest))  # v = mantissa 2^exponent, mantissa in [0.5, 1)
         exponent = exponent - (mantissa == 0.5)  # the power of two at or above v
     else:
-        exponent = np.frexp(amax)[1] - 1 - (8 if recipe.element == "e4m3" else 15)
+        exponent = np.frexp(amax)[1] - np.frexp(largest)[1]
     code = np.where(amax == 0, 0, np.clip(exponent + 127, 0, 254)).astype(np.uint8)
-    code[(amax * (F32(1) / largest) == 0) & (recipe.scale_rounding == "up")] = 0
+    code[(amax * (F32(1) / largest) == 0) & (rounding == "up")] = 0
+    return code
+
+
+def reference_mxfp8(x: np.ndarray, recipe: MXFP8BlockScaling) -> dict[str, np.ndarray]:
+    dtype, largest = ELEMENT[recipe.element]
+    amax = blockwise_amax(x, 32 if recipe.blocks == "square" else 1, 32)
+    code = e8m0_code(amax, recipe.scale_rounding, largest)
     scaled = np.ldexp(x, 127 - np.repeat(code, 32, axis=-1).astype(np.int32))
     return {"payload": np.clip(scaled, -largest, largest).astype(dtype), "scale": code}
 
@@ -95,8 +108,28 @@ def reference_nvfp4(x: np.ndarray, recipe: NVFP4BlockScaling) -> dict[str, np.nd
     return {"payload": codes[:, 0::2] | (codes[:, 1::2] << 4), "scale": scale, "global_scale": np.asarray(global_scale)}
 
 
+def nibbles(codes: np.ndarray) -> np.ndarray:
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def reference_mxfp4(x: np.ndarray, recipe: MXFP4BlockScaling) -> dict[str, np.ndarray]:
+    code = e8m0_code(blockwise_amax(x, 1, 32), recipe.scale_rounding, F32(6))
+    scaled = np.ldexp(x, 127 - np.repeat(code, 32, axis=-1).astype(np.int32))
+    elements = np.clip(scaled, F32(-6), F32(6)).astype(ml_dtypes.float4_e2m1fn)
+    return {"payload": nibbles(elements.view(np.uint8)), "scale": code}
+
+
+def reference_int4(x: np.ndarray, recipe: Int4GroupScaling) -> dict[str, np.ndarray]:
+    scale = (blockwise_amax(x, 1, recipe.group) / F32(7.5)).astype(ml_dtypes.bfloat16)
+    scale[scale == 0] = 1
+    scaled = x / np.repeat(scale.astype(F32), recipe.group, axis=-1)
+    return {"payload": nibbles((np.clip(np.rint(scaled), -8, 7) + 8).astype(np.uint8)), "scale": scale}
+
+
 REFERENCES: dict[type, Callable[[np.ndarray, Any], dict[str, np.ndarray]]] = {
     Float8CurrentScaling: reference_float8,
+    Int4GroupScaling: reference_int4,
+    MXFP4BlockScaling: reference_mxfp4,
     MXFP8BlockScaling: reference_mxfp8,
     NVFP4BlockScaling: reference_nvfp4,
 }
@@ -120,6 +153,35 @@ def test_bytes_are_those_of_the_formulas_for_dense_matrices(recipe: Any, exponen
         expected = REFERENCES[type(recipe)](x, recipe)
     for name, part in quantize(torch.from_numpy(x), recipe).parts().items():
         assert raw(part).numpy().tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.parametrize("name", WIDER_BLOCKS)
+@pytest.mark.parametrize("exponent", [-140, 0, 120])
+def test_bytes_of_wider_blocks_are_those_of_the_formulas(name: str, exponent: int) -> None:
+    recipe: Any = WIDER_BLOCKS[name]
+    x = torch.ldexp(weight(16, 256, torch.float32), torch.tensor(exponent))
+    with np.errstate(all="ignore"):
+        expected = REFERENCES[type(recipe)](x.numpy(), recipe)
+    q = quantize(x, recipe)
+    for part, value in q.parts().items():
+        assert raw(value).numpy().tobytes() == expected[part].tobytes(), part
+    if exponent == 0:
+        assert ((q.dequantize().double() - x.double()).abs() <= error_bound(x, q)).all()
+
+
+def test_int4_codes_are_those_of_a_division() -> None:
+    """Around every tie, under all mantissas that a scale can have; a product with an fp32 reciprocal misses some."""
+    scales = torch.arange(128, 256, dtype=torch.float32) / 128
+    exact = (torch.arange(-9, 9).float() + 0.5) * scales.view(-1, 1)  # [128, 18]
+    near = [torch.nextafter(exact, torch.tensor(to)) for to in (-100.0, 100.0)]
+    x = torch.cat(
+        [exact, *near, torch.randn(128, 10, generator=torch.Generator().manual_seed(0)) * 4], dim=1
+    )  # [128, 64]
+    recipe, dec = Int4GroupScaling(group=64), scales.view(-1, 1)
+    fmt, quantizer = format_of(recipe), {"scale": dec.bfloat16()}
+    expected = (x / dec).round().clamp(-8, 7)
+    assert torch.equal(fmt.decode(fmt.encode_with(x, recipe, quantizer), recipe), expected * dec)
+    assert not torch.equal((x * (1 / dec)).round().clamp(-8, 7), expected)
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -161,7 +223,7 @@ def test_powers_of_two_move_into_the_scale(recipe: Any, x: np.ndarray, shift: in
     assert same_bytes(torch.ldexp(a.dequantize(), torch.tensor(shift)), b.dequantize())
 
 
-@all_recipes
+@pytest.mark.parametrize("recipe", recipes(lambda each: not each.element.uniform and not each.history).values())
 @quick
 @given(x=matrices(any_float))
 def test_negation_changes_signs_alone(recipe: Any, x: np.ndarray) -> None:
@@ -202,15 +264,15 @@ def test_non_finite_elements_decode_to_nan_and_the_others_as_if_they_were_zeros(
     assert same_bytes(found[kept], expected[kept])
 
 
-@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_square")])
+@pytest.mark.parametrize("recipe", recipes(lambda each: each.scale is E8M0 and each.excess == 1).values())
 @quick
 @given(x=matrices(everyday))
-def test_mxfp8_scales_are_the_smallest_that_do_not_saturate(recipe: Any, x: np.ndarray) -> None:
+def test_e8m0_scales_are_the_smallest_that_do_not_saturate(recipe: Any, x: np.ndarray) -> None:
     """v = amax/largest <= 2^code < 2v, up to one rounding of v."""
     dense = torch.from_numpy(x)
     q = quantize(dense, recipe)
     one = unit(q)[:, ::32]
-    amax = torch.from_numpy(blockwise_amax(x, 32 if recipe.blocks == "square" else 1, 32)).double()
+    amax = torch.from_numpy(blockwise_amax(x, facts(recipe).rows, 32)).double()
     needed = amax / facts(recipe).element.largest
     assert (needed <= one * FP32_SLACK)[amax > 0].all()
     assert (one < 2 * needed * FP32_SLACK)[amax > 0].all()
@@ -320,6 +382,52 @@ def test_mxfp8_bytes_are_those_of_torchao(torchao_mx: Any, rounding: str, elemen
     q = quantize(x, MXFP8BlockScaling(element=element, scale_rounding=rounding))
     assert torch.equal(raw(q.payload), raw(payload))
     assert torch.equal(raw(q.scale), raw(scale))
+
+
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_bytes_are_those_of_torchao(torchao_mx: Any, rounding: str, dtype: torch.dtype) -> None:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+    x = torch.ldexp(weight(256, 256, torch.float32), torch.arange(256).view(-1, 1) % 40 - 20).to(dtype)
+    mode = ScaleCalculationMode.RCEIL if rounding == "up" else ScaleCalculationMode.FLOOR
+    scale, payload = torchao_mx.to_mx(x, torch.float4_e2m1fn_x2, 32, mode)
+    q = quantize(x, MXFP4BlockScaling(scale_rounding=rounding))
+    assert torch.equal(raw(q.payload), raw(payload))
+    assert torch.equal(raw(q.scale), raw(scale))
+
+
+@pytest.fixture(scope="module")
+def compressed_int4() -> Any:
+    """group -> its quantization arguments, and its functions."""
+    pytest.importorskip("compressed_tensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from compressed_tensors import quantization
+        from compressed_tensors.compressors import pack_quantized
+        from compressed_tensors.quantization.lifecycle import forward
+        from compressed_tensors.quantization.utils import helpers
+    return quantization, pack_quantized.helpers, forward, helpers
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_bytes_are_those_of_compressed_tensors(compressed_int4: Any, group: int) -> None:
+    quantization, packing, forward, helpers = compressed_int4
+    args = quantization.QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
+    x = torch.ldexp(weight(256, 256), torch.arange(256).view(-1, 1) % 40 - 20)
+    blocks = x.unflatten(-1, (-1, group))
+    scale, zero_point = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    q = quantize(x, Int4GroupScaling(group=group))
+    assert same_bytes(q.scale, scale)
+    codes = forward.quantize(x.float(), scale.float(), zero_point, args, dtype=torch.int8)
+    own = torch.stack([q.payload & 0xF, q.payload >> 4], -1).flatten(-2).to(torch.int8) - 8
+    assert torch.equal(own, codes)
+    assert torch.equal(
+        forward.dequantize(codes, scale.float(), args=args, dtype=torch.float32), q.dequantize(torch.float32)
+    )
+    packed = packing.pack_to_int32(codes, 4)
+    assert torch.equal(packed.view(torch.uint8), q.payload)  # eight codes a word, the first lowest: the same bytes
+    assert torch.equal(packing.unpack_from_int32(packed, 4, x.shape), own)
 
 
 @pytest.mark.usefixtures("torchao_mx")

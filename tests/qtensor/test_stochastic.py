@@ -45,8 +45,8 @@ def hoeffding(width: float, draws: float, events: int = 1) -> float:
 def grid(recipe: Any) -> Tensor:
     """fp64: every finite magnitude of the element, ascending, read from its codes."""
     element = facts(recipe).element
-    codes = np.arange(2 ** (element.bits - 1), dtype=np.uint8)
-    values = torch.from_numpy(codes.view(element.dtype).astype(np.float64))
+    codes = np.arange(2 ** (element.bits - 1) + element.uniform, dtype=np.uint8)  # 0 .. 8 of whole numbers
+    values = torch.from_numpy(codes.astype(np.float64) if element.uniform else element.values(codes))
     return values[values.isfinite()]
 
 
@@ -81,9 +81,11 @@ def stochastically(x: Tensor, recipe: Any, seed: int = 0) -> QuantizedTensor:
 def test_elements_become_either_neighbour_and_on_average_the_value(recipe: Any) -> None:
     parts, copies, x = 50, 20, wide_ranging()  # 1000 draws, as many at a time as a cache holds
     one = unit(stochastically(x, recipe))  # equal in all copies, since scales are not drawn
-    clamped = x.double().abs().minimum(one * facts(recipe).element.largest)
+    element = facts(recipe).element
+    clamped = x.double().clamp(one * element.least, one * element.largest).abs()
     y = torch.where(one > 0, clamped / one, 0)
     lower, upper = neighbours(y, recipe)
+    upper = upper.minimum(torch.where(x < 0, -element.least, element.largest))
     total = torch.zeros_like(y)
     for part in range(parts):
         q = stochastically(x.expand(copies, *x.shape), recipe, part)
@@ -92,7 +94,8 @@ def test_elements_become_either_neighbour_and_on_average_the_value(recipe: Any) 
         magnitude = torch.where(one > 0, found.abs() / one, found.abs())
         near_lower, near_upper = ((magnitude - near).abs() <= near * SLACK for near in (lower, upper))
         assert (near_lower | near_upper).all()
-        assert torch.equal(torch.signbit(found), torch.signbit(x).expand(found.shape))
+        signed = (found != 0) | (not element.uniform)  # whole numbers have one zero
+        assert torch.equal(torch.signbit(found)[signed], torch.signbit(x).expand(found.shape)[signed])
         total += (magnitude - y).sum(0)
 
     draws, width = parts * copies, upper - lower  # in units
@@ -331,7 +334,7 @@ def test_copying_from_another_recipe_is_rounded_too(recipe: Any) -> None:
 
 # -- what it is for --------------------------------------------------------------------------------------------------
 
-STEPS, UPDATE, LARGE = 100, 0.0006, 0.875
+STEPS, UPDATE, LARGE = 100, 0.0006, 0.75
 
 
 def starting_point(recipe: Any) -> tuple[nn.Parameter, Tensor]:
@@ -341,7 +344,8 @@ def starting_point(recipe: Any) -> tuple[nn.Parameter, Tensor]:
     return nn.Parameter(quantize(x, recipe)), (x < 0.5).to(torch.bfloat16)
 
 
-@all_recipes
+# A group of INT4 has another scale, smaller by 14 / 15, where its largest value is decoded and quantized again.
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if not facts(recipe).element.uniform])
 def test_a_sum_of_tiny_updates_arrives_on_average_and_to_nearest_not_at_all(recipe: Any) -> None:
     """Each write errs by a martingale difference inside one step of the grid: Azuma's bound for all of them together.
 

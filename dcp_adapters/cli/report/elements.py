@@ -7,6 +7,8 @@
     clipped            |dense value| > largest * scale by more than half a step, so that rounding does not explain it
     NaN codes          codes of the payload that are NaN or infinite (E2M1 has none)
 
+INT4 is not counted: its scales put the largest element of each group at the end of the range or just beyond.
+
 A scale that is stored several times counts once: square blocks store theirs for every row.
 """
 

@@ -17,7 +17,7 @@ from qtensor.tensor import QuantizedTensor
 
 PIECE = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_STORED_AS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3", torch.float32: "fp32"}
+_STORED_AS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def scale_histograms(tensor: QuantizedTensor) -> tuple[ScaleHistogram, ...]:

@@ -25,7 +25,14 @@ from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import fused_sets, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.prefixes import weights_prefix
-from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from qtensor import (
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 ROWS = Float8CurrentScaling()
 TENSOR = Float8CurrentScaling(granularity="tensor")
@@ -285,6 +292,18 @@ REFUSALS: dict[str, tuple[dict[str, Entry], Layout, dict[str, Any], str]] = {
         MODELOPT,
         {},
         'power_of_two=False): engines read element="e4m3" only; convert it first',
+    ),
+    "MXFP4": (
+        {"a.weight": weight(MXFP4BlockScaling())},
+        COMPRESSED_TENSORS,
+        {},
+        "a.weight is quantized under MXFP4BlockScaling(scale_rounding='up'): layouts have Float8CurrentScaling, MXFP8",
+    ),
+    "INT4": (
+        {"a.weight": weight(Int4GroupScaling())},
+        MODELOPT,
+        {},
+        "a.weight is quantized under Int4GroupScaling(group=32): layouts have Float8CurrentScaling, MXFP8",
     ),
     "no static scale": (
         {"a.weight": weight(TENSOR)},

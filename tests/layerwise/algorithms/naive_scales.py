@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.recipes import E8M0, FP8, FP32, facts
+from tests.recipes import BF16, E8M0, FP8, FP32, facts
 
 F32 = np.float32
 FLT_MAX = np.finfo(F32).max
@@ -48,6 +48,11 @@ def mxfp8_code(amax: Array, recipe: Any) -> Array:
     return np.where(amax == 0, 0, np.clip(exponent + 127, 0, 254))
 
 
+def int4_scale(amax: Array) -> Array:
+    scale = (amax / F32(7.5)).astype(BF16).astype(F32)
+    return np.where(scale == 0, F32(1), scale)
+
+
 def global_scale(x: Array) -> tuple[Array, Array]:
     """(enc, dec)."""
     amax = np.abs(x).max()
@@ -64,6 +69,8 @@ def own_scale(x: Array, recipe: Any) -> tuple[Array, Array]:
     if facts(recipe).scale is E8M0:
         code = mxfp8_code(amax, recipe)
         return np.ldexp(F32(1), 127 - code), np.ldexp(F32(1), code - 127)
+    if facts(recipe).scale is BF16:
+        return 1 / int4_scale(amax).astype(np.float64), int4_scale(amax)
     global_enc, global_dec = global_scale(x)
     scale = np.clip(amax * (global_enc * F32(1 / 6)), 0, 448).astype(ml_dtypes.float8_e4m3fn).astype(F32)
     return nvfp4_grid(scale, global_dec)
@@ -86,6 +93,9 @@ def candidate_scales(x: Array, recipe: Any) -> Iterator[tuple[Array, Array]]:
         if facts(recipe).scale is FP32:
             enc = float8_scale(amax * F32(multiple), recipe)
             yield enc, F32(1) / enc
+        elif facts(recipe).scale is BF16:
+            scale = int4_scale(amax * F32(multiple))
+            yield 1 / scale.astype(np.float64), scale
         else:
             code = mxfp8_code(amax * F32(multiple), recipe)
             yield np.ldexp(F32(1), 127 - code), np.ldexp(F32(1), code - 127)
@@ -96,7 +106,7 @@ def errors(x: Array, recipe: Any, enc: Array, dec: Array, hessian: Array | None 
     rows, columns = block_shape(x, recipe)
     enc, dec = (np.repeat(np.repeat(each, rows, axis=0), columns, axis=1) for each in (enc, dec))
     element = facts(recipe).element
-    decoded = np.clip(x * enc, F32(-element.largest), F32(element.largest)).astype(element.dtype).astype(F32) * dec
+    decoded = element.nearest(x / dec if element.uniform else x * enc) * dec
     error = decoded.astype(np.float64) - x.astype(np.float64)
     if hessian is None:
         terms = error**2

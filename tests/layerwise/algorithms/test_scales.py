@@ -17,6 +17,7 @@ from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, 
 from qtensor.formats import format_of, shared_amax
 from tests.layerwise.algorithms import naive_scales as naive
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, weight
+from tests.recipes import WIDER_BLOCKS, facts
 
 # What fp32 sums of 16 terms can be off by (and, with a Hessian, what cancels in them): closer errors are equal.
 CLOSE = 1e-5
@@ -141,6 +142,13 @@ def test_local_hessian_finds_what_trying_every_candidate_finds(recipe: Any) -> N
     assert decision.notes.keys() == {"clip"}
 
 
+@pytest.mark.parametrize("recipe", WIDER_BLOCKS.values(), ids=WIDER_BLOCKS)
+def test_wider_blocks_are_searched_for_alike(recipe: Any) -> None:
+    x, h = trained(64, 256), hessian(256)
+    assert_best(x, recipe, decided(Mse(), x, recipe).quantizer)
+    assert_best(x, recipe, decided(LocalHessian(), x, recipe, inputs_with(h)).quantizer, h)
+
+
 def test_inputs_change_what_is_best() -> None:
     """One column of the inputs is all there is, so its weights become exact, or as near as any scale brings them."""
     recipe, h = NVFP4BlockScaling(), torch.zeros(1, 16, 16)
@@ -253,7 +261,8 @@ def test_the_magnitude_of_weights_changes_nothing(recipe: Any, exponent: int) ->
     near, moved = decided(Mse(), x, recipe), decided(Mse(), far, recipe)
     assert moved.notes == near.notes
     dec, expected = (format_of(recipe).grid(recipe, each.quantizer)[1].double() for each in (moved, near))
-    blocks_of_zeros = expected <= 2.0**-126  # have the smallest scale there is, whatever the exponent
+    # have the smallest scale there is, or 1 in INT4, whatever the exponent
+    blocks_of_zeros = expected == 1 if facts(recipe).element.uniform else expected <= 2.0**-126
     expected = torch.where(blocks_of_zeros, expected, torch.ldexp(expected, torch.tensor(exponent)))
     assert torch.equal(dec, expected)
 
