@@ -282,9 +282,9 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
     """Quantize a dense tensor.
 
     Args:
-        x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (Float8 1,
-            MXFP8 32, NVFP4 16); for square blocks N too.
-        recipe: Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling or NVFP4BlockScaling.
+        x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (MXFP8 32,
+            NVFP4 16; any K fits Float8); for square blocks N too. Square blocks need 2-D and up.
+        recipe: Float8CurrentScaling, Float8DelayedScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling.
 
     Returns:
         Float8Tensor, MXFP8Tensor or NVFP4Tensor of the same shape, appearance dtype and device, detached from autograd.
