@@ -17,12 +17,18 @@ Parts = dict[str, Tensor]
 
 
 def encoded(
-    x: Tensor, block: int, specs: tuple[PartSpec, ...], whole: Callable[[Tensor], Parts], rest: Callable[[Tensor], Parts]
+    x: Tensor,
+    block: int,
+    specs: tuple[PartSpec, ...],
+    whole: Callable[[Tensor], Parts],
+    rest: Callable[[Tensor], Parts],
 ) -> Parts:
     """The parts of x [rows, K]: `whole` makes those of the whole blocks, `rest` those of the filled one."""
     behind = x.shape[1] - x.shape[1] % block
     last = rest(torch.nn.functional.pad(x[:, behind:], (0, block - x.shape[1] % block)))
-    first = whole(x[:, :behind]) if behind else {name: part[:, :0] if part.ndim else part for name, part in last.items()}
+    first = (
+        whole(x[:, :behind]) if behind else {name: part[:, :0] if part.ndim else part for name, part in last.items()}
+    )
     joined = {}
     for spec in specs:
         if not (spec.per_row and spec.block):

@@ -8,7 +8,7 @@ cannot be exported is found here, before anything is written; scales that engine
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -235,7 +235,9 @@ def _kind(name: str, recipe: Recipe | None) -> str:
     assert recipe is not None
     kind = kind_of(recipe)
     if kind is None:
-        raise ValueError(f'{name} is quantized under {recipe}: engines read element="e4m3" only; convert it first')
+        known = kind_of(replace(recipe, element="e4m3")) if hasattr(recipe, "element") else None
+        why = 'engines read element="e4m3" only' if known else f"no layout has {type(recipe).__name__} yet"
+        raise ValueError(f"{name} is quantized under {recipe}: {why}; convert it first")
     return kind
 
 
