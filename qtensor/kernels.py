@@ -307,18 +307,19 @@ def _over_flat(kernel: Kernel, flat: Tensor, recipe: Recipe, args: Sequence[Tens
 
 
 def _decode_ragged(parts: dict[str, Tensor], recipe: Recipe, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`decode` of rows [rows, ..] that end in a smaller block."""
-    wide, block = tensor_wide(recipe), block_multiple(recipe)
-    per_row = wide is not None and parts[wide].ndim > 0
+    """`decode` of parts [rows, ..] of rows that end in a smaller block."""
+    wide, columns = tensor_wide(recipe), shape[-1]
+    kernel = functools.partial(_decode_kernel, recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
+    first, last = ragged.split(parts, columns, block_multiple(recipe), tuple(_decoded_specs(recipe)))
     values = torch.empty(shape, dtype=dtype, device=parts["payload"].device)
+    flat, behind = values.view(-1, columns), columns - columns % block_multiple(recipe)
 
-    def run(strided: bool, given: dict[str, Tensor]) -> Tensor:  # noqa: FBT001 - called by position below
-        kernel = _decode_kernel(recipe.stored, dtype, per_row=per_row, strided=strided)
-        payload, *others = given.values()
-        return kernel(_tiled(payload, _packed_block(recipe)), *(_rows(part) if part.ndim else part for part in others))  # type: ignore[no-any-return]
+    def decoded(run: Kernel, payload: Tensor, *others: Tensor) -> Tensor:
+        return run(_tiled(payload, _packed_block(recipe)), *(_rows(part) if part.ndim else part for part in others))  # type: ignore[no-any-return]
 
-    first, last = functools.partial(run, True), functools.partial(run, False)
-    ragged.decoded(parts, shape[-1], block, specs_of(recipe), values.view(-1, shape[-1]), first, last)
+    if behind:
+        flat[:, :behind].copy_(decoded(kernel(strided=True), *first.values()))
+    flat[:, behind:].copy_(decoded(kernel(), *last.values())[:, : columns - behind])
     return values
 
 

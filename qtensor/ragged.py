@@ -42,27 +42,16 @@ def encoded(
     return joined
 
 
-def decoded(
-    parts: Mapping[str, Tensor],
-    columns: int,
-    block: int,
-    specs: tuple[PartSpec, ...],
-    values: Tensor,
-    whole: Callable[[Parts], Tensor],
-    rest: Callable[[Parts], Tensor],
-) -> None:
-    """Write the values of parts [rows, ..] into `values` [rows, K]; `whole` and `rest` as for `encoded`."""
+def split(parts: Mapping[str, Tensor], columns: int, block: int, specs: tuple[PartSpec, ...]) -> tuple[Parts, Parts]:
+    """Parts [rows, ..] of rows of so many columns -> those of the whole blocks, and those of the filled one."""
     behind = columns - columns % block
     first, last = dict(parts), dict(parts)
     for spec in specs:
         if spec.per_row and spec.block:
             part, start = parts[spec.name], spec.columns(0, behind)[1]
             first[spec.name] = part[:, :start]
-            missing = spec.columns(0, block)[1] - (part.shape[1] - start)
-            last[spec.name] = _filled(part[:, start:], missing)
-    if behind:
-        values[:, :behind].copy_(whole(first))
-    values[:, behind:].copy_(rest(last)[:, : columns - behind])
+            last[spec.name] = _filled(part[:, start:], spec.columns(0, block)[1] - (part.shape[1] - start))
+    return first, last
 
 
 def _filled(part: Tensor, columns: int) -> Tensor:

@@ -31,7 +31,7 @@ from tests.qtensor.recipes_under_test import (
     unit,
     weight,
 )
-from tests.recipes import E8M0, facts, recipes
+from tests.recipes import E8M0, FP32, facts, recipes
 
 
 def payload_bytes(q: QuantizedTensor) -> int:
@@ -106,9 +106,10 @@ def test_input_layout_does_not_matter(recipe: Any) -> None:
 
 @every_recipe
 def test_stacks_are_quantized_like_their_rows(recipe: Any) -> None:
-    x = weight(96, 64)
-    stack, rows = quantize(x.view(3, 32, 64), recipe), quantize(x, recipe)
-    assert stack.shape == (3, 32, 64)
+    height = max(32, facts(recipe).rows)
+    x = weight(3 * height, 64)
+    stack, rows = quantize(x.view(3, height, 64), recipe), quantize(x, recipe)
+    assert stack.shape == (3, height, 64)
     for name, part in stack.parts().items():
         assert torch.equal(part.flatten().view(torch.uint8), rows.parts()[name].flatten().view(torch.uint8))
 
@@ -145,7 +146,8 @@ def test_non_finite_input_never_decodes_to_a_finite_number_and_spoils_nothing_el
     zeroed[40, 50] = 0.0  # amaxes run over the finite elements
     q, expected = quantize(x, recipe).dequantize(), quantize(zeroed, recipe).dequantize()
     spoiled = torch.zeros(x.shape, dtype=torch.bool)
-    block, rows = facts(recipe).block, facts(recipe).rows  # of Float8 one element
+    contained = facts(recipe).scale is FP32  # Float8 marks elements, the others the scales of blocks
+    block, rows = (1, 1) if contained else (facts(recipe).block, facts(recipe).rows)
     spoiled[40 // rows * rows : 40 // rows * rows + rows, 50 // block * block : 50 // block * block + block] = True
     assert q[spoiled].isnan().all()
     assert same_bytes(q[~spoiled], expected[~spoiled])
@@ -267,14 +269,16 @@ def test_row_slices_alias_the_same_rows_of_all_parts(recipe: Any) -> None:
 @every_recipe
 def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
     """Equal to quantizing the rows alone, with the amax of the whole where the format has a tensor-wide scale."""
-    x = weight(96, 64)
-    q, multiple = quantize(x, recipe), facts(recipe).rows
+    multiple = facts(recipe).rows
+    height = max(32, multiple)
+    x = weight(3 * height, 64)
+    q = quantize(x, recipe)
     for start, stop in [
-        (0, 32),
-        (32, 96),
+        (0, height),
+        (height, 3 * height),
         (multiple, 3 * multiple),
-        (64, 65 if multiple == 1 else 96),
-        (0, 96),
+        (2 * height, 2 * height + 1 if multiple == 1 else 3 * height),
+        (0, 3 * height),
         (50 // multiple * multiple,) * 2,
     ]:
         amax = shared_amax(x.float(), recipe)  # of the tensor, or of each row
@@ -284,9 +288,10 @@ def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
 
 @every_recipe
 def test_column_slices_are_copies_on_block_boundaries(recipe: Any) -> None:
-    q = quantize(weight(), recipe)
-    cut = q[:, 32:64]
-    assert same_bytes(cut.dequantize(), q.dequantize()[:, 32:64])
+    width = max(32, facts(recipe).block)
+    q = quantize(weight(64, 3 * width), recipe)
+    cut = q[:, width : 2 * width]
+    assert same_bytes(cut.dequantize(), q.dequantize()[:, width : 2 * width])
     assert not storages(cut) & storages(q)
     assert q[:, :].shape == q.shape
     if facts(recipe).block > 1:
