@@ -8,13 +8,13 @@ cannot be exported is found here, before anything is written; scales that engine
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.layout import INPUT_SCALE, SAME, Form, Layout, Linears, Scheme, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, Form, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.shared_scales import (
     KV_SCALES,
@@ -25,6 +25,7 @@ from dcp_adapters.hf.shared_scales import (
     scale_entries,
 )
 from dcp_adapters.words import listed
+from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
@@ -235,7 +236,7 @@ def _kind(name: str, recipe: Recipe | None) -> str:
     assert recipe is not None
     kind = kind_of(recipe)
     if kind is None:
-        known = kind_of(replace(recipe, element="e4m3")) if hasattr(recipe, "element") else None
+        known = any(type(other) is type(recipe) for other in KINDS.values()) or isinstance(recipe, Float8DelayedScaling)
         why = 'engines read element="e4m3" only' if known else f"no layout has {type(recipe).__name__} yet"
         raise ValueError(f"{name} is quantized under {recipe}: {why}; convert it first")
     return kind

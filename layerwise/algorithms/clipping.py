@@ -129,4 +129,5 @@ def _error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
     if rows == 1:
         return errors
     groups = F.pad(errors, (0, 0, 0, -len(errors) % rows)).unflatten(0, (-1, rows))  # the last may be short
-    return groups.sum(dim=1).repeat_interleave(rows, dim=0)[: len(errors)]
+    square: Tensor = groups.sum(dim=1).repeat_interleave(rows, dim=0)  # [>= N, ceil(K / block)]
+    return square[: len(errors)]
