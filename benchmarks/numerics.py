@@ -21,6 +21,7 @@ from benchmarks import numerics_cuda
 from benchmarks.report import at_least, at_most, with_spread
 from benchmarks.timing import THREADS, Contender, interleaved, ratio, two_threads
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Int4GroupScaling,
     MXFP4BlockScaling,
@@ -36,6 +37,8 @@ SHAPE = (4096, 4096)
 RECIPES: dict[str, Recipe] = {
     "float8 row": Float8CurrentScaling(),
     "float8 tensor": Float8CurrentScaling(granularity="tensor"),
+    "float8 block": Float8BlockScaling(),
+    "float8 block row": Float8BlockScaling(blocks="row"),
     "mxfp8 row": MXFP8BlockScaling(),
     "mxfp8 square": MXFP8BlockScaling(blocks="square"),
     "mxfp4": MXFP4BlockScaling(),
@@ -45,11 +48,13 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4 square": NVFP4BlockScaling(blocks="square"),
 }
 OPERATIONS = ("quantize", "dequantize", "requantize")
-PEERS = ("mxfp8 row", "mxfp4", "nvfp4 row")
+PEERS = ("float8 block", "mxfp8 row", "mxfp4", "nvfp4 row")
 WAYS = ("compiled", "eager", "torchao compiled", "torchao eager")
 ROUNDS = {"fast": 11, "eager": 2, "peer": 5}
 AT_MOST_COPIES = 8.0
 OVER_TORCHAO_EAGER = {
+    "quantize float8 block": 4.0,
+    "dequantize float8 block": 4.0,
     "quantize mxfp8 row": 4.0,
     "quantize nvfp4 row": 8.0,
     "dequantize mxfp8 row": 4.0,
@@ -123,6 +128,10 @@ def _peers(x: Tensor) -> tuple[dict[str, Contender], dict[str, Contender], dict[
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.quantization import Float8Tensor, PerBlock
+
+    def float8_block(value: Tensor) -> Tensor:
+        return Float8Tensor.from_hp(value, granularity=PerBlock([128, 128]))  # type: ignore[no-any-return]
 
     def mxfp8(value: Tensor) -> Tensor:
         return MXTensor.to_mx(value, torch.float8_e4m3fn, 32, scaling_mode=ScaleCalculationMode.RCEIL)  # type: ignore[no-any-return]
@@ -132,6 +141,9 @@ def _peers(x: Tensor) -> tuple[dict[str, Contender], dict[str, Contender], dict[
 
     def nvfp4(value: Tensor) -> Tensor:
         return NVFP4Tensor.to_nvfp4(value, per_tensor_scale=per_tensor_amax_to_scale(value.abs().max()))  # type: ignore[no-any-return]
+
+    def dequantize_float8_block(value: Any) -> Tensor:
+        return value.dequantize()  # type: ignore[no-any-return]
 
     def dequantize_mxfp8(value: Any) -> Tensor:
         return value.dequantize(torch.bfloat16)  # type: ignore[no-any-return]
@@ -143,9 +155,11 @@ def _peers(x: Tensor) -> tuple[dict[str, Contender], dict[str, Contender], dict[
         return value.dequantize(torch.bfloat16)  # type: ignore[no-any-return]
 
     calls: dict[str, tuple[Callable[[Any], Tensor], Tensor]] = {
+        "quantize float8 block": (float8_block, x),
         "quantize mxfp8 row": (mxfp8, x),
         "quantize mxfp4": (mxfp4, x),
         "quantize nvfp4 row": (nvfp4, x),
+        "dequantize float8 block": (dequantize_float8_block, float8_block(x)),
         "dequantize mxfp4": (dequantize_mxfp4, mxfp4(x)),
         "dequantize mxfp8 row": (dequantize_mxfp8, mxfp8(x)),
         "dequantize nvfp4 row": (dequantize_nvfp4, nvfp4(x)),

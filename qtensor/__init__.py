@@ -6,6 +6,7 @@ Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight
 from fsdp_hooks.compiled import use_kernels
 from qtensor import linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing these fills the table of handlers
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
+from qtensor.float8_blocks import Float8BlockScaling
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.int4 import Int4GroupScaling, Int4Tensor
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
@@ -17,6 +18,7 @@ from qtensor.stochastic import stochastic_rounding
 from qtensor.tensor import QuantizedTensor, quantize
 
 __all__ = [
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8DelayedScaling",
     "Float8Tensor",

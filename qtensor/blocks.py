@@ -72,14 +72,23 @@ def row_amax(x: Tensor) -> Tensor:
 
 
 def tile(x: Tensor, block: int) -> Tensor:
-    """[.., K] -> [.., K // block, block] (a view where x is contiguous)."""
+    """[.., K] -> [.., ceil(K / block), block]: a view where x is contiguous and K a multiple, else 0 behind K."""
+    short = -x.shape[-1] % block
+    if short:
+        x = torch.nn.functional.pad(x, (0, short))
     return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def untile(tiles: Tensor, columns: int) -> Tensor:
+    """The inverse of `tile`: [.., blocks, block] -> [.., columns]."""
+    flat = tiles.flatten(-2)
+    return flat if flat.shape[-1] == columns else flat[..., :columns].contiguous()
 
 
 def scatter_blocks(per_row: Tensor, block: int) -> Tensor:
     """Maximum over each group of `block` rows, written back to every row of the group: row amax -> square amax.
 
-    per_row: [.., N, K // block]. The last group may be short (a shard whose rows are no multiple of the block).
+    per_row: [.., N, blocks]. The last group may be short (a shard whose rows are no multiple of the block).
     """
     rows = per_row.shape[-2]
     short = -rows % block
@@ -91,7 +100,7 @@ def scatter_blocks(per_row: Tensor, block: int) -> Tensor:
 
 
 def block_amax(x: Tensor, block: int, *, square: bool) -> Tensor:
-    """[.., K // block]: largest finite |x| of each block, repeated in each row of a square block."""
+    """[.., ceil(K / block)]: largest finite |x| of each block, repeated in each row of a square block."""
     amax = finite_magnitude(tile(x, block)).amax(dim=-1)
     return scatter_blocks(amax, block) if square else amax
 

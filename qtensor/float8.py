@@ -97,7 +97,10 @@ class Float8:
 
 
 class Float8Tensor(QuantizedTensor):
-    """A Float8 quantized tensor: `payload` float8 [.., K]; `scale` fp32 [.., 1] (row) or [] (tensor)."""
+    """A Float8 quantized tensor: `payload` float8 [.., K].
+
+    `scale` is fp32: [.., 1] (a row), [] (the tensor) or [.., ceil(K / 128)] (blocks).
+    """
 
 
 def multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,9 @@
 """What a format is: the list of its parts, and pure functions from dense values to parts and back.
 
 A `PartSpec` says how one part extends along the logical shape [.., N, K]; all code that cuts, joins, checks or saves
-parts uses it, so no other code needs to know a format by name. A format is one file (float8.py, float8_delayed.py,
-int4.py, mxfp4.py, mxfp8.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from the codecs in
-qtensor/codecs; `register` makes it known.
+parts uses it, so no other code needs to know a format by name. A format is one file (float8.py, float8_blocks.py,
+float8_delayed.py, int4.py, mxfp4.py, mxfp8.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from
+the codecs in qtensor/codecs; `register` makes it known.
 """
 
 import functools
@@ -96,8 +96,8 @@ class Format(Protocol):
     def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(enc, dec): x is multiplied by enc before rounding, and its elements by dec after it.
 
-        One entry for each scale: [], [.., N, 1] or [.., N, K // block]. Both are fp32, but enc may be fp64 where the
-        format divides by its scale: x * enc is then fp64, and `snap` rounds it to fp32 first (see int4.py).
+        One entry for each scale: [], [.., N, 1] or [.., N, ceil(K / block)]. Both are fp32, but enc may be fp64 where
+        the format divides by its scale: x * enc is then fp64, and `snap` rounds it to fp32 first (see int4.py).
         """
 
     def encode_with(
@@ -244,8 +244,13 @@ def column_multiple(recipe: Recipe) -> int:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """How many rows share one block scale: those of a square block, else 1."""
+    """How many rows share one block scale: those of a whole square block, else 1."""
     return block_multiple(recipe) if getattr(recipe, "blocks", "row") == "square" else 1
+
+
+def _ragged(recipe: Recipe) -> bool:
+    """Whether the last block of a row, and of a column of square blocks, may be smaller."""
+    return any(spec.ragged for spec in specs_of(recipe))
 
 
 def tensor_wide(recipe: Recipe) -> str | None:
@@ -290,7 +295,14 @@ def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, f
             "needs; leave this weight out (exclude=..., or build it outside of quantized_model_init), or "
             "choose a Float8 recipe"
         )
-    if full and row_multiple(recipe) > 1 and (len(shape) < 2 or shape[-2] % multiple):
+    rows = row_multiple(recipe) if full else 1
+    if rows > 1 and _ragged(recipe):
+        if len(shape) < 2:
+            raise ValueError(
+                f"{what}: shape {tuple(shape)} is one row, and the square blocks of {recipe} need [.., N, K]; use "
+                'blocks="row"'
+            )
+    elif rows > 1 and (len(shape) < 2 or shape[-2] % multiple):
         raise ValueError(
             f"{what}: shape {tuple(shape)} needs its last two dims to be multiples of {multiple} for the square "
             f'blocks of {recipe}; use blocks="row"'

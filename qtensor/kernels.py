@@ -9,7 +9,8 @@ The formats say what the bytes are, in torch ops on fp32 values. Here is how the
     traced by torch.compile      the plain definition, which joins the graph
 
 Compiled code sees the values as [rows, blocks, block], so that the last dim is a constant and indices need no division:
-where K itself is the dynamic dim, inductor does not vectorise. It returns the encoding scales of blocks beside the
+where K itself is the dynamic dim, inductor does not vectorise. Rows that end in a smaller block are cut in two for it,
+see ragged.py. It returns the encoding scales of blocks beside the
 parts, though nobody uses them: this makes inductor compute them once a block instead of once an element.
 """
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fsdp_hooks.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.torch_private import is_tracing
-from qtensor import formats
+from qtensor import formats, ragged
 from qtensor.blocks import BlockFacts, canonical_nan, finite_amax, row_amax
 from qtensor.codecs.rounding import is_armed
 from qtensor.formats import (
@@ -134,7 +135,11 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     shape = logical_shape(parts["payload"], recipe)
     wide = tensor_wide(recipe)
     kernel = _decode_kernel(recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
-    payload, *others = [_part_rows(parts[spec.name], spec, shape) for spec in _decoded_specs(recipe)]
+    specs = _decoded_specs(recipe)
+    payload, *others = [_part_rows(parts[spec.name], spec, shape) for spec in specs]
+    if payload.shape[1] % _packed_block(recipe) and kernel.compiles(payload):
+        given = {spec.name: part for spec, part in zip(specs, (payload, *others), strict=True)}
+        return _decode_ragged(given, recipe, shape, dtype)
     pieces = list(_pieces(payload, 1, kernel))
     tiles = [_tiled(payload[piece], _packed_block(recipe)) for piece in pieces]
     if len(pieces) == 1:
@@ -171,7 +176,7 @@ def _facts_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
 
 
 @functools.cache
-def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False) -> Kernel:
+def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False, strided: bool = False) -> Kernel:
     fmt: Any = format_of(recipe)
     block = block_multiple(recipe)
 
@@ -181,7 +186,8 @@ def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False)
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
 
-    return Kernel(encode, f"encode_{_name(recipe, dtype)}{'_of_cut_blocks' if decided else ''}")
+    kind = ("_of_cut_blocks" if decided else "") + ("_strided" if strided else "")
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}")
 
 
 @functools.cache
@@ -196,7 +202,7 @@ def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
 
 
 @functools.cache
-def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool) -> Kernel:
+def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided: bool = False) -> Kernel:
     fmt, names = format_of(recipe), [spec.name for spec in _decoded_specs(recipe)]
     block = _packed_block(recipe)
 
@@ -204,7 +210,8 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool) -> Kern
         parts = dict(zip(names, (_untiled(payload, block), *others), strict=True))
         return _rounded_once(fmt.decode(parts, recipe), dtype)
 
-    return Kernel(decode, f"decode_{_name(recipe, dtype)}{'_of_shards' if per_row else ''}")
+    kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}")
 
 
 def _rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -299,8 +306,9 @@ def _over_rows(
 ) -> dict[str, Tensor]:
     """The parts of x, in the shapes that the specs say, by one or more calls of the kernel.
 
-    `group` is how many rows must come together: those of a square block, unless the arguments decide its scale.
+    `group` is how many rows must come together: those of a square block, unless the arguments decide all scales.
     """
+    decided = group is not None
     group = group or row_multiple(recipe)
     if group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix
         each = [_over_rows(kernel, recipe, matrix, *args) for matrix in x]
@@ -309,6 +317,24 @@ def _over_rows(
             for name, part in each[0].items()
         }
     flat, block = _rows(x), block_multiple(recipe)
+    if flat.shape[1] % block and kernel.compiles(flat) and not decided:
+        strided = _encode_kernel(recipe.stored, x.dtype, strided=True)
+        run = functools.partial(_over_flat, recipe=recipe, args=args, group=group)
+        found = ragged.encoded(
+            flat, block, specs_of(recipe), lambda rows: run(strided, rows), lambda rows: run(kernel, rows)
+        )
+    else:
+        found = _over_flat(kernel, flat, recipe, args, group)
+    return {
+        name: part.reshape(*x.shape[:-1], part.shape[-1]) if part.ndim == 2 else part for name, part in found.items()
+    }
+
+
+def _over_flat(
+    kernel: Kernel, flat: Tensor, recipe: Recipe, args: Sequence[Tensor | None], group: int
+) -> dict[str, Tensor]:
+    """The parts of [rows, K]."""
+    block = block_multiple(recipe)
     found: dict[str, Tensor] = {}
     for piece in _pieces(flat, group, kernel):
         parts, _ = kernel(_tiled(flat[piece], block, group), *(_own(arg, piece) for arg in args))
@@ -319,9 +345,24 @@ def _over_rows(
             if name not in found:
                 found[name] = part.new_empty((flat.shape[0], part.shape[1]))
             found[name][piece].copy_(part)
-    return {
-        name: part.reshape(*x.shape[:-1], part.shape[-1]) if part.ndim == 2 else part for name, part in found.items()
-    }
+    return found
+
+
+def _decode_ragged(parts: dict[str, Tensor], recipe: Recipe, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`decode` of parts [rows, ..] of rows that end in a smaller block."""
+    wide, columns = tensor_wide(recipe), shape[-1]
+    kernel = functools.partial(_decode_kernel, recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
+    first, last = ragged.split(parts, columns, block_multiple(recipe), tuple(_decoded_specs(recipe)))
+    values = torch.empty(shape, dtype=dtype, device=parts["payload"].device)
+    flat, behind = values.view(-1, columns), columns - columns % block_multiple(recipe)
+
+    def decoded(run: Kernel, payload: Tensor, *others: Tensor) -> Tensor:
+        return run(_tiled(payload, _packed_block(recipe)), *(_rows(part) if part.ndim else part for part in others))  # type: ignore[no-any-return]
+
+    if behind:
+        flat[:, :behind].copy_(decoded(kernel(strided=True), *first.values()))
+    flat[:, behind:].copy_(decoded(kernel(), *last.values())[:, : columns - behind])
+    return values
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -282,10 +282,11 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
     """Quantize a dense tensor.
 
     Args:
-        x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (Float8 1,
-            MXFP8 and MXFP4 32, NVFP4 16, INT4 its group); for square blocks N too.
-        recipe: Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, MXFP4BlockScaling, NVFP4BlockScaling or
-            Int4GroupScaling.
+        x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (MXFP8 and
+            MXFP4 32, NVFP4 16, INT4 its group; any K fits Float8); for square blocks N too. Square blocks need 2-D and
+            up.
+        recipe: Float8CurrentScaling, Float8DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, MXFP4BlockScaling,
+            NVFP4BlockScaling or Int4GroupScaling.
 
     Returns:
         A tensor of the format's class (Float8Tensor, MXFP8Tensor, MXFP4Tensor, NVFP4Tensor or Int4Tensor) of the same

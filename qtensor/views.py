@@ -52,8 +52,9 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shape == described:
         return q._aliased(lens.seen_as(None), torch.Size(shape))
     regroups = len(shape) > 1 and shape[-1] == described[-1] and lens == OWN and q._sharding == AT_REST
-    if getattr(q.recipe, "blocks", "row") == "square":
-        regroups = regroups and shape[-2] % block_multiple(q.recipe) == 0  # else blocks would span two matrices
+    if regroups and row_multiple(q.recipe) > 1 and shape[-2:] != described[-2:]:
+        # no block may span two matrices, before or after
+        regroups = len(described) > 1 and not any(dims[-2] % row_multiple(q.recipe) for dims in (shape, described))
     if not regroups:
         return q._aliased(lens.seen_as(described), torch.Size(shape))
     own_parts = held(q)

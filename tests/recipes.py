@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
     Int4GroupScaling,
@@ -84,6 +85,7 @@ class Facts:
         scale: the dtype, of numpy or ml_dtypes, that scales are stored in.
         block: how many columns share a scale, and what K must be a multiple of; 1 where a whole row does.
         square: whether as many rows share it, too.
+        ragged: whether the last block of a row or column may be smaller, so that any N and K fit.
         tensor_wide: the part that all elements share, None where there is none.
         main: whether the suites that take long run it: the plain form of each format.
         parts: the parts after the payload and the scale.
@@ -97,6 +99,7 @@ class Facts:
     scale: Any
     block: int = 1
     square: bool = False
+    ragged: bool = False
     tensor_wide: str | None = None
     main: bool = False
     parts: tuple[str, ...] = ()
@@ -116,7 +119,7 @@ class Facts:
     def stored_bytes(self, rows: int, columns: int) -> int:
         """Of a whole tensor: its elements and scales, 4 for a global scale, 4 a step of history."""
         wide = self.tensor_wide == "scale"
-        scales = 1 if wide else rows * (columns // self.block if self.block > 1 else 1)
+        scales = 1 if wide else rows * (-(-columns // self.block) if self.block > 1 else 1)
         others = {"global_scale": 4, "amax_history": 4 * getattr(self.recipe, "amax_history_len", 0)}
         payload = rows * columns * self.element.bits // 8
         return payload + scales * np.dtype(self.scale).itemsize + sum(others[part] for part in self.parts)
@@ -131,12 +134,17 @@ DELAYED = {"tensor_wide": "scale", "parts": ("amax_history",), "storages": ("qua
 INT4_EXCESS = 7.5 / 7 * (1 + 2.0**-8)
 POWER_OF_TWO = Float8CurrentScaling(granularity="tensor", power_of_two=True)
 
+F8B = {"block": 128, "ragged": True}
+
 TABLE = (
     Facts("float8_row", Float8CurrentScaling(), E4M3, FP32, main=True),
     Facts("float8_row_e5m2", Float8CurrentScaling(element="e5m2"), E5M2, FP32),
     Facts("float8_tensor", Float8CurrentScaling(granularity="tensor"), E4M3, FP32, tensor_wide="scale", main=True),
     Facts("float8_tensor_power_of_two", POWER_OF_TWO, E4M3, FP32, tensor_wide="scale"),
     Facts("float8_delayed", Float8DelayedScaling(amax_history_len=4), E4M3, FP32, **DELAYED),
+    Facts("float8_block_square", Float8BlockScaling(), E4M3, FP32, square=True, main=True, **F8B),
+    Facts("float8_block_row", Float8BlockScaling(blocks="row"), E4M3, FP32, **F8B),
+    Facts("float8_block_square_pow2", Float8BlockScaling(power_of_two=True), E4M3, FP32, square=True, **F8B),
     Facts("mxfp8", MXFP8BlockScaling(), E4M3, E8M0, block=32, main=True),
     Facts("mxfp8_e5m2", MXFP8BlockScaling(element="e5m2"), E5M2, E8M0, block=32),
     Facts("mxfp8_floor", FLOOR, E4M3, E8M0, block=32, excess=8 / 7),

@@ -36,6 +36,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 PUBLIC: dict[str, list[str]] = {
     "fsdp_hooks": ["sync_scales", "unsharded"],
     "qtensor": [
+        "Float8BlockScaling",
         "Float8CurrentScaling",
         "Float8DelayedScaling",
         "Float8Tensor",

@@ -25,6 +25,7 @@ from dcp_adapters.hf.shared_scales import (
     scale_entries,
 )
 from dcp_adapters.words import listed
+from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
@@ -237,10 +238,9 @@ def _kind(name: str, recipe: Recipe | None) -> str:
     assert recipe is not None
     kind = kind_of(recipe)
     if kind is None:
-        if getattr(recipe, "element", "e4m3") != "e4m3":
-            raise ValueError(f'{name} is quantized under {recipe}: engines read element="e4m3" only; convert it first')
-        known = ", ".join(sorted({type(recipe).__name__ for recipe in KINDS.values()}))
-        raise ValueError(f"{name} is quantized under {recipe}: layouts have {known} only; convert it first")
+        known = any(type(other) is type(recipe) for other in KINDS.values()) or isinstance(recipe, Float8DelayedScaling)
+        why = 'engines read element="e4m3" only' if known else f"no layout has {type(recipe).__name__} yet"
+        raise ValueError(f"{name} is quantized under {recipe}: {why}; convert it first")
     return kind
 
 

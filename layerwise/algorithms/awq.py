@@ -27,7 +27,7 @@ from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algo
 from layerwise.algorithms.clipping import best_clips, finite_or_zero, local_hessian_of, rounded, sharing
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
-from qtensor.blocks import tile
+from qtensor.blocks import tile, untile
 from qtensor.formats import block_multiple, format_of, shared_amax
 from qtensor.recipes import Recipe, check_choice
 
@@ -138,7 +138,7 @@ def _relative_sizes(group: Group, recipe: Recipe) -> Tensor:
     blocks = tile(weights, weights.shape[-1] if block == 1 else block)
     largest = blocks.amax(dim=-1, keepdim=True)
     relative = torch.where(largest > 0, blocks / largest, torch.zeros_like(blocks))
-    return relative.reshape(weights.shape).mean(dim=0)
+    return untile(relative, weights.shape[-1]).mean(dim=0)
 
 
 def _factors(activations: Tensor, sizes: Tensor, alpha: float) -> Tensor:

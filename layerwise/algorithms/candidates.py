@@ -33,7 +33,7 @@ def candidates(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: b
         return _powers_of_two(x, recipe, elementwise=elementwise)
     if (numbers.get("scale"), numbers["payload"]) == (torch.float8_e4m3fn, torch.float4_e2m1fn_x2):
         return _e4m3_scales(x, recipe, amax, elementwise=elementwise)
-    return (scaled_quantizer(x, recipe, amax, multiple) for multiple in MULTIPLES)
+    return (scaled_quantizer(x, recipe, amax, multiple) for multiple in (MULTIPLES if x.numel() else ()))
 
 
 def scaled_quantizer(x: Tensor, recipe: Recipe, amax: Tensor | None, factor: float | Tensor) -> Quantizer:
@@ -43,17 +43,17 @@ def scaled_quantizer(x: Tensor, recipe: Recipe, amax: Tensor | None, factor: flo
     """
     fmt = format_of(recipe)
     if any(spec.per_row and spec.block for spec in specs_of(recipe)[1:]):
-        factor = spread(factor, x.shape[-1]) if isinstance(factor, Tensor) else factor
+        factor = spread(factor, recipe, x.shape[-1]) if isinstance(factor, Tensor) else factor
         return fmt.quantizer((x * factor).clamp(-FLT_MAX, FLT_MAX), recipe, amax)
     assert amax is not None
     return fmt.quantizer(x, recipe, (amax * factor).clamp(max=FLT_MAX))
 
 
-def spread(scales: Tensor, columns: int) -> Tensor:
+def spread(scales: Tensor, recipe: Recipe, columns: int) -> Tensor:
     """One value for each scale -> a tensor that broadcasts against [N, K]."""
     if scales.ndim == 0 or scales.shape[-1] == 1:
         return scales
-    return scales.repeat_interleave(columns // scales.shape[-1], dim=-1)
+    return scales.repeat_interleave(block_multiple(recipe), dim=-1)[..., :columns]  # the last block may be smaller
 
 
 def _powers_of_two(x: Tensor, recipe: Recipe, *, elementwise: bool) -> Iterator[Quantizer]:

@@ -33,7 +33,7 @@ class Clipped:
 
     Attributes:
         quantizer: as `Format.quantizer` returns it.
-        ratios: fp32, one for each scale: [], [N, 1] or [N, K // block].
+        ratios: fp32, one for each scale: [], [N, 1] or [N, ceil(K / block)].
     """
 
     quantizer: Quantizer
@@ -49,7 +49,7 @@ def finite_or_zero(weight: Tensor) -> Tensor:
 def rounded(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Tensor:
     """fp32 [N, K], the values that x decodes to once it is stored under this quantizer."""
     fmt = format_of(recipe)
-    enc, dec = (spread(scales, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
+    enc, dec = (spread(scales, recipe, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
     return fmt.snap(x * enc, recipe) * dec
 
 
@@ -118,15 +118,16 @@ def _served(recipe: Recipe) -> int | None:
 def _local_error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
     """The local error of `off` [N, K] for each scale, shaped like its scales."""
     block = _served(recipe)
-    tiles = tile(F.pad(off, (0, -off.shape[-1] % SUB_BLOCK)), SUB_BLOCK).transpose(0, 1)  # [b, N, 16]
+    tiles = tile(off, SUB_BLOCK).transpose(0, 1)  # [b, N, 16]
     each = (torch.bmm(tiles, local_hessian) * tiles).sum(dim=-1).t()  # [N, b]
     if block is None:
         return each.sum()
     if block == 0:
         return each.sum(dim=-1, keepdim=True)
-    errors = tile(each, block // SUB_BLOCK).sum(dim=-1)  # [N, K // block]
+    errors = tile(each, block // SUB_BLOCK).sum(dim=-1)  # [N, ceil(K / block)]
     rows = row_multiple(recipe)
     if rows == 1:
         return errors
-    square = errors.reshape(-1, rows, errors.shape[-1]).sum(dim=1)  # [N // rows, K // block]
-    return square.repeat_interleave(rows, dim=0)
+    groups = F.pad(errors, (0, 0, 0, -len(errors) % rows)).unflatten(0, (-1, rows))  # the last may be short
+    square: Tensor = groups.sum(dim=1).repeat_interleave(rows, dim=0)  # [>= N, ceil(K / block)]
+    return square[: len(errors)]

@@ -30,7 +30,7 @@ from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group
 from layerwise.algorithms.arithmetic import full_precision, one_thread
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
-from qtensor.formats import format_of
+from qtensor.formats import block_multiple, format_of
 from qtensor.recipes import Recipe
 
 RAISES = 3  # of the damping, tenfold each, before giving up
@@ -157,7 +157,8 @@ def _rounding(group: Group, recipe: Recipe, quantizers: Sequence[Mapping[str, Te
             rows = found.reshape(1, 1) if found.ndim == 0 else found  # [1 or N, scales]
             scales.append(rows.expand(linear.weight.shape[0], -1))
     enc, dec = (torch.cat(scales).t().contiguous() for scales in both)
-    return _Rounding(enc, dec, group.linears[0].weight.shape[1] // len(enc), fmt.snap, recipe)
+    span = block_multiple(recipe) if len(enc) > 1 else group.linears[0].weight.shape[1]
+    return _Rounding(enc, dec, span, fmt.snap, recipe)
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:

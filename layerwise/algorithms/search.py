@@ -2,7 +2,7 @@
 
     error(scale) = sum of e_b^T H_b e_b over the blocks b it serves,   e = decoded - weight, H_b = 1 or of b's inputs
 
-A scale serves a block of 16 or 32, a square block, a row, or the whole tensor. The rules:
+A scale serves a block of 16, 32 or 128, a square block, a row, or the whole tensor. The rules:
 
     the scale of the amax is kept unless a candidate beats it by more than rounding (`BETTER`): never worse than Max
     of candidates with equal errors the smallest scale wins
@@ -24,6 +24,7 @@ With H, an error is at least (w^T H e)^2 / w^T H w (Cauchy-Schwarz), and decoded
 which also rises as scales fall. A tenth of it is allowed for the rounding of fp32 sums.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -34,12 +35,12 @@ from layerwise.algorithms.algorithm import SUB_BLOCK
 from layerwise.algorithms.candidates import candidates
 from qtensor.blocks import finite_amax, quotient
 from qtensor.codecs.rounding import power_of_two_floor
-from qtensor.formats import Format, format_of, row_multiple, specs_of
+from qtensor.formats import Format, block_multiple, format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
 
 # Errors are sums of 16 terms in fp32, the rest in fp64: off by less than 20 * 2^-24 of themselves, and so is Max's.
 BETTER = 1 - 2.0**-18
-ROWS = 64  # rows are taken in multiples of it: whole square blocks, whole vector registers
+ROWS = 64  # rows are taken in multiples of it, for whole vector registers, and of square blocks
 CPU_ELEMENTS, ELEMENTS = 2**16, 2**24  # about so many at once: a few such fp32 tensors fit into a cache of 1 MiB
 
 Quantizer = Mapping[str, Tensor]
@@ -85,14 +86,15 @@ def search(
 def _row_ranges(weight: Tensor, recipe: Recipe) -> Iterator[slice]:
     """The rows to search together, few at a time unless all share one scale."""
     whole = not any(spec.per_row for spec in specs_of(recipe)[1:])
-    step = len(weight) if whole else _rows_at_once(weight)
+    step = len(weight) if whole else _rows_at_once(weight, recipe)
     for start in range(0, len(weight), step):
         yield slice(start, start + step)
 
 
-def _rows_at_once(weight: Tensor) -> int:
+def _rows_at_once(weight: Tensor, recipe: Recipe) -> int:
     elements = CPU_ELEMENTS if weight.device.type == "cpu" else ELEMENTS
-    return max(elements // weight.shape[1] // ROWS, 1) * ROWS
+    rows = math.lcm(ROWS, row_multiple(recipe))
+    return max(elements // weight.shape[1] // rows, 1) * rows
 
 
 class _Span:
@@ -100,10 +102,13 @@ class _Span:
 
     def __init__(self, x: Tensor, recipe: Recipe, own: Quantizer, unit: Tensor, hessian: Tensor | None) -> None:
         """x: fp32 [R, K], finite; own: Max's quantizer; unit: fp32 [], a power of two that brings errors near 1."""
-        self.recipe, self.unit, self.hessian = recipe, unit, hessian
+        self.recipe, self.unit = recipe, unit
         self.fmt: Format = format_of(recipe)
-        missing = -x.shape[1] % SUB_BLOCK
-        rows = (F.pad(x, (0, missing)) if missing else x).split(_rows_at_once(x))
+        missing = -x.shape[1] % math.lcm(SUB_BLOCK, block_multiple(recipe))
+        if hessian is not None:
+            hessian = F.pad(hessian, (0, 0, 0, 0, 0, (x.shape[1] + missing) // SUB_BLOCK - len(hessian)))
+        self.hessian = hessian
+        rows = (F.pad(x, (0, missing)) if missing else x).split(_rows_at_once(x, recipe))
         self.tiles = [(few * unit).t().contiguous() for few in rows]  # [K, rows] each
         scale, _ = self.fmt.grid(recipe, own)
         self.scales = scale.shape[1] if scale.ndim else 0  # of each row; 0: all rows share one

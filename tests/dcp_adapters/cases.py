@@ -54,8 +54,8 @@ def arbitrary(shape: tuple[int, ...], recipe: Any, seed: int) -> Any:
         raw = tensor.view(-1).view(torch.uint8)
         noise = torch.randint(256, raw.shape, generator=generator, dtype=torch.uint8)
         if part == "scale" and tensor.ndim and recipes.facts(recipe).square:
-            block = q.shape[-1] // tensor.shape[-1]
-            noise = noise.view(shape[-2], -1)[::block].repeat_interleave(block, 0).view(-1)
+            block = recipes.facts(recipe).rows
+            noise = noise.view(shape[-2], -1)[::block].repeat_interleave(block, 0)[: shape[-2]].reshape(-1)
         raw.copy_(noise)
     return q
 

@@ -28,6 +28,7 @@ from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
 from fsdp_hooks.torch_private import dtensor_around
 from qtensor import QuantizedTensor, quantize
 from tests.dcp_adapters.cases import EVERY, ROW, SQUARE, arbitrary, bits
+from tests.recipes import facts
 
 COLUMNS = 128  # four cuts of a block of 32
 Box = tuple[tuple[int, int], ...]  # for each dim: first, how many
@@ -100,7 +101,7 @@ def rows_of(name: str, rows: int) -> int:
 
 def weights(names: Mapping[str, Any], rows: tuple[int, ...]) -> dict[str, QuantizedTensor]:
     return {
-        f"{name} {n}": arbitrary((rows_of(name, n), COLUMNS), recipe, seed)
+        f"{name} {n}": arbitrary((rows_of(name, n), max(COLUMNS, 4 * facts(recipe).block)), recipe, seed)
         for seed, (name, recipe) in enumerate(names.items())
         for n in rows
     }
@@ -315,6 +316,8 @@ COLUMN_CUTS = {
     "float8_tensor": (100, (columns(3), columns(48), fsdp_tp_columns(2, 3))),
     "mxfp8": (1024, (columns(33), columns(4), fsdp_tp_columns_both(2, 8), fsdp_tp_columns_both(33, 1))),
     "nvfp4": (1024, (columns(65), columns(8), fsdp_tp_columns_both(2, 16), fsdp(3))),
+    # blocks of 128 columns, the last of 127
+    "float8_block_square": (1023, (columns(2), columns(8), fsdp_tp_columns_both(2, 4), fsdp(3))),
 }
 
 

@@ -64,7 +64,8 @@ def taken_apart(q: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     if "global_scale" in known.parts:
         scale = scale * parts["global_scale"].numpy()
     scale = scale.astype(np.float64)
-    return elements, np.broadcast_to(np.repeat(scale, known.block, axis=-1), elements.shape), scale
+    each = np.repeat(scale, known.block, axis=-1)[..., : q.shape[-1]] if known.block > 1 else scale
+    return elements, np.broadcast_to(each, elements.shape), scale
 
 
 def largest_of(q: QuantizedTensor) -> tuple[float, float]:

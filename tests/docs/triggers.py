@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import (
+    Float8BlockScaling,
     Float8DelayedScaling,
     MasterWeightOptimizer,
     MXFP8BlockScaling,
@@ -77,6 +78,11 @@ def odd_k(_: Path) -> object:
 @earns("needs its last two dims to be multiples")
 def odd_square(_: Path) -> object:
     return linear(MXFP8BlockScaling(blocks="square"), rows=40)
+
+
+@earns("is one row, and the square blocks of")
+def square_blocks_of_a_vector(_: Path) -> object:
+    return quantize(weight()[0], Float8BlockScaling())
 
 
 @earns("quantize_: include pattern")

@@ -35,7 +35,8 @@ def unit(q: QuantizedTensor) -> Tensor:
     scale = torch.from_numpy(stored).reshape(q.scale.shape)
     if "global_scale" in known.parts:
         scale = scale * q.global_scale.double()
-    return (scale.repeat_interleave(known.block, -1) if known.block > 1 else scale).expand(q.shape)
+    each = scale.repeat_interleave(known.block, -1)[..., : q.shape[-1]] if known.block > 1 else scale
+    return each.expand(q.shape)
 
 
 def error_bound(x: Tensor, q: QuantizedTensor) -> Tensor:

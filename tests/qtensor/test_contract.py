@@ -31,7 +31,7 @@ from tests.qtensor.recipes_under_test import (
     unit,
     weight,
 )
-from tests.recipes import E8M0, facts, recipes
+from tests.recipes import E8M0, FP32, facts, recipes
 
 
 def payload_bytes(q: QuantizedTensor) -> int:
@@ -51,6 +51,11 @@ def without_nan(x: Tensor) -> Tensor:
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
+
+
+def whole_blocks(recipe: Any) -> tuple[int, int]:
+    """(rows, columns) of pieces that hold whole blocks."""
+    return max(32, facts(recipe).rows), max(32, facts(recipe).block)
 
 
 @every_recipe
@@ -106,9 +111,10 @@ def test_input_layout_does_not_matter(recipe: Any) -> None:
 
 @every_recipe
 def test_stacks_are_quantized_like_their_rows(recipe: Any) -> None:
-    x = weight(96, 64)
-    stack, rows = quantize(x.view(3, 32, 64), recipe), quantize(x, recipe)
-    assert stack.shape == (3, 32, 64)
+    height, _ = whole_blocks(recipe)
+    x = weight(3 * height, 64)
+    stack, rows = quantize(x.view(3, height, 64), recipe), quantize(x, recipe)
+    assert stack.shape == (3, height, 64)
     for name, part in stack.parts().items():
         assert torch.equal(part.flatten().view(torch.uint8), rows.parts()[name].flatten().view(torch.uint8))
 
@@ -145,7 +151,8 @@ def test_non_finite_input_never_decodes_to_a_finite_number_and_spoils_nothing_el
     zeroed[40, 50] = 0.0  # amaxes run over the finite elements
     q, expected = quantize(x, recipe).dequantize(), quantize(zeroed, recipe).dequantize()
     spoiled = torch.zeros(x.shape, dtype=torch.bool)
-    block, rows = facts(recipe).block, facts(recipe).rows  # of Float8 one element
+    contained = facts(recipe).scale is FP32  # Float8 marks elements, the others the scales of blocks
+    block, rows = (1, 1) if contained else (facts(recipe).block, facts(recipe).rows)
     spoiled[40 // rows * rows : 40 // rows * rows + rows, 50 // block * block : 50 // block * block + block] = True
     assert q[spoiled].isnan().all()
     assert same_bytes(q[~spoiled], expected[~spoiled])
@@ -274,14 +281,15 @@ def test_row_slices_alias_the_same_rows_of_all_parts(recipe: Any) -> None:
 @every_recipe
 def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
     """Equal to quantizing the rows alone, with the amax of the whole where the format has a tensor-wide scale."""
-    x = weight(96, 64)
-    q, multiple = quantize(x, recipe), facts(recipe).rows
+    multiple, (height, _) = facts(recipe).rows, whole_blocks(recipe)
+    x = weight(3 * height, 64)
+    q = quantize(x, recipe)
     for start, stop in [
-        (0, 32),
-        (32, 96),
+        (0, height),
+        (height, 3 * height),
         (multiple, 3 * multiple),
-        (64, 65 if multiple == 1 else 96),
-        (0, 96),
+        (2 * height, 2 * height + 1 if multiple == 1 else 3 * height),
+        (0, 3 * height),
         (50 // multiple * multiple,) * 2,
     ]:
         amax = shared_amax(x.float(), recipe)  # of the tensor, or of each row
@@ -291,9 +299,10 @@ def test_a_slice_is_the_quantized_slice(recipe: Any) -> None:
 
 @every_recipe
 def test_column_slices_are_copies_on_block_boundaries(recipe: Any) -> None:
-    q = quantize(weight(), recipe)
-    cut = q[:, 32:64]
-    assert same_bytes(cut.dequantize(), q.dequantize()[:, 32:64])
+    _, width = whole_blocks(recipe)
+    q = quantize(weight(64, 3 * width), recipe)
+    cut = q[:, width : 2 * width]
+    assert same_bytes(cut.dequantize(), q.dequantize()[:, width : 2 * width])
     assert not storages(cut) & storages(q)
     assert q[:, :].shape == q.shape
     if facts(recipe).block > 1:
@@ -311,8 +320,10 @@ def test_split_and_chunk_are_slices(recipe: Any) -> None:
             assert same_parts(piece, q[start : start + size])
             assert aliases(piece, q)
             start += size
-    halves = q.split(32, dim=1)
-    assert same_bytes(torch.cat([half.dequantize() for half in halves], dim=1), q.dequantize())
+    _, width = whole_blocks(recipe)
+    q = quantize(weight(64, 3 * width), recipe)
+    thirds = q.split(width, dim=1)
+    assert same_bytes(torch.cat([third.dequantize() for third in thirds], dim=1), q.dequantize())
 
 
 @every_recipe
@@ -330,11 +341,12 @@ def test_select_is_one_matrix_of_a_stack(recipe: Any) -> None:
 
 @every_recipe
 def test_stacks_slice_and_split_between_matrices_and_within(recipe: Any) -> None:
-    q = quantize(weight(128, 64).view(2, 64, 64), recipe)
+    _, width = whole_blocks(recipe)
+    q = quantize(weight(128, 2 * width).view(2, 64, 2 * width), recipe)
     assert same_bytes(q[1:].dequantize(), q.dequantize()[1:])
     assert same_bytes(q[:, 32:].dequantize(), q.dequantize()[:, 32:])
-    assert same_bytes(q[..., 32:].dequantize(), q.dequantize()[..., 32:])
-    assert same_bytes(q[1, 32:, :32].dequantize(), q.dequantize()[1, 32:, :32])
+    assert same_bytes(q[..., width:].dequantize(), q.dequantize()[..., width:])
+    assert same_bytes(q[1, 32:, :width].dequantize(), q.dequantize()[1, 32:, :width])
 
 
 @every_recipe
@@ -363,13 +375,14 @@ def test_view_minus_one_stays_quantized_and_goes_back(recipe: Any) -> None:
 
 @every_recipe
 def test_view_regroups_rows(recipe: Any) -> None:
-    q = quantize(weight(128, 64), recipe)
+    height, _ = whole_blocks(recipe)
+    q = quantize(weight(2 * height, 64), recipe)
     stack = q.view(2, -1, 64)
-    assert stack.shape == (2, 64, 64)
-    assert same_bytes(stack.dequantize(), q.dequantize().view(2, 64, 64))
-    assert same_bytes(stack[1].dequantize(), q.dequantize()[64:])
+    assert stack.shape == (2, height, 64)
+    assert same_bytes(stack.dequantize(), q.dequantize().view(2, height, 64))
+    assert same_bytes(stack[1].dequantize(), q.dequantize()[height:])
     assert aliases(stack, q)
-    assert same_parts(stack.view(128, 64), q)
+    assert same_parts(stack.view(2 * height, 64), q)
 
 
 @every_recipe
@@ -467,10 +480,12 @@ def test_copy_into_dense_dequantizes(recipe: Any) -> None:
 
 @per_row_recipes
 def test_writes_through_slices_reach_the_whole(recipe: Any) -> None:
-    q, x = quantize(weight(), recipe), weight(32, 96, seed=1)
-    q[32:].copy_(x)
-    assert same_parts(q[32:], quantize(x, recipe))
-    assert same_parts(q[:32], quantize(weight(), recipe)[:32])
+    height, _ = whole_blocks(recipe)
+    dense, x = weight(2 * height), weight(height, 96, seed=1)
+    q = quantize(dense, recipe)
+    q[height:].copy_(x)
+    assert same_parts(q[height:], quantize(x, recipe))
+    assert same_parts(q[:height], quantize(dense, recipe)[:height])
 
 
 @tensor_wide_recipes
@@ -935,9 +950,10 @@ def test_unknown_ops_raise_instead_of_dequantizing(recipe: Any) -> None:
 
 @every_recipe
 def test_cat_joins_pieces_that_share_their_scales(recipe: Any) -> None:
+    wide = quantize(weight(64, 3 * whole_blocks(recipe)[1]), recipe)
+    for dim, size in ((0, 32), (1, whole_blocks(recipe)[1])):
+        assert same_parts(torch.cat(wide.split(size, dim), dim), wide)
     q = quantize(weight(), recipe)
-    for dim in (0, 1):
-        assert same_parts(torch.cat(q.split(32, dim), dim), q)
     other = quantize(weight(seed=1) * 3, recipe)
     mixed = [q, quantize(weight(), MXFP8BlockScaling(element="e5m2", scale_rounding="floor"))]
     for pieces in (mixed, [q, weight()], *([[q, other]] if tensor_wide(q.recipe) else [])):

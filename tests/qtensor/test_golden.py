@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Int4GroupScaling,
     MXFP4BlockScaling,
@@ -28,6 +29,9 @@ from tests.qtensor.recipes_under_test import raw, same_bytes
 GOLDEN_RECIPES: dict[str, Any] = {  # spelled out, for the files do not change with the recipes that tests share
     "float8_row": Float8CurrentScaling(element="e4m3", granularity="row", power_of_two=False),
     "float8_tensor": Float8CurrentScaling(element="e4m3", granularity="tensor", power_of_two=False),
+    "float8_block_square": Float8BlockScaling(element="e4m3", blocks="square", power_of_two=False),
+    "float8_block_row": Float8BlockScaling(element="e4m3", blocks="row", power_of_two=False),
+    "float8_block_square_pow2": Float8BlockScaling(element="e4m3", blocks="square", power_of_two=True),
     "mxfp8_row": MXFP8BlockScaling(element="e4m3", blocks="row", scale_rounding="up"),
     "mxfp8_square": MXFP8BlockScaling(element="e4m3", blocks="square", scale_rounding="up"),
     "mxfp4_up": MXFP4BlockScaling(scale_rounding="up"),
@@ -51,18 +55,22 @@ CASES = [
     "non_finite_fp32",
 ]
 LATER_CASES = ["edges_fp32", "kv_a_proj_fp32"]  # in the files of formats that were added later
-LATER = ("mxfp4_up", "mxfp4_floor", "int4_32")
+LATER = ("float8_block_square", "float8_block_row", "float8_block_square_pow2", "mxfp4_up", "mxfp4_floor", "int4_32")
 # Other backends and compiled code may flush subnormal inputs to zero.
-COMPILED_CASES = [case for case in CASES if case != "subnormal_fp32"]
+NOT_COMPILED = "subnormal_fp32"
+
+
+def cases_of(name: str) -> list[str]:
+    return CASES + LATER_CASES if name in LATER else CASES
+
 
 golden_recipes = pytest.mark.parametrize("name", GOLDEN_RECIPES)
 golden_cases = pytest.mark.parametrize(
-    ("name", "case"),
-    [(name, case) for name in GOLDEN_RECIPES for case in CASES + (LATER_CASES if name in LATER else [])],
+    ("name", "case"), [(name, case) for name in GOLDEN_RECIPES for case in cases_of(name)]
 )
 # A compilation takes seconds: of the others test_kernels shows that compiled kernels give the bytes of eager ones.
 compiled_recipes = pytest.mark.parametrize(
-    "name", ["float8_tensor", "mxfp8_row", "nvfp4_square", "mxfp4_up", "int4_32"]
+    "name", ["float8_tensor", "mxfp8_row", "nvfp4_square", "float8_block_square", "mxfp4_up", "int4_32"]
 )
 
 
@@ -70,8 +78,9 @@ class Golden:
     """One golden file."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        self.recipe = GOLDEN_RECIPES[name]
-        self.row_multiple = {"mxfp8_square": 32, "nvfp4_square": 16}.get(name, 1)  # what cuts between rows keep to
+        self.recipe, self.cases = GOLDEN_RECIPES[name], cases_of(name)
+        square = {"mxfp8_square": 32, "nvfp4_square": 16, "float8_block_square": 128, "float8_block_square_pow2": 128}
+        self.row_multiple = square.get(name, 1)  # what cuts between rows keep to
         self.tensors = load_file(directory / f"{name}.safetensors")
 
     def input(self, case: str) -> Tensor:
@@ -99,8 +108,7 @@ def assert_parts(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str
 
 def test_the_cases_are_all_of_the_file(golden_dir: Path) -> None:
     for name in GOLDEN_RECIPES:
-        expected = {*CASES, *(LATER_CASES if name in LATER else ())}
-        assert {key.split(".")[0] for key in Golden(golden_dir, name).tensors} == expected
+        assert {key.split(".")[0] for key in Golden(golden_dir, name).tensors} == set(cases_of(name))
 
 
 @golden_cases
@@ -120,7 +128,8 @@ def test_golden_parts_decode_to_the_golden_values(golden: Golden, case: str) -> 
 def test_shards_quantized_with_the_agreed_amax_are_slices_of_the_whole(golden: Golden, case: str) -> None:
     """For every number of rows a shard can have; stacks are cut between matrices and within them."""
     whole = golden.input(case)
-    for x in (whole, whole.flatten(0, -2)) if whole.ndim == 3 else (whole,):
+    as_rows = whole.ndim == 3 and whole.shape[1] % golden.row_multiple == 0  # else blocks would span matrices
+    for x in (whole, whole.flatten(0, -2)) if as_rows else (whole,):
         parts = {
             part: value.reshape(*x.shape[:-1], value.shape[-1]) if value.ndim else value
             for part, value in golden.parts(case).items()
@@ -160,10 +169,10 @@ def compiled(recipe: Any) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]
     return torch.compile(encode_and_decode, fullgraph=True, dynamic=True)
 
 
-def as_matrix(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor, multiple: int) -> Tensor:
     """fp32 [rows, K]; short cases twice, for the compiler makes code of its own for a single group of rows."""
     x = x.float().flatten(0, -2)
-    return torch.cat([x, x]) if x.shape[0] == 32 else x
+    return torch.cat([x, x]) if x.shape[0] == 32 >= multiple else x
 
 
 @pytest.mark.slow
@@ -174,9 +183,10 @@ def test_compiled_code_gives_the_golden_bytes(golden: Golden) -> None:
 
 
 @pytest.mark.gpu
-@golden_recipes
-@pytest.mark.parametrize("case", COMPILED_CASES)
+@golden_cases
 def test_cuda_gives_the_golden_bytes(golden: Golden, case: str) -> None:
+    if case == NOT_COMPILED:
+        return
     q = quantize(golden.input(case).cuda(), golden.recipe)
     assert_parts(q.parts(), golden.parts(case), case)
     assert same_bytes(q.dequantize(torch.float32).cpu(), golden.decoded(case))
@@ -192,8 +202,10 @@ def test_compiled_cuda_code_gives_the_golden_bytes(golden: Golden) -> None:
 
 def assert_compiled(golden: Golden, device: str) -> None:
     run = compiled(golden.recipe)
-    for case in COMPILED_CASES:
-        x = as_matrix(golden.input(case))
+    for case in golden.cases:
+        if case == NOT_COMPILED or (golden.row_multiple > 32 and golden.input(case).ndim > 2):
+            continue  # blocks of 128 rows end with each matrix of a stack of smaller ones
+        x = as_matrix(golden.input(case), golden.row_multiple)
         parts, values = run(x.to(device))
         rows = golden.input(case).flatten(0, -2).shape[0]
         for name, part in golden.parts(case).items():

@@ -32,7 +32,7 @@ def values(exponent: int = 0, rows: int = 64) -> Tensor:
 
 
 def spread(scale: Tensor, like: Tensor) -> Tensor:
-    """One entry for each scale -> one for each element."""
+    """One entry for each scale -> one for each element; only where K is a multiple of the block, or one block."""
     if scale.ndim and scale.shape[-1] > 1:
         scale = scale.repeat_interleave(like.shape[-1] // scale.shape[-1], dim=-1)
     return scale.expand(like.shape)

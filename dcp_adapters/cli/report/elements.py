@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcp_adapters.cli.report.tiles import Tile, decoded_parts
+from dcp_adapters.cli.report.tiles import Tile, decoded_parts, matrix_shape
 from qtensor.formats import row_multiple, specs_of
 from qtensor.recipes import Recipe
 
@@ -51,10 +51,10 @@ def counts_elements(recipe: Recipe) -> bool:
 
 @dataclass
 class ElementCounts:
-    """Counts over the pieces of one quantized tensor, [rows, K]."""
+    """Counts over the pieces of one quantized tensor of a shape [.., N, K]."""
 
     recipe: Recipe
-    rows: int
+    shape: tuple[int, ...]
     at_largest: int = 0
     nan_codes: int = 0
     clipped: int = 0
@@ -64,14 +64,20 @@ class ElementCounts:
         self._type = _TYPES[payload.numbers]
         self._packed = payload.block == 2
         self._block = scale.block if scale.per_row else 0
-        self._taken = 0  # scales of blocks that have such an element
+        self.rows, columns = matrix_shape(self.shape)
+        # Blocks that have such an element; square ones end with each matrix, and so may lie in several pieces.
+        self._group, self._height = row_multiple(self.recipe), self.shape[-2] if len(self.shape) > 1 else 1
+        self._taken = 0
+        groups = self.rows // max(self._height, 1) * -(-self._height // self._group) if self._group > 1 else 0
+        blocks = -(-columns // self._block) if self._block else 0
+        self._squares_taken = torch.zeros((groups, blocks), dtype=torch.bool, device="cpu")
         # One scale a row or one for all: their elements may lie in several pieces.
         self._rows_taken = torch.zeros(self.rows if scale.per_row else 1, dtype=torch.bool, device="cpu")
 
     @property
     def saturated(self) -> int:
         """At the largest, beyond one for each scale."""
-        return self.at_largest - self._taken - int(self._rows_taken.sum())
+        return self.at_largest - self._taken - int(self._squares_taken.sum()) - int(self._rows_taken.sum())
 
     def add(self, tile: Tile, reference: Tensor | None) -> None:
         """One piece, with the dense values of that piece where there are some."""
@@ -86,10 +92,10 @@ class ElementCounts:
         if self._block:
             padded = F.pad(largest, (0, -largest.shape[-1] % self._block))  # the last may hold fewer
             blocks = padded.unflatten(-1, (-1, self._block)).any(-1)  # [rows, blocks]
-            group = row_multiple(self.recipe)
-            self._taken += (
-                sum(int(rows.any(0).sum()) for rows in blocks.split(group)) if group > 1 else int(blocks.sum())
-            )
+            if self._group > 1:
+                self._take_squares(blocks.cpu(), tile)
+            else:
+                self._taken += int(blocks.sum())
         elif len(self._rows_taken) == self.rows > 1:
             self._rows_taken[tile.rows] |= largest.any(-1)
         else:
@@ -99,3 +105,13 @@ class ElementCounts:
             parts = {**tile.parts, "payload": payload.view(tile.parts["payload"].dtype)}
             limit = decoded_parts(parts, self.recipe).double().mul_(self._type.slack)
             self.clipped += int((reference.double().abs() > limit).sum())  # under a NaN scale: none
+
+    def _take_squares(self, blocks: Tensor, tile: Tile) -> None:
+        """blocks: bool [rows of the piece, blocks], which of them have an element at the largest."""
+        rows = torch.arange(tile.rows.start, tile.rows.start + len(blocks), dtype=torch.int64, device="cpu")
+        of_matrix = rows // self._height * -(-self._height // self._group)
+        first = tile.columns.start // self._block
+        places = (of_matrix + rows % self._height // self._group, slice(first, first + blocks.shape[1]))
+        found = torch.zeros_like(self._squares_taken[:, places[1]], dtype=torch.int32)
+        found.index_add_(0, places[0], blocks.to(torch.int32))
+        self._squares_taken[:, places[1]] |= found > 0

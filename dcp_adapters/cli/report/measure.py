@@ -83,7 +83,7 @@ def measure_tensor(stored: Entry, tensor: Tensor, reference: Tensor | None = Non
     channels, total = Channels(rows, columns), ErrorSum()
     quantized = tensor if isinstance(tensor, QuantizedTensor) else None
     counted = quantized is not None and counts_elements(quantized.recipe)
-    counts = ElementCounts(quantized.recipe, rows) if quantized is not None and counted else None
+    counts = ElementCounts(quantized.recipe, tuple(stored.shape)) if quantized is not None and counted else None
     looked_at = decodable(stored.dtype)
     has_channels = looked_at and (quantized is not None or tensor.is_floating_point())
     for tile, right in _tiles_beside(tensor, reference) if looked_at else ():

@@ -1,7 +1,8 @@
 """A tensor as pieces of a bounded number of elements: its values, and of a quantized one the parts behind them.
 
 Every tensor is looked at as a matrix [rows, K], leading dims folded into the rows. The pieces of two tensors of one
-shape are the same, whatever their recipes, and no piece cuts a block (square ones have up to 128 rows).
+shape are the same, whatever their recipes. No piece cuts a block (square ones have up to 128 rows), except where blocks
+end with each matrix of a stack.
 """
 
 import math

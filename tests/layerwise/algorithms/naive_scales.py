@@ -26,9 +26,16 @@ def block_shape(x: Array, recipe: Any) -> tuple[int, int]:
     return (x.shape[0] if known.tensor_wide else 1), x.shape[1]
 
 
+def blocks_of(x: Array, recipe: Any, columns: int | None = None) -> Array:
+    """[N, K] -> [groups, rows, blocks, columns], 0 where the last blocks are smaller."""
+    rows, own = block_shape(x, recipe)
+    columns = columns or own
+    padded = np.pad(x, ((0, -x.shape[0] % rows), (0, -x.shape[1] % columns)))
+    return padded.reshape(-1, rows, padded.shape[1] // columns, columns)
+
+
 def amaxes(x: Array, recipe: Any) -> Array:
-    rows, columns = block_shape(x, recipe)
-    return np.abs(x).reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).max(axis=(1, 3))
+    return np.abs(blocks_of(x, recipe)).max(axis=(1, 3))
 
 
 def float8_scale(amax: Array, recipe: Any) -> Array:
@@ -104,14 +111,16 @@ def candidate_scales(x: Array, recipe: Any) -> Iterator[tuple[Array, Array]]:
 def errors(x: Array, recipe: Any, enc: Array, dec: Array, hessian: Array | None = None) -> Array:
     """fp64, of each block, as one scale each of `enc`, `dec` gives."""
     rows, columns = block_shape(x, recipe)
-    enc, dec = (np.repeat(np.repeat(each, rows, axis=0), columns, axis=1) for each in (enc, dec))
+    enc, dec = (
+        np.repeat(np.repeat(each, rows, axis=0), columns, axis=1)[: x.shape[0], : x.shape[1]] for each in (enc, dec)
+    )
     element = facts(recipe).element
     decoded = element.nearest(x / dec if element.uniform else x * enc) * dec
     error = decoded.astype(np.float64) - x.astype(np.float64)
     if hessian is None:
-        terms = error**2
-        return terms.reshape(x.shape[0] // rows, rows, -1, columns).sum(axis=(1, 3))
+        return blocks_of(error**2, recipe).sum(axis=(1, 3))
     padded = np.pad(error, ((0, 0), (0, -x.shape[1] % 16))).reshape(x.shape[0], -1, 16)
     terms = np.einsum("nbi,bij,nbj->nb", padded, hessian.astype(np.float64), padded)
-    blocks = x.shape[1] // columns
-    return terms.reshape(x.shape[0] // rows, rows, blocks, -1).sum(axis=(1, 3))
+    rows_terms = np.pad(terms, ((0, -x.shape[0] % rows), (0, 0)))  # [rows, K / 16]
+    starts = np.arange(0, x.shape[1], columns) // 16
+    return np.add.reduceat(rows_terms.reshape(-1, rows, terms.shape[1]).sum(axis=1), starts, axis=1)

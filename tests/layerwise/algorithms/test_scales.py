@@ -13,7 +13,7 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.search import search
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from qtensor.formats import format_of, shared_amax
 from tests.layerwise.algorithms import naive_scales as naive
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, weight
@@ -67,10 +67,10 @@ def one_a_block(scale: Tensor, x: Tensor, recipe: Any) -> np.ndarray:
     rows, columns = naive.block_shape(x, recipe)
     if scale.ndim == 0:
         return scale.reshape(1, 1).numpy()
-    assert scale.shape == (len(x), x.shape[1] // columns)
-    groups = scale.view(-1, rows, scale.shape[1])
-    assert torch.equal(groups, groups[:, :1].expand_as(groups))
-    return groups[:, 0].numpy()
+    assert scale.shape == (len(x), -(-x.shape[1] // columns))
+    first = scale[::rows]
+    assert torch.equal(scale, first.repeat_interleave(rows, 0)[: len(x)])
+    return first.numpy()
 
 
 def grid_of(quantizer: Any, x: Tensor, recipe: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -166,6 +166,13 @@ def test_inputs_change_what_is_best() -> None:
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8CurrentScaling(granularity="tensor")])
 def test_columns_that_are_no_multiple_of_a_sub_block_take_part(recipe: Any) -> None:
     x, h = trained(48, 41), hessian(41)
+    assert_best(x, recipe, decided(Mse(), x, recipe).quantizer)
+    assert_best(x, recipe, decided(LocalHessian(), x, recipe, inputs_with(h)).quantizer, h)
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), Float8BlockScaling(blocks="row")])
+def test_blocks_that_are_smaller_at_the_ends_get_their_own_scales(recipe: Any) -> None:
+    x, h = trained(200, 331), hessian(331)
     assert_best(x, recipe, decided(Mse(), x, recipe).quantizer)
     assert_best(x, recipe, decided(LocalHessian(), x, recipe, inputs_with(h)).quantizer, h)
 
