@@ -166,7 +166,11 @@ def facts(recipe: Any) -> Facts:
 
 def recipes(wanted: Callable[[Facts], bool]) -> dict[str, Any]:
     """Name -> recipe of those of the table that are wanted and fit K = 64 and 96, on which the suites run."""
-    return {each.name: each.recipe for each in TABLE if wanted(each) and 32 % each.block == 0}
+    return {each.name: each.recipe for each in TABLE if wanted(each) and _fits(each)}
+
+
+def _fits(each: Facts) -> bool:
+    return each.ragged or 32 % each.block == 0
 
 
 # One form of each format a granularity, in the order in which suites number their weights.
@@ -174,5 +178,5 @@ ROW = recipes(lambda each: each.main and not each.square)
 SQUARE = recipes(lambda each: each.main and each.square)
 MAIN = ROW | SQUARE
 TENSOR_WIDE = recipes(lambda each: each.main and each.tensor_wide is not None)
-WIDER_BLOCKS = {each.name: each.recipe for each in TABLE if 32 % each.block}  # for larger K
+WIDER_BLOCKS = {each.name: each.recipe for each in TABLE if not _fits(each)}  # for larger K
 WITH_HISTORY = recipes(lambda each: each.history)
