@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+)
 from qtensor.formats import adopt, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
@@ -68,6 +75,19 @@ def reference_float8(x: np.ndarray, recipe: Float8CurrentScaling) -> dict[str, n
     return {"payload": np.clip(x * enc, -largest, largest).astype(dtype), "scale": (F32(1) / enc).astype(F32)}
 
 
+def reference_float8_blocks(x: np.ndarray, recipe: Float8BlockScaling) -> dict[str, np.ndarray]:
+    """Each block as a tensor of its own."""
+    whole = Float8CurrentScaling(element=recipe.element, granularity="tensor", power_of_two=recipe.power_of_two)
+    rows = 128 if recipe.blocks == "square" else 1
+    payload, scale = np.empty(x.shape, ELEMENT[recipe.element][0]), np.empty((len(x), -(-x.shape[1] // 128)), F32)
+    for top in range(0, len(x), rows):
+        for left in range(0, x.shape[1], 128):
+            found = reference_float8(x[top : top + rows, left : left + 128], whole)
+            payload[top : top + rows, left : left + 128] = found["payload"]
+            scale[top : top + rows, left // 128] = found["scale"]
+    return {"payload": payload, "scale": scale}
+
+
 def reference_mxfp8(x: np.ndarray, recipe: MXFP8BlockScaling) -> dict[str, np.ndarray]:
     dtype, largest = ELEMENT[recipe.element]
     amax = blockwise_amax(x, 32 if recipe.blocks == "square" else 1, 32)
@@ -97,6 +117,7 @@ def reference_nvfp4(x: np.ndarray, recipe: NVFP4BlockScaling) -> dict[str, np.nd
 
 REFERENCES: dict[type, Callable[[np.ndarray, Any], dict[str, np.ndarray]]] = {
     Float8CurrentScaling: reference_float8,
+    Float8BlockScaling: reference_float8_blocks,
     MXFP8BlockScaling: reference_mxfp8,
     NVFP4BlockScaling: reference_nvfp4,
 }
