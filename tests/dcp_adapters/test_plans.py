@@ -118,7 +118,7 @@ def piece(part: Tensor, q: QuantizedTensor, box: Box) -> Tensor:
             block = -(-q.shape[dim] // part.shape[dim])
             assert not start % block
             assert not size % block or start + size == q.shape[dim]
-            part = part.narrow(dim, start // block, size // block)
+            part = part.narrow(dim, start // block, -(-size // block))
     return part
 
 
