@@ -115,10 +115,10 @@ def piece(part: Tensor, q: QuantizedTensor, box: Box) -> Tensor:
         if dim < q.ndim - 1:
             part = part.narrow(dim, start, size)
         elif part.shape[dim] > 1:
-            block = q.shape[dim] // part.shape[dim]
+            block = -(-q.shape[dim] // part.shape[dim])
             assert not start % block
-            assert not size % block
-            part = part.narrow(dim, start // block, size // block)
+            assert not size % block or start + size == q.shape[dim]
+            part = part.narrow(dim, start // block, -(-size // block))
     return part
 
 

@@ -23,15 +23,15 @@ TENSOR_WIDE = Float8CurrentScaling(granularity="tensor")
 
 @every_recipe
 def test_a_write_into_some_columns_is_refused(recipe) -> None:
-    q = quantize(weight(64, 64), recipe)
+    q = quantize(weight(64, 256), recipe)
     before = q.clone()
     with pytest.raises(RuntimeError, match="a slice of columns is a copy, so the write would be lost"):
-        q[:, :32] = 0.0
+        q[:, :128] = 0.0
     with pytest.raises(RuntimeError, match="clone\\(\\) the slice to own it"):
-        q[:, 32:].zero_()
+        q[:, 128:].zero_()
     assert same_parts(q, before)
-    own = q[:, 32:].clone()
-    assert torch.equal(own.zero_().dequantize(), torch.zeros(64, 32, dtype=own.dtype))
+    own = q[:, 128:].clone()
+    assert torch.equal(own.zero_().dequantize(), torch.zeros(64, 128, dtype=own.dtype))
 
 
 def test_the_first_rows_of_an_fsdp_shard_share_its_scale_and_refuse_another_one() -> None:
@@ -55,9 +55,9 @@ def test_a_matrix_of_a_view_of_some_refuses_a_scale_that_the_others_share(recipe
 
 @every_recipe
 def test_a_matrix_of_some_columns_is_a_copy_and_refuses_writes(recipe) -> None:
-    q = quantize(weight(128, 64).view(2, 64, 64), recipe)
+    q = quantize(weight(128, 256).view(2, 64, 256), recipe)
     with pytest.raises(RuntimeError, match="a slice of columns is a copy"):
-        q[:, :, :32][0].zero_()
+        q[:, :, :128][0].zero_()
 
 
 def test_views_and_indices_out_of_range_raise() -> None:

@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Int4GroupScaling,
     MXFP4BlockScaling,
@@ -76,6 +77,19 @@ def reference_float8(x: np.ndarray, recipe: Float8CurrentScaling) -> dict[str, n
     return {"payload": np.clip(x * enc, -largest, largest).astype(dtype), "scale": (F32(1) / enc).astype(F32)}
 
 
+def reference_float8_blocks(x: np.ndarray, recipe: Float8BlockScaling) -> dict[str, np.ndarray]:
+    """Each block as a tensor of its own."""
+    whole = Float8CurrentScaling(element=recipe.element, granularity="tensor", power_of_two=recipe.power_of_two)
+    rows = 128 if recipe.blocks == "square" else 1
+    payload, scale = np.empty(x.shape, ELEMENT[recipe.element][0]), np.empty((len(x), -(-x.shape[1] // 128)), F32)
+    for top in range(0, len(x), rows):
+        for left in range(0, x.shape[1], 128):
+            found = reference_float8(x[top : top + rows, left : left + 128], whole)
+            payload[top : top + rows, left : left + 128] = found["payload"]
+            scale[top : top + rows, left // 128] = found["scale"]
+    return {"payload": payload, "scale": scale}
+
+
 def e8m0_code(amax: np.ndarray, rounding: str, largest: Any) -> np.ndarray:
     if rounding == "up":
         mantissa, exponent = np.frexp(amax * (F32(1) / largest))  # v = mantissa 2^exponent, mantissa in [0.5, 1)
@@ -130,6 +144,7 @@ REFERENCES: dict[type, Callable[[np.ndarray, Any], dict[str, np.ndarray]]] = {
     Float8CurrentScaling: reference_float8,
     Int4GroupScaling: reference_int4,
     MXFP4BlockScaling: reference_mxfp4,
+    Float8BlockScaling: reference_float8_blocks,
     MXFP8BlockScaling: reference_mxfp8,
     NVFP4BlockScaling: reference_nvfp4,
 }
