@@ -58,6 +58,7 @@ def scales_of(param: Tensor) -> SharedScales | None:
 def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> int:
     """Make every shared scale agreed, by re-encoding the shards whose scale differs onto the largest one.
 
+    Square blocks that a shard boundary cuts are agreed on, too: their pieces get the scale of their largest element.
     Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard), and with
     storage="high_precision" after every optimizer step. Shards that hold the largest scale, or agree already, keep
     their bytes. A shard that holds only zeros never decides a scale. A weight that still has its high-precision initial

@@ -34,7 +34,7 @@ from tests.ranks import run_ranks, run_ranks_catching
 from tests.recipes import facts
 
 DENSE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-COLUMNS = 128  # four column cuts of one block of 32
+COLUMNS = 512  # four column cuts of one block of 128
 ROWS = {"even": 64, "uneven": 96, "few": 32}  # on 3 and 4 ranks cuts fall inside of square blocks
 
 
