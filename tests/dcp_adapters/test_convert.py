@@ -215,7 +215,7 @@ def test_partial_loads_convert_what_they_name(shared_tmp_path: Path) -> None:
 def test_a_preserved_initial_value_is_the_dense_value_it_was_quantized_from(tmp_path: Path) -> None:
     save({"weight": dense_net(0).layers[0].weight, "q": source("nvfp4", 64)}, tmp_path)
     with quantized_model_init(EVERY["mxfp8"], preserve_high_precision_init_val=True):
-        first, second = (nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), nn.Linear(128, 64, bias=False))
+        first, second = (nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), nn.Linear(COLUMNS, 64, bias=False))
     load({"weight": first.weight, "q": second.weight}, tmp_path, on_mismatch="convert")
     assert torch.equal(high_precision_init_val(first.weight).bfloat16(), dense_net(0).layers[0].weight)
     assert high_precision_init_val(second.weight) is None  # the bytes it holds came from no dense value
