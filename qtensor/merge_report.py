@@ -47,14 +47,17 @@ class MergedWeight:
         return self.error_norm / self.merged_norm if self.merged_norm else 0.0
 
     @property
-    def worse(self) -> bool:
-        """Whether W' is farther from W + update than W was."""
-        return self.error_norm > self.update_norm
+    def lost(self) -> bool:
+        """Whether rounding took the update back: less than a tenth survived.
+
+        It is not "nothing changed", since scales in fp32 follow the amax, and then every element moves a little.
+        """
+        return self.survived < NEARLY_NOTHING and self.error_norm < 2 * self.update_norm
 
     @property
-    def lost(self) -> bool:
-        """Whether rounding took the update back, or nearly so: scales in fp32 follow any change of an amax a little."""
-        return self.update_norm > 0 and self.survived < NEARLY_NOTHING and not self.worse
+    def worse(self) -> bool:
+        """Whether W' is farther from W + update than W was; an update that is `lost` may add as much again."""
+        return self.error_norm > self.update_norm and not self.lost
 
     def __str__(self) -> str:
         """One line."""
@@ -75,8 +78,8 @@ class MergeReport:
     weights: tuple[MergedWeight, ...]
 
     def __getitem__(self, name: str) -> MergedWeight:
-        """What became of the update of the weight of this name."""
-        return next(weight for weight in self.weights if weight.name == name)
+        """What became of the update of the weight of this name; KeyError where it had none."""
+        return {weight.name: weight for weight in self.weights}[name]
 
     def __str__(self) -> str:
         """One line a weight."""

@@ -163,10 +163,9 @@ class _Weight:
     def merged(self, agreed: Tensor | None, *, moves: bool) -> Tensor:
         """Write the sum under what was agreed on, if the update moves any element; fp64 [COLUMNS]: what it did."""
         before, change = self.values(), self.change()
-        wanted = before + change
         if moves:
-            self._write(self._stored(wanted), agreed)
-        return _sums(before, change, wanted, self.values() if moves else before)
+            self._write(self._stored(before + change), agreed)
+        return _sums(before, change, self.values() if moves else before)
 
     def _stored(self, values: Tensor) -> Tensor:
         """fp32 values in the dtype in which a dense weight keeps them."""
@@ -264,7 +263,7 @@ def _unfit(param: Tensor, update: Update) -> str | None:
     if param.is_meta:
         return "it is on the meta device; call to_empty() and load it first"
     if param.dtype not in APPEARANCE_DTYPES:
-        return f"it holds {param.dtype}; expected bfloat16, float16, float32 or a quantized weight"
+        return f"it holds {param.dtype}; expected bf16, fp16, fp32 or a quantized weight"
     if isinstance(update, LowRankUpdate) and update.shape != tuple(param.shape):
         return f"the update has shape {update.shape}, the weight {tuple(param.shape)}"
     return None
@@ -299,14 +298,13 @@ def _warn(report: MergeReport) -> None:
         )
 
 
-def _sums(before: Tensor, change: Tensor, wanted: Tensor, after: Tensor) -> Tensor:
+def _sums(before: Tensor, change: Tensor, after: Tensor) -> Tensor:
     """fp64 [COLUMNS], see merge_report.py; in pieces, so that no fp64 copy is large."""
     size = kernels.CHUNK.get(before.device.type, kernels.CHUNK_ELSEWHERE)
     total = torch.zeros(COLUMNS, dtype=torch.float64, device=before.device)
-    flat = (tensor.reshape(-1).split(size) for tensor in (before, change, wanted, after))
-    for was, update, right, now in zip(*flat, strict=True):
-        moved, asked, off = now.double() - was.double(), update.double(), now.double() - right.double()
+    for was, update, now in zip(*(x.reshape(-1).split(size) for x in (before, change, after)), strict=True):
+        moved, asked, wanted = now.double() - was.double(), update.double(), was.double() + update.double()
         changed = (now != was) & ~(now.isnan() & was.isnan())
-        products = (moved * asked, asked.square(), off.square(), right.double().square(), changed.double())
+        products = (moved * asked, asked.square(), (moved - asked).square(), wanted.square(), changed.double())
         total += torch.stack([product.sum() for product in products])
     return total
