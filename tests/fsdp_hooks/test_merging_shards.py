@@ -6,6 +6,7 @@ rows than a block, or none.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -293,3 +294,28 @@ def test_gathered_weights_are_refused() -> None:
             "ValueError: merge_: up.weight: it is gathered for a forward, not a shard; call reshard() on its FSDP "
             "module, and take it anew. No weight was written"
         )
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+def _loses_an_update() -> tuple[list[str], list[bool]]:
+    """Only the rows of the last rank get a part of it, and lose it; `down` has an update that arrives."""
+    reference, net = build("mxfp8"), sharded("mxfp8", (3,))
+    change = torch.zeros(reference.up.weight.shape)
+    change[-1] = reference.up.weight.dequantize(torch.float32)[-1] * 2.0**-7  # half a step is at least 2^-5 of a value
+    updates = {
+        "up.weight": lambda index: change[index],
+        "down.weight": full_update("down.weight", reference.down.weight),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = merge_(net, updates)
+    return [str(each.message) for each in caught], [weight.lost for weight in report.weights]
+
+
+def test_all_ranks_warn_of_an_update_that_one_of_them_lost() -> None:
+    for texts, lost in run_ranks(3, _loses_an_update):
+        assert lost == [True, False]
+        assert [text.partition(":")[0] for text in texts] == ["merge_"]
+        assert "took the update back from up.weight: nearly all" in texts[0]
