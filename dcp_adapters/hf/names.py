@@ -22,7 +22,16 @@ HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
 # Models (`model_type`) whose files have linears of experts under other names than <experts>.<e>.gate_proj, up_proj and
 # down_proj: w1, w3, w2 and the like, or one tensor for all. Recent transformers rename them when they load.
 RENAMED = frozenset(
-    {"aria_text", "deepseek_v4", "granitemoe", "granitemoehybrid", "granitemoeshared", "kimi_linear", "lfm2_moe"}
+    {
+        "aria_text",
+        "deepseek_v4",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "kimi_linear",
+        "lfm2_moe",
+    }
     | {"minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "phimoe", "qwen3_vl_moe"}
 )
 COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a module's parameters
@@ -37,7 +46,8 @@ def plain_name(name: str) -> str:
 class Piece:
     """A linear [N, K] that engines know by a module's name: some rows of one expert, or all of a weight.
 
-    expert: its number, None for a weight of 2 dims. rows: (first, last + 1) in the weight [.., N, K].
+    expert: its number, None for a weight of 2 dims, and for one of all experts that is stored whole. rows: (first,
+    last + 1) in the weight [.., N, K].
     """
 
     module: str
@@ -66,6 +76,14 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
         for expert in range(shape[0])
         for number, half in enumerate(halves)
     ]
+
+
+def whole_experts(name: str, shape: Sequence[int]) -> list[Piece] | None:
+    """A weight of all experts as the one piece that it is where it is stored whole; None for any other."""
+    parent, _, own = name.rpartition(".")
+    if len(shape) != 3 or parent.rpartition(".")[2] != "experts" or own not in ("gate_up_proj", "down_proj"):
+        return None
+    return [Piece(name, None, (0, shape[1]))]
 
 
 def turned_experts(shapes: Mapping[str, Sequence[int]]) -> set[str]:

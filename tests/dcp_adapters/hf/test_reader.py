@@ -30,7 +30,12 @@ from tests.dcp_adapters.hf.directories import (
     write,
 )
 
-SCHEMES = [(layout.name, scheme) for layout in LAYOUTS.values() for scheme in layout.schemes]
+SCHEMES = [  # of linears of 64 columns
+    (layout.name, scheme)
+    for layout in LAYOUTS.values()
+    for scheme in layout.schemes
+    if layout.experts == "each" and scheme.kind != "int4_128"
+]
 LAYER = "model.layers.0.self_attn.q_proj"
 GROUP = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
 FP8_ROW = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -218,7 +223,13 @@ NVFP4 = {
     "a.weight_scale": codes(32, 4).view(torch.float8_e4m3fn),
     "a.weight_global_scale": torch.ones(1),
 }
+GPT_OSS = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
 NVFP4_CT = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+PACK = {
+    "a.weight_packed": codes(32, 8, dtype=torch.int32),
+    "a.weight_scale": torch.ones(32, 2, dtype=torch.bfloat16),
+    "a.weight_shape": torch.tensor([32, 64]),
+}
 REFUSED = {
     "int4": (
         {
@@ -227,7 +238,41 @@ REFUSED = {
             "a.weight_shape": torch.tensor([32, 64]),
         },
         ct(INT4),
-        "a: weight_packed I32 [32, 8], weight_scale F32 [32, 2], weight_shape I64 [2]: integers packed into int32 (",
+        "a: weight_packed I32 [32, 8], weight_scale F32 [32, 2], weight_shape I64 [2]: INT4 in groups whose scales are",
+    ),
+    "int4, fp16": (
+        {**PACK, "a.weight_scale": torch.ones(32, 2).half()},
+        ct(INT4),
+        "whose scales are not bf16, which is",
+    ),
+    "int4, other groups": (
+        {**PACK, "a.weight_scale": torch.ones(32, 4).bfloat16()},
+        ct({**INT4, "group_size": 16}),
+        "integers packed into int32 (pack-quantized), of other bits or in other groups (the JSON says num_bits 4, type",
+    ),
+    "int8, packed": (
+        {**PACK, "a.weight_packed": codes(32, 16, dtype=torch.int32), "a.weight_scale": torch.ones(32, 1).bfloat16()},
+        ct({**INT4, "num_bits": 8, "group_size": 64}),
+        "config.json says weights of num_bits 8, expected 4",
+    ),
+    "int8, packed as wide as int4": (PACK, ct({**INT4, "num_bits": 8}), "says weights of num_bits 8, expected 4"),
+    "int4, another shape": (
+        {**PACK, "a.weight_shape": torch.tensor([32, 60])},
+        ct(INT4),
+        "a.weight_shape: it says [32, 60], and the codes are those of [32, 64]",
+    ),
+    "int4, zero points": (
+        {**PACK, "a.weight_zero_point": codes(4, 2, dtype=torch.int32)},
+        ct({**INT4, "symmetric": False}),
+        ": zero points",
+    ),
+    "int4, asymmetric": (PACK, ct({**INT4, "symmetric": False}), "weights of symmetric False, expected True"),
+    "int4, actorder": ({**PACK, "a.weight_g_idx": codes(64, dtype=torch.int32)}, ct(INT4), "(actorder)"),
+    "int4, said actorder": (PACK, ct({**INT4, "actorder": "weight"}), "weights with actorder 'weight'"),
+    "int4, int8 inputs": (
+        PACK,
+        ct(INT4, {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}),
+        "inputs of num_bits 8, expected 4",
     ),
     "int8": (
         {"a.weight": codes(32, 64, dtype=torch.int8), "a.weight_scale": torch.ones(32, 1)},
@@ -244,7 +289,12 @@ REFUSED = {
         ct(FP8_ROW),
         "FP8 in blocks of 128 x 128",
     ),
-    "mxfp4": ({"a.weight_packed": codes(32, 32), "a.weight_scale": codes(32, 2)}, ct(FP8_ROW), ": MXFP4"),
+    "mxfp4": (
+        {"a.weight_packed": codes(32, 32), "a.weight_scale": codes(32, 2)},
+        ct(FP8_ROW),
+        "mxfp4 weights with unquantized inputs, and config.json says weights of num_bits 8, expected 4; weights of",
+    ),
+    "mxfp4, other blocks": ({"a.weight_packed": codes(32, 32), "a.weight_scale": codes(32, 4)}, ct(FP8_ROW), ": MXFP4"),
     "w4a8": (
         {"a.weight": codes(16, 64), "a.weight_scale": torch.ones(32, 1), "a.input_scale": torch.ones(())},
         modelopt("W4A8_AWQ"),
@@ -270,6 +320,27 @@ REFUSED = {
         {},
         "e: gate_up_proj_blocks U8 [4, 8, 16], gate_up_proj_scales U8 [4, 8]",
     ),
+    "gpt-oss, other blocks": (
+        {"e.gate_up_proj_blocks": codes(2, 4, 8, 8), "e.gate_up_proj_scales": codes(2, 4, 8)},
+        GPT_OSS,
+        "e.gate_up_proj: _blocks U8 [2, 4, 8, 8], _scales U8 [2, 4, 8]: MXFP4",
+    ),
+    "gpt-oss, scales alone": (
+        {"e.gate_up_proj_scales": codes(2, 4, 8)},
+        GPT_OSS,
+        "e.gate_up_proj: _scales U8 [2, 4, 8]: scales without a weight",
+    ),
+    "gpt-oss, not converted": (
+        {"m.0.e.gate_up_proj_blocks": codes(2, 4, 8, 16), "m.0.e.gate_up_proj_scales": codes(2, 4, 8)},
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["m.*.e"]}},
+        "config.json says by modules_to_not_convert that m.*.e is not quantized",
+    ),
+    "gpt-oss, modules": (
+        ROW,
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}},
+        "the modules_to_not_convert of config.json are 'lm_head', expected names",
+    ),
+    "gpt-oss, other codes": (ROW, GPT_OSS, "a: weight F8_E4M3 [32, 64]: "),
     "other shape": (
         {**ROW, "a.weight_scale": torch.ones(31, 1)},
         ct(FP8_ROW),
@@ -358,9 +429,9 @@ REFUSED = {
         f"quant_method {method}": (  # a name of its own: some of these words are cases above
             ROW,
             {"quantization_config": {"quant_method": method}},
-            f"its quant_method is {method!r}, which the library does not read; it reads compressed-tensors, modelopt,",
+            f"its quant_method is {method!r}, which the library does not read; it reads compressed-tensors, ",
         )
-        for method in ("gptq", "awq", "fp8", "bitsandbytes", "mxfp4")
+        for method in ("gptq", "awq", "fp8", "bitsandbytes")
     },
     "no object": (ROW, {"quantization_config": "fp8"}, "the quantization_config of config.json is 'fp8'"),
 }
