@@ -11,7 +11,6 @@ here, before anything is loaded: those of experts must agree, and one stored as 
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +21,13 @@ from torch import Tensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, SHAPE, StoredAs, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, SHAPE, StoredAs, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
+from dcp_adapters.hf.recorded import appearance, recorded_recipes
 from dcp_adapters.hf.schemes import DTYPES, Contents, FileLinear
 from dcp_adapters.manifest import Manifest
 from dcp_adapters.part_places import part_box
-from dcp_adapters.recipe_names import DTYPES as APPEARANCES
-from dcp_adapters.words import in_lines, listed, short
+from dcp_adapters.words import in_lines, listed
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
 from qtensor.recipes import Recipe
@@ -147,8 +146,8 @@ class _Presentation:
         self.directory, self.wanted, self.look = directory, wanted, look
         self.turned = turned_experts({name: want.shape for name, want in wanted.items()})
         self.linears, self.dense, self.scales = dict(contents.linears), dict(contents.dense), dict(contents.scales)
-        self.recipes = _recorded(directory)
-        self.appearance = _appearance(directory) if self.linears else torch.bfloat16
+        self.recipes = recorded_recipes(directory)
+        self.appearance = appearance(directory) if self.linears else torch.bfloat16
         self.problems: list[str] = []
         self.out = Presented(contents.layout)
 
@@ -334,30 +333,3 @@ def _read_part(stored: StoredAs, spec: PartSpec) -> Callable[[Tensor], Tensor]:
         return part if spec.per_row else part.reshape(())
 
     return read
-
-
-def _recorded(directory: Directory) -> dict[str, Recipe]:
-    """The recipes in the metadata of the files."""
-    recipes: dict[str, Recipe] = {}
-    for text in directory.notes.get(RECIPES, ()):
-        try:
-            record = json.loads(text)
-            found = {name: Recipe.from_json(value) for name, value in record.items()}
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{directory.path}: {RECIPES} in the metadata of its files is no recipe for each weight: {error}"
-            ) from error
-        for name, recipe in found.items():
-            if recipes.setdefault(name, recipe) != recipe:
-                raise ValueError(f"{directory.path}: {name} has two recipes: {recipes[name]} and {recipe}")
-    return recipes
-
-
-def _appearance(directory: Directory) -> torch.dtype:
-    """The dtype that quantized weights have where no target says it: config.json's, or bf16."""
-    said = directory.config.get("dtype") or directory.config.get("torch_dtype") or "bfloat16"
-    if not isinstance(said, str) or said not in APPEARANCES:
-        raise ValueError(
-            f"{directory.path}: config.json says dtype {short(said)}, expected one of {', '.join(APPEARANCES)}"
-        )
-    return APPEARANCES[said]

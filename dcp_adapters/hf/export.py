@@ -39,6 +39,7 @@ from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide
 
 BUILT_IN = (COMPRESSED_TENSORS, GPT_OSS, MODELOPT)
+OF_WHOLE_EXPERTS = {model: layout.name for layout in BUILT_IN for model in layout.models}
 
 
 def export_hf(  # noqa: PLR0913 - options of one operation
@@ -168,12 +169,18 @@ def _check_names(source: Source, described: ModelConfig, layout: Layout) -> None
             f"layout={layout.name!r} is that of {', '.join(sorted(layout.models))}, and the config is that of "
             f'{", ".join(sorted(types))}; use layout="compressed-tensors"'
         )
-    renamed = types & (RENAMED - layout.models)
+    renamed, whole = types & RENAMED, types & OF_WHOLE_EXPERTS.keys() - layout.models
     experts = [
         name
         for name, record in source.entries.items()
         if len(record.shape) == 3 and pieces_of(name, record.shape) is not None
     ]
+    quantized = [name for name in experts if source.entries[name].recipe is not None]
+    if whole and quantized:
+        model = whole.pop()
+        raise ValueError(
+            f'{quantized[0]}: engines know the experts of {model} in layout="{OF_WHOLE_EXPERTS[model]}" alone; use that'
+        )
     if renamed and experts:
         raise ValueError(
             f"{experts[0]}: engines know the experts of {renamed.pop()} by other names than those of the model in "

@@ -22,16 +22,7 @@ HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
 # Models (`model_type`) whose files have linears of experts under other names than <experts>.<e>.gate_proj, up_proj and
 # down_proj: w1, w3, w2 and the like, or one tensor for all. Recent transformers rename them when they load.
 RENAMED = frozenset(
-    {
-        "aria_text",
-        "deepseek_v4",
-        "gpt_oss",
-        "granitemoe",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "kimi_linear",
-        "lfm2_moe",
-    }
+    {"aria_text", "deepseek_v4", "granitemoe", "granitemoehybrid", "granitemoeshared", "kimi_linear", "lfm2_moe"}
     | {"minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "phimoe", "qwen3_vl_moe"}
 )
 COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a module's parameters

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from dcp_adapters import import_hf, read_manifest
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.as_checkpoint import Slice
 from dcp_adapters.hf.delayed import history_of
-from dcp_adapters.hf.layout import KINDS, LAYOUTS, Scheme
+from dcp_adapters.hf.directory import FileTensor
+from dcp_adapters.hf.layout import BLOCKS, KINDS, LAYOUTS, WORDS, Form, Scheme
 from dcp_adapters.hf.reader import HuggingFaceReader
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, contents, quantize
 from tests.dcp_adapters.cases import assert_holds, bits, values
@@ -213,6 +215,27 @@ def test_the_history_of_a_foreign_scale_is_next_to_it() -> None:
         assert abs(stepped.scale.view(torch.int32).item() - one.view(torch.int32).item()) <= 1
 
 
+# -- parts in another form ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "shape"), [(WORDS, (3, 8)), (BLOCKS, (3, 2, 16))])
+def test_any_columns_are_cut_out_of_words_and_blocks(form: Form, shape: tuple[int, ...]) -> None:
+    part = (torch.arange(96) * 37 % 256).to(torch.uint8).reshape(3, 32)
+    stored: Any = form.write(part)
+    assert stored.shape == shape
+    for first in range(32):
+        for last in range(first + 1, 33):
+            source = Slice(FileTensor("a", "f", "I32", shape), form.read, columns=form.columns)
+            assert torch.equal(source.take(stored, (1, first), (2, last - first)), part[1:, first:last])
+
+
+def test_words_are_the_bytes_of_little_endian_machines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.byteorder", "big")
+    for convert, tensor in ((WORDS.write, codes(2, 8)), (WORDS.read, codes(2, 8, dtype=torch.int32))):
+        with pytest.raises(NotImplementedError, match="codes would be out of order; use a little-endian machine"):
+            convert(tensor)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
@@ -340,7 +363,7 @@ REFUSED = {
         {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}},
         "the modules_to_not_convert of config.json are 'lm_head', expected names",
     ),
-    "gpt-oss, other codes": (ROW, GPT_OSS, "a: weight F8_E4M3 [32, 64]: "),
+    "gpt-oss, other codes": (ROW, GPT_OSS, "  a: weight F8_E4M3 [32, 64]"),
     "other shape": (
         {**ROW, "a.weight_scale": torch.ones(31, 1)},
         ct(FP8_ROW),
