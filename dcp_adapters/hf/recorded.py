@@ -1,4 +1,4 @@
-"""What a directory records of its quantized weights beside their tensors: their recipes, and the dtype they appear in."""
+"""What a directory records of its quantized weights beside their tensors: recipes, and the dtype they appear in."""
 
 import json
 
