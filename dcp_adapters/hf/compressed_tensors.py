@@ -9,6 +9,8 @@ from dcp_adapters.hf.layout import (
     INPUT_SCALE,
     ONE,
     ONE_OVER,
+    SHAPE,
+    WORDS,
     Layout,
     Linears,
     Scheme,
@@ -16,6 +18,7 @@ from dcp_adapters.hf.layout import (
     StoredAs,
     register_layout,
 )
+from qtensor.int4 import GROUPS
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_TENSOR = {**FP8, "strategy": "tensor", "dynamic": False}
@@ -30,6 +33,8 @@ NVFP4 = {
     "group_size": 16,
     "scale_dtype": "torch.float8_e4m3fn",
 }
+MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
 
 
 def _entry(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, *stored: StoredAs) -> SchemeEntry:
@@ -43,6 +48,11 @@ _NVFP4 = (
     StoredAs("payload", "weight_packed"),
     StoredAs("scale", "weight_scale"),
     StoredAs("global_scale", "weight_global_scale", ONE_OVER),
+)
+_INT4 = (
+    StoredAs("payload", "weight_packed", WORDS),
+    StoredAs("scale", "weight_scale"),
+    StoredAs(SHAPE, "weight_shape"),
 )
 SCHEMES = {
     Scheme("fp8_tensor", "dynamic"): _entry(
@@ -72,6 +82,17 @@ SCHEMES = {
         *_NVFP4,
         StoredAs(INPUT_SCALE, "input_global_scale", ONE_OVER),
     ),
+    Scheme("mxfp4", "none"): _entry(
+        "mxfp4-pack-quantized",
+        {**MXFP4, "scale_dtype": "torch.uint8"},
+        None,
+        StoredAs("payload", "weight_packed"),
+        StoredAs("scale", "weight_scale"),
+    ),
+    **{
+        Scheme(f"int4_{group}", "none"): _entry("pack-quantized", {**INT4, "group_size": group}, None, *_INT4)
+        for group in GROUPS
+    },
 }
 
 

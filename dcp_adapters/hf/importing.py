@@ -39,7 +39,7 @@ def import_hf(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> dict[str, Tensor]:
-    """Load a Hugging Face directory: dense, or quantized by compressed-tensors (llm-compressor), ModelOpt or export_hf.
+    """Load a Hugging Face directory: dense, or quantized by llm-compressor, ModelOpt or export_hf, or gpt-oss's.
 
     With several ranks all of the default process group call it, each with its shards of the same model, before or after
     `fully_shard` and `parallelize_module`; each reads the slices that its shards need. Payloads and scales of quantized

@@ -43,6 +43,7 @@ SCHEMES = {
 _STATIC_FP8 = (
     'its engines divide by the input_scale: calibrate one (inputs="static"), or use layout="compressed-tensors"'
 )
+_NOT_ITS = 'use layout="compressed-tensors"'
 _ROWS = 'its engines scale each token: leave the input scales out, or use layout="compressed-tensors"'
 
 
@@ -111,6 +112,10 @@ MODELOPT = Layout(
     schemes=SCHEMES,
     kv_scales={"k_scale": "k_proj.k_scale", "v_scale": "v_proj.v_scale"},
     json=_json,
-    lacks={Scheme("fp8_tensor", "dynamic"): _STATIC_FP8, Scheme("fp8_row", "static"): _ROWS},
+    lacks={
+        Scheme("fp8_tensor", "dynamic"): _STATIC_FP8,
+        Scheme("fp8_row", "static"): _ROWS,
+        **{Scheme(kind, "none"): _NOT_ITS for kind in ("mxfp4", "int4_32", "int4_64", "int4_128")},
+    },
 )
 register_layout(MODELOPT)
