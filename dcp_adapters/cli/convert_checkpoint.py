@@ -31,6 +31,7 @@ from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, refuse_taken
 from dcp_adapters.stored.progress_bar import Advance, unseen
+from qtensor import exact
 from qtensor.formats import APPEARANCE_DTYPES, column_multiple
 from qtensor.recipes import Recipe
 from qtensor.selection import matches, unmatched
@@ -133,7 +134,8 @@ def converted(value: Tensor, to: Target) -> Tensor:
         return quantize(value, to)
     if value.recipe.stored == to.stored:
         return value
-    return QuantizedTensor.from_parts(quantize(value.dequantize(torch.float32), to).parts(), to, value.dtype)
+    parts = exact.converted(value.dequantize(torch.float32), to, value.parts(), value.recipe)
+    return QuantizedTensor.from_parts(parts, to, value.dtype)
 
 
 def _is(tensor: Entry, to: Target) -> bool:
