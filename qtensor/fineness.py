@@ -70,16 +70,20 @@ def fits(enc: Tensor, facts: Fineness, step: int) -> Tensor:
 
 def _facts(x: Tensor, block: int, mantissa: int) -> Fineness:
     """Of rows [n, K]: [n, blocks] each."""
+
+    def largest(each: Tensor) -> Tensor:
+        each = each.to(torch.float32)
+        return tile(each, block).amax(dim=-1) if block else each.amax(dim=-1, keepdim=True)
+
     whole = finite(x)
+    amax, nan, number = largest(finite_magnitude(x)), largest(x.isnan()), largest(whole)
+    infinite = largest(~whole & ~x.isnan())
     bits = torch.where(whole, x, 0.0).view(torch.int32) & 0x7FFFFFFF
-    exponent = bits >> 23
-    digits = (bits & 0x7FFFFF) | ((exponent > 0).to(torch.int32) << 23)  # value = digits * 2^(max(exponent, 1) - 150)
+    exponent = (bits >> 23).clamp_(min=1)
+    # value = digits * 2^(exponent - 150); below 2^23 the number is subnormal, and its bits are its digits
+    digits = torch.where(bits < 1 << 23, bits, (bits & 0x7FFFFF) | 1 << 23)
     last = digits & -digits
-    low = (last.to(torch.float32).view(torch.int32) >> 23) + exponent.clamp(min=1) - 277  # p
-    some = digits > 0
-    depth = torch.where(some, ORIGIN - low, 0.0)
-    broken = (some & (digits >= last << (mantissa + 1))) | (x.abs() == torch.inf)
-    each = (finite_magnitude(x), depth, broken.float(), x.isnan().float(), whole.float())
-    if not block:
-        return Fineness(*(fact.amax(dim=-1, keepdim=True) for fact in each))
-    return Fineness(*(tile(fact, block).amax(dim=-1) for fact in each))
+    long = largest((digits > 0) & (digits >= last << (mantissa + 1)))
+    low = (last.to(torch.float32).view(torch.int32) >> 23).add_(exponent).sub_(277)  # p
+    depth = largest(torch.where(digits > 0, ORIGIN - low, 0.0))
+    return Fineness(amax, depth, torch.maximum(long, infinite), nan, number)

@@ -379,7 +379,8 @@ def test_convert_and_diff(checkpoint: str, capsys: pytest.CaptureFixture[str]) -
     out = f"{checkpoint}-b"
     arguments = ("--to", "mxfp8", "--option", "blocks=square", "--exclude", "*.b.*")
     assert succeeds(capsys, "convert", checkpoint, out, *arguments) == (
-        f"{out}: 1 tensors converted to mxfp8-square, 3 entries copied\n"
+        "rounded         from   max |B-A|  |B-A|/|A|  SNR dB\n"
+        f"{out}: 1 tensors converted to mxfp8-square (0 exactly, 1 rounded), 3 entries copied\n"
     )
     (difference,) = json.loads(succeeds(capsys, "diff", checkpoint, out, "--json", status=1))["differences"]
     assert (difference["name"], difference["kind"]) == ("model.a.weight", "recipe")
@@ -457,4 +458,5 @@ def test_the_module_runs_as_a_program(checkpoint: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{checkpoint}-b: 1 tensors converted to nvfp4, 3 entries copied\n"
+    summary = f"{checkpoint}-b: 1 tensors converted to nvfp4 (0 exactly, 1 rounded), 3 entries copied"
+    assert done.stdout.splitlines()[-1] == summary
