@@ -118,8 +118,8 @@ def _format(recipe: Recipe) -> Any:
 
 
 def _fits_powers(b: Recipe) -> bool:
-    """Whether the format can look for powers of two; with a history, it scales by that alone."""
-    return hasattr(_format(b), "fitted") and not keeps_history(b)
+    """Whether B's usual scales are not powers of two, but could be; a history decides scales alone."""
+    return hasattr(_format(b), "fitted") and not keeps_history(b) and not getattr(b, "power_of_two", False)
 
 
 def _fitted(values: Tensor, b: Recipe, shared: Tensor | None) -> Choice | None:
@@ -127,10 +127,7 @@ def _fitted(values: Tensor, b: Recipe, shared: Tensor | None) -> Choice | None:
         return None
     facts, own = _format(b).fineness(values, b)
     agreed = None if shared is None else own._replace(amax=shared[0], depth=shared[1], broken=shared[2])
-    found = _format(b).fitted(b, facts, agreed)
-    if found is None:
-        return None
-    quantizer, enc, holds = found
+    quantizer, enc, holds = _format(b).fitted(b, facts, agreed)
     return holds, lambda: _encoded_with(values, b, quantizer, enc)
 
 

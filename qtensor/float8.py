@@ -96,10 +96,8 @@ class Float8:
 
     def fitted(
         self, recipe: Float8CurrentScaling, facts: Fineness, shared: Fineness
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor] | None:
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The powers of two that `power_of_two` would choose."""
-        if recipe.power_of_two:
-            return None
         enc = power_of_two_floor(encoding_scale(ELEMENTS[recipe.element][1], shared.amax))
         return {}, enc, fits(enc, shared, fp8.STEP[recipe.element])
 

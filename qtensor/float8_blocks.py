@@ -84,9 +84,7 @@ class _Float8Blocks:
 
     def fitted(
         self, recipe: Float8BlockScaling, facts: Fineness, shared: Fineness | None
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor] | None:
-        if recipe.power_of_two:
-            return None
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         enc = power_of_two_floor(encoding_scale(ELEMENTS[recipe.element][1], facts.amax))
         return {}, enc, fits(enc, facts, fp8.STEP[recipe.element])
 

@@ -86,8 +86,7 @@ class Format(Protocol):
     conversions (see exact.py):
 
         fineness(x, recipe)            facts of the values behind each scale, and behind each shared scale (or None)
-        fitted(recipe, facts, shared)  (quantizer, enc, fits): what `encode_with` takes, and where it is exact then;
-                                       None where the usual scales are these powers of two
+        fitted(recipe, facts, shared)  (quantizer, enc, fits): what `encode_with` takes, and where it is exact then
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:

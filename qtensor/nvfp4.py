@@ -111,7 +111,7 @@ class _NVFP4:
 
     def fitted(
         self, recipe: NVFP4BlockScaling, facts: Fineness, shared: Fineness
-    ) -> tuple[dict[str, Tensor], None, Tensor] | None:
+    ) -> tuple[dict[str, Tensor], None, Tensor]:
         top = (_least_exponent(shared.amax) - E4M3_EXPONENTS[1]).clamp(min=-126)  # of the global scale
         least = (top + E4M3_EXPONENTS[0]).clamp(min=-126)
         holds = (shared.amax > 0) & (shared.broken == 0) & (_largest_exponent(shared.depth) >= least)
