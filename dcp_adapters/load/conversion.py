@@ -83,7 +83,8 @@ class Conversion:
             target, box = local_of(dense), _dense_box(dense)
         if box is None:
             return None
-        blocks = [block_multiple(recipe) for recipe in (source.recipe, q and q.recipe) if recipe is not None]
+        recipes = (source.recipe, None if q is None else q.recipe)
+        blocks = [block_multiple(recipe) for recipe in recipes if recipe is not None]
         rows = 1 if q is None else row_multiple(q.recipe)
         region = widened_box(box, value.shape, rows=rows, columns=math.lcm(*blocks))
         # an amax history is not gathered, and says nothing about values
