@@ -345,7 +345,7 @@ def a_rank_can_not_decode(path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     target = {"even.bfloat16": placed(empty_target("nvfp4", 64), mesh, Shard(0))}
     before = held(target)
-    fails = patch.object(Conversion, "amax", side_effect=MemoryError("rank 1 has no room"))
+    fails = patch.object(Conversion, "claim", side_effect=MemoryError("rank 1 has no room"))
     with fails if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
             load(target, path, on_mismatch="convert", allow_partial_load=True)
