@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtensor import QuantizedTensor
-from tests.recipes import WITH_HISTORY, facts, recipes
+from tests.recipes import MAIN, WITH_HISTORY, facts, recipes
 
 RECIPES = recipes(lambda each: not each.history)
 DELAYED = WITH_HISTORY
@@ -24,6 +24,9 @@ def _parametrized(chosen: dict[str, object]) -> pytest.MarkDecorator:
 
 all_recipes = _parametrized(RECIPES)
 every_recipe = _parametrized(RECIPES | DELAYED)  # the delayed one, too
+# One form of each format, where the element and the rounding of scales cannot matter: in layers and optimizers.
+main_recipes = _parametrized(MAIN)
+every_main_recipe = _parametrized(MAIN | DELAYED)
 tensor_wide_recipes = _parametrized(WIDE)
 per_row_recipes = _parametrized(PER_ROW)
 

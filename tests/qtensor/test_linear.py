@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from qtensor.products import product, quantized_rows
-from tests.qtensor.recipes_under_test import RECIPES, every_recipe, same_bytes, weight
+from tests.qtensor.recipes_under_test import RECIPES, every_main_recipe, same_bytes, weight
 from tests.qtensor.test_products import accumulation_bound, decoded
 
 both_activations = pytest.mark.parametrize("activations", [None, "dynamic"])
@@ -32,7 +32,7 @@ def run(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor,
     return y, x.grad, w.grad, b.grad if b is not None else None
 
 
-@every_recipe
+@every_main_recipe
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
 def test_forward_and_backward_are_those_of_the_dequantized_weight(
@@ -54,7 +54,7 @@ def test_forward_and_backward_are_those_of_the_dequantized_weight(
         assert same_bytes(a, b), name
 
 
-@every_recipe
+@every_main_recipe
 def test_gradients_are_plain_and_have_the_appearance_dtype(recipe: Any) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         w = nn.Parameter(quantize(weight(dtype=dtype), recipe))
@@ -64,7 +64,7 @@ def test_gradients_are_plain_and_have_the_appearance_dtype(recipe: Any) -> None:
         assert w.grad is dw
 
 
-@every_recipe
+@every_main_recipe
 def test_gradients_accumulate(recipe: Any) -> None:
     w = nn.Parameter(quantize(weight(), recipe))
     run(inputs(4, 96), w, None)
@@ -73,7 +73,7 @@ def test_gradients_accumulate(recipe: Any) -> None:
     assert same_bytes(w.grad, once + once)
 
 
-@every_recipe
+@every_main_recipe
 def test_a_frozen_weight_gets_no_gradient_and_passes_it_on(recipe: Any) -> None:
     w, x = nn.Parameter(quantize(weight(), recipe), requires_grad=False), inputs(4, 96)
     F.linear(x, w).sum().backward()
@@ -83,7 +83,7 @@ def test_a_frozen_weight_gets_no_gradient_and_passes_it_on(recipe: Any) -> None:
     assert not y.requires_grad
 
 
-@every_recipe
+@every_main_recipe
 def test_an_input_without_gradient_trains_the_weight(recipe: Any) -> None:
     w, x = nn.Parameter(quantize(weight(), recipe)), inputs(4, 96).detach()
     F.linear(x, w).sum().backward()
@@ -91,7 +91,7 @@ def test_an_input_without_gradient_trains_the_weight(recipe: Any) -> None:
     assert w.grad is not None
 
 
-@every_recipe
+@every_main_recipe
 def test_backward_keeps_the_input_and_the_parts_and_nothing_dense(recipe: Any) -> None:
     x, w = inputs(4, 96), nn.Parameter(quantize(weight(), recipe))
     saved: list[Tensor] = []
@@ -112,7 +112,7 @@ def test_backward_keeps_the_input_and_the_parts_and_nothing_dense(recipe: Any) -
     assert [name for name, value in vars(node).items() if isinstance(value, Tensor)] == []
 
 
-@every_recipe
+@every_main_recipe
 def test_a_linear_module_trains(recipe: Any) -> None:
     module = nn.Linear(96, 64, dtype=torch.bfloat16)
     module.weight = nn.Parameter(quantize(weight(), recipe))
@@ -127,7 +127,7 @@ def test_a_linear_module_trains(recipe: Any) -> None:
         assert same_bytes(module(inputs(4, 96)), y.detach())
 
 
-@every_recipe
+@every_main_recipe
 def test_autocast_computes_in_its_dtype(recipe: Any) -> None:
     """As for an fp32 module: output in autocast's dtype, gradients in the parameters' own."""
     q = quantize(weight(dtype=torch.float32), recipe)
@@ -144,7 +144,7 @@ def test_autocast_computes_in_its_dtype(recipe: Any) -> None:
         assert same_bytes(a, b)
 
 
-@every_recipe
+@every_main_recipe
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_recomputes_the_same(recipe: Any, use_reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
@@ -159,7 +159,7 @@ def test_activation_checkpointing_recomputes_the_same(recipe: Any, use_reentrant
         assert same_bytes(a, b)
 
 
-@every_recipe
+@every_main_recipe
 def test_only_the_weight_may_be_quantized(recipe: Any) -> None:
     q, dense = quantize(weight(64, 64), recipe), weight(64, 64)
     for call, what in (
@@ -178,7 +178,7 @@ def dynamic(recipe: Any) -> Any:
     return dataclasses.replace(recipe, activations="dynamic")
 
 
-@every_recipe
+@every_main_recipe
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
 def test_a_quantized_input_changes_the_output_and_no_gradient(
@@ -203,7 +203,7 @@ def test_a_quantized_input_changes_the_output_and_no_gradient(
         assert same_bytes(a, b), name
 
 
-@every_recipe
+@every_main_recipe
 @both_activations
 def test_a_validation_between_two_steps_changes_nothing(recipe: Any, activations: str | None) -> None:
     """No operand is cached: what a pass without gradients leaves behind cannot be stale in the next step."""
@@ -228,7 +228,7 @@ def test_a_validation_between_two_steps_changes_nothing(recipe: Any, activations
         assert same_bytes(a, b)
 
 
-@every_recipe
+@every_main_recipe
 def test_a_quantized_input_under_autocast_is_rounded_to_its_dtype_first(recipe: Any) -> None:
     q = quantize(weight(dtype=torch.float32), dynamic(recipe))
     w, x, bias = nn.Parameter(q), inputs(4, 96, dtype=torch.float32), nn.Parameter(torch.full((64,), 1 / 3))
@@ -239,7 +239,7 @@ def test_a_quantized_input_under_autocast_is_rounded_to_its_dtype_first(recipe: 
     assert {w.grad.dtype, x.grad.dtype, bias.grad.dtype} == {torch.float32}
 
 
-@every_recipe
+@every_main_recipe
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputing_quantizes_the_input_to_the_same(recipe: Any, use_reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
@@ -254,7 +254,7 @@ def test_recomputing_quantizes_the_input_to_the_same(recipe: Any, use_reentrant:
         assert same_bytes(a, b)
 
 
-@every_recipe
+@every_main_recipe
 def test_a_quantized_input_is_not_what_is_kept_for_backward(recipe: Any) -> None:
     x, w = inputs(4, 96), nn.Parameter(quantize(weight(), dynamic(recipe)))
     saved: list[Tensor] = []

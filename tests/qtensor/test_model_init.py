@@ -22,7 +22,7 @@ from qtensor import (
     quantized_model_init,
 )
 from qtensor.formats import tensor_wide
-from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, same_parts, tensor_wide_recipes, weight
+from tests.qtensor.recipes_under_test import RECIPES, main_recipes, same_bytes, same_parts, tensor_wide_recipes, weight
 
 MXFP8 = MXFP8BlockScaling()
 
@@ -71,7 +71,7 @@ def assert_quantized_copy(model: nn.Module, plain: nn.Module, names: list[str], 
 # -- quantized_model_init --------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@main_recipes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_the_quantized_plain_initialisation(recipe: Any, dtype: torch.dtype) -> None:
     """The same draws: everything after the weights is equal too, and so is the state of the generator."""
@@ -114,7 +114,7 @@ def test_the_model_is_not_kept_alive() -> None:
         assert alive() is None
 
 
-@all_recipes
+@main_recipes
 def test_weights_assigned_to_a_linear_are_quantized(recipe: Any) -> None:
     with quantized_model_init(recipe):
         linear = nn.Linear(96, 64, bias=False)
@@ -122,7 +122,7 @@ def test_weights_assigned_to_a_linear_are_quantized(recipe: Any) -> None:
     assert same_parts(linear.weight, quantize(weight(), recipe))
 
 
-@all_recipes
+@main_recipes
 def test_frozen_weights_stay_frozen(recipe: Any) -> None:
     with quantized_model_init(recipe):
         linear = nn.Linear(96, 64, bias=False)
@@ -130,7 +130,7 @@ def test_frozen_weights_stay_frozen(recipe: Any) -> None:
     assert not linear.weight.requires_grad
 
 
-@all_recipes
+@main_recipes
 def test_meta_device_to_empty_and_init_give_the_same_weights(recipe: Any) -> None:
     plain = build(Block)
     with torch.device("meta"):
@@ -148,7 +148,7 @@ def test_meta_device_to_empty_and_init_give_the_same_weights(recipe: Any) -> Non
     assert_quantized_copy(model, plain, ["up.weight", "down.weight"], recipe)
 
 
-@all_recipes
+@main_recipes
 def test_a_dense_checkpoint_loads_into_a_model_made_on_meta(recipe: Any) -> None:
     plain = build(Block)
     with torch.device("meta"):
@@ -157,7 +157,7 @@ def test_a_dense_checkpoint_loads_into_a_model_made_on_meta(recipe: Any) -> None
     assert_quantized_copy(model, plain, ["up.weight", "down.weight"], recipe)
 
 
-@all_recipes
+@main_recipes
 def test_a_built_model_trains_and_copies(recipe: Any) -> None:
     model = build(Block, recipe)
     twin = copy.deepcopy(model)
@@ -168,7 +168,7 @@ def test_a_built_model_trains_and_copies(recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ["embedding first", "linear first"])
-@all_recipes
+@main_recipes
 def test_tied_weights_stay_dense_and_tied_in_both_directions(recipe: Any, order: str) -> None:
     with quantized_model_init(recipe):
         embed, head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
@@ -229,7 +229,7 @@ def test_wrong_arguments_are_refused_before_anything_is_built() -> None:
 # -- the preserved value ---------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@main_recipes
 def test_the_initial_value_is_preserved_in_high_precision(recipe: Any) -> None:
     plain = build(Block)
     model = build(Block, recipe, preserve_high_precision_init_val=True)
@@ -245,12 +245,12 @@ def test_the_initial_value_is_preserved_in_high_precision(recipe: Any) -> None:
     clear_high_precision_init_val(model.gate)  # nothing to forget
 
 
-@all_recipes
+@main_recipes
 def test_nothing_is_preserved_unasked(recipe: Any) -> None:
     assert high_precision_init_val(build(Block, recipe).up.weight) is None
 
 
-@all_recipes
+@main_recipes
 def test_the_preserved_value_follows_writes_slices_and_the_meta_device(recipe: Any) -> None:
     with torch.device("meta"):
         model = build(Block, recipe, preserve_high_precision_init_val=True)
@@ -296,7 +296,7 @@ LLAMA_WEIGHTS = [
 ]
 
 
-@all_recipes
+@main_recipes
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_llama_of_transformers_is_quantized_unmodified(recipe: Any, tie: bool) -> None:
     plain, model = build(lambda: tiny_llama(tie=tie)), build(lambda: tiny_llama(tie=tie), recipe)
@@ -331,7 +331,7 @@ def test_gpt2_keeps_its_own_kind_of_linear_and_its_tied_head() -> None:
 # -- quantize_ -------------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@main_recipes
 def test_quantize_replaces_the_weights_of_a_built_model(recipe: Any) -> None:
     plain, model = build(Block), build(Block)
     assert quantize_(model, recipe) == ["up.weight", "down.weight"]

@@ -19,7 +19,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from tests.qtensor.recipes_under_test import all_recipes, raw, same_bytes, same_parts, weight
+from tests.qtensor.recipes_under_test import main_recipes, raw, same_bytes, same_parts, weight
 from tests.recipes import E8M0, facts
 
 MXFP8 = MXFP8BlockScaling()
@@ -86,7 +86,7 @@ def assert_equals_masters(model: nn.Module, masters: list[nn.Parameter]) -> None
 # -- what a step does ------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@main_recipes
 @all_optimizers
 def test_a_step_is_the_plain_optimizer_on_fp32_masters_then_quantized(
     recipe: Any, kind: Any, options: dict[str, Any]
@@ -103,7 +103,7 @@ def test_a_step_is_the_plain_optimizer_on_fp32_masters_then_quantized(
         assert_equals_masters(model, masters)
 
 
-@all_recipes
+@main_recipes
 def test_small_updates_add_up_in_the_masters(recipe: Any) -> None:
     """100 steps of a hundredth of the smallest step of bf16 at 1 would each be lost without them."""
     parameter = nn.Parameter(quantize(torch.ones(32, 64, dtype=torch.bfloat16), recipe))
@@ -119,7 +119,7 @@ def test_small_updates_add_up_in_the_masters(recipe: Any) -> None:
     assert same_parts(parameter, quantize(expected, recipe))
 
 
-@all_recipes
+@main_recipes
 @all_optimizers
 def test_a_step_without_a_learning_rate_changes_no_byte(recipe: Any, kind: Any, options: dict[str, Any]) -> None:
     """Neither the first one, where masters come from the bytes, nor later ones, nor ones after a load."""
@@ -146,7 +146,7 @@ def test_a_step_without_a_learning_rate_changes_no_byte(recipe: Any, kind: Any, 
     idle()
 
 
-@all_recipes
+@main_recipes
 def test_bytes_that_quantizing_would_not_choose_survive_an_idle_step(recipe: Any) -> None:
     """A converted checkpoint may hold a scale twice as large as needed: the same values in other bytes."""
     q = quantize(weight(), recipe)
@@ -163,7 +163,7 @@ def test_bytes_that_quantizing_would_not_choose_survive_an_idle_step(recipe: Any
         assert same_parts(parameter, before)
 
 
-@all_recipes
+@main_recipes
 def test_parameters_without_gradients_are_not_touched(recipe: Any) -> None:
     model = Model(recipe)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
@@ -176,7 +176,7 @@ def test_parameters_without_gradients_are_not_touched(recipe: Any) -> None:
     assert not same_parts(model.a.weight, quantize(weight(64, 96), recipe))
 
 
-@all_recipes
+@main_recipes
 def test_the_step_writes_in_place(recipe: Any) -> None:
     model = Model(recipe)
     addresses = [part.data_ptr() for part in model.a.weight.parts().values()]
@@ -189,7 +189,7 @@ def test_the_step_writes_in_place(recipe: Any) -> None:
 # -- masters ---------------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@main_recipes
 def test_masters_are_fp32_and_plain_and_only_where_they_are_needed(recipe: Any) -> None:
     model = Model(recipe)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
@@ -202,7 +202,7 @@ def test_masters_are_fp32_and_plain_and_only_where_they_are_needed(recipe: Any) 
     assert set(optimizer.state[model.scale]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-@all_recipes
+@main_recipes
 def test_masters_start_from_the_preserved_initial_value(recipe: Any) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(96, 64, bias=False)
@@ -221,7 +221,7 @@ def test_masters_start_from_the_preserved_initial_value(recipe: Any) -> None:
         assert same_parts(model.weight, quantize(plain.weight, recipe))
 
 
-@all_recipes
+@main_recipes
 def test_an_idle_step_keeps_a_preserved_model_too(recipe: Any) -> None:
     with quantized_model_init(recipe, preserve_high_precision_init_val=True):
         model = nn.Linear(96, 64, bias=False)
@@ -263,7 +263,7 @@ def test_learning_rate_schedulers_act_as_on_a_plain_optimizer(schedule: Callable
     assert_equals_masters(model, masters)
 
 
-@all_recipes
+@main_recipes
 def test_gradient_clipping_sees_plain_gradients(recipe: Any) -> None:
     model = Model(recipe)
     grads(model, 0)
@@ -275,7 +275,7 @@ def test_gradient_clipping_sees_plain_gradients(recipe: Any) -> None:
     assert abs(after.item() - 1) <= 2.0**-6  # the norm, the coefficient, and the scaled gradients are rounded once each
 
 
-@all_recipes
+@main_recipes
 def test_a_closure_is_called_once_with_gradients_enabled(recipe: Any) -> None:
     model = Model(recipe)
     optimizer = MasterWeightOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
@@ -294,7 +294,7 @@ def test_a_closure_is_called_once_with_gradients_enabled(recipe: Any) -> None:
     assert not unchanged(model, before)
 
 
-@all_recipes
+@main_recipes
 def test_zero_grad_clears_the_parameters_and_masters_keep_none(recipe: Any) -> None:
     model = Model(recipe)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
@@ -305,7 +305,7 @@ def test_zero_grad_clears_the_parameters_and_masters_keep_none(recipe: Any) -> N
     assert all(param.grad is None for param in model.parameters())
 
 
-@all_recipes
+@main_recipes
 def test_groups_have_their_own_options_and_may_be_added(recipe: Any) -> None:
     model = Model(recipe)
     masters = reference_masters(model)
@@ -359,7 +359,7 @@ def through_a_file(value: Any) -> Any:
         return torch.load(buffer, weights_only=True)
 
 
-@all_recipes
+@main_recipes
 @all_optimizers
 def test_resuming_continues_bit_for_bit(recipe: Any, kind: Any, options: dict[str, Any]) -> None:
     model = Model(recipe)
@@ -379,7 +379,7 @@ def test_resuming_continues_bit_for_bit(recipe: Any, kind: Any, options: dict[st
     assert unchanged(resumed, parts_of(model))
 
 
-@all_recipes
+@main_recipes
 def test_a_state_saved_before_the_first_step_takes_masters_from_the_parameters(recipe: Any) -> None:
     model = Model(recipe)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
@@ -392,7 +392,7 @@ def test_a_state_saved_before_the_first_step_takes_masters_from_the_parameters(r
     assert unchanged(model, expected)
 
 
-@all_recipes
+@main_recipes
 def test_distributed_state_dict_functions_round_trip(recipe: Any) -> None:
     """get initialises an empty state by a step with lr=0, which must change no byte."""
     model = Model(recipe)
@@ -427,7 +427,7 @@ def test_flattened_distributed_state_dicts_work_too() -> None:
     assert unchanged(resumed, parts_of(model))
 
 
-@all_recipes
+@main_recipes
 def test_a_load_that_does_not_fit_changes_nothing(recipe: Any) -> None:
     model = Model(recipe)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
@@ -468,7 +468,7 @@ def test_wrong_options_are_the_inner_optimizers_errors() -> None:
         MasterWeightOptimizer(torch.optim.AdamW, [])
 
 
-@all_recipes
+@main_recipes
 def test_a_parameter_that_others_wrote_keeps_that_value_and_its_master_starts_anew(recipe: Any) -> None:
     """A checkpoint loaded after the optimizer was built must not be undone by the next step."""
     model, other = Model(recipe), Model(recipe)
@@ -497,7 +497,7 @@ def test_a_parameter_that_others_wrote_keeps_that_value_and_its_master_starts_an
     assert_equals_masters(model, masters)
 
 
-@all_recipes
+@main_recipes
 def test_a_write_through_the_parts_of_a_state_dict_is_seen_too(recipe: Any) -> None:
     """dcp.load writes through aliases that share no version counter with the parameter."""
     model = Model(recipe)

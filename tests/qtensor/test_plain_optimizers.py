@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, QuantizedTensor, quantize, stochastic_rounding
-from tests.qtensor.recipes_under_test import all_recipes, same_bytes, same_parts, weight
+from tests.qtensor.recipes_under_test import main_recipes, same_bytes, same_parts, weight
 from tests.recipes import facts
 
 MXFP8 = MXFP8BlockScaling()
@@ -84,7 +84,7 @@ def text_of(call: Callable[[], Any], kind: type[Exception]) -> str:
 # -- updates ---------------------------------------------------------------------------------------------------------
 
 
-@all_recipes
+@main_recipes
 @all_optimizers
 def test_foreach_and_single_tensor_give_the_same_bytes(recipe: Any, kind: Any, options: dict[str, Any]) -> None:
     """In fp32; in bf16 torch's _foreach_mul_ by a number rounds otherwise than its mul_, on dense tensors as well."""
@@ -99,7 +99,7 @@ def test_foreach_and_single_tensor_give_the_same_bytes(recipe: Any, kind: Any, o
     assert equal(*results)
 
 
-@all_recipes
+@main_recipes
 @all_optimizers
 @pytest.mark.parametrize("foreach", [False, True])
 def test_every_step_is_the_dense_one_then_quantized(
@@ -148,7 +148,7 @@ def test_state_is_plain_and_of_the_appearance_dtype(
                 assert value.shape == (() if name == "step" else param.shape), name
 
 
-@all_recipes
+@main_recipes
 @all_optimizers
 @pytest.mark.parametrize("foreach", [False, True])
 def test_stochastic_rounding_repeats_itself_and_leaves_plain_members_alone(
@@ -196,7 +196,7 @@ def test_adamw_moves_by_less_than_a_step_inside_stochastic_rounding_only(foreach
 # -- what stands around an optimizer ---------------------------------------------------------------------------------
 
 
-@all_recipes
+@main_recipes
 @pytest.mark.parametrize("foreach", [False, True])
 def test_gradient_clipping_equals_that_of_a_dense_model(recipe: Any, foreach: bool) -> None:
     model = Model(recipe)
@@ -235,7 +235,7 @@ def test_learning_rate_schedulers_set_the_rate_of_the_next_step(schedule: Callab
     assert equal(parts_of(model), parts_of(by_rate))
 
 
-@all_recipes
+@main_recipes
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_grad_scaler_unscales_and_skips_steps_with_infinite_gradients(recipe: Any, foreach: bool) -> None:
     model, unscaled = Model(recipe), Model(recipe)
@@ -324,7 +324,7 @@ def lerp_by_hand(ema: nn.Module, model: nn.Module, share: float) -> None:
             average.lerp_(param, share)
 
 
-@all_recipes
+@main_recipes
 @pytest.mark.parametrize("averaged", [True, False], ids=["AveragedModel", "deepcopy and lerp_"])
 def test_a_moving_average_follows_inside_stochastic_rounding(recipe: Any, averaged: bool) -> None:
     model, goal, share = Model(recipe), target(recipe), 0.02
@@ -348,7 +348,7 @@ def test_a_moving_average_follows_inside_stochastic_rounding(recipe: Any, averag
     assert distance(ema, goal) < left * before
 
 
-@all_recipes
+@main_recipes
 def test_a_moving_average_that_would_stand_still_is_refused(recipe: Any) -> None:
     model, goal = Model(recipe), target(recipe)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
@@ -380,7 +380,7 @@ def test_other_averages_of_torch_say_what_they_need() -> None:
         mean.update_parameters(model)
 
 
-@all_recipes
+@main_recipes
 def test_a_dense_average_takes_dequantized_weights(recipe: Any) -> None:
     model, goal = Model(recipe), target(recipe)
     averages = {name: model.get_parameter(name).detach().dequantize(torch.float32) for name in ("a.weight", "b.weight")}
