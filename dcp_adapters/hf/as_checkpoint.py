@@ -22,7 +22,7 @@ from torch import Tensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, StoredAs, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, ONE_OVER, RECIPES, StoredAs, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of
 from dcp_adapters.hf.schemes import DTYPES, Contents, FileLinear
 from dcp_adapters.manifest import Manifest
@@ -46,21 +46,31 @@ class Slice:
     """Where a chunk's values come from.
 
     read: what the file holds -> the part, in its dtype. per_row: slices of the chunk are slices of the tensor, which
-    lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk.
+    lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk. rows:
+    how many rows of the chunk one row of the tensor stands for.
     """
 
     tensor: FileTensor
     read: Callable[[Tensor], Tensor]
     per_row: bool = True
     lead: int = 0
+    rows: int = 1
 
     def take(self, piece: Any, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A box of the chunk, read from safetensors' `piece` of the tensor."""
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if self.per_row:
             held = box[self.lead :][: len(self.tensor.shape)]
+            if self.rows > 1:
+                return self._spread(piece, held).reshape(tuple(sizes))
             return self.read(piece[held or ...]).reshape(tuple(sizes))
         return self.read(piece[...])[box or ...]
+
+    def _spread(self, piece: Any, held: Sequence[slice]) -> Tensor:
+        """The rows of a slice of the chunk, which may begin and end inside of what one row of the tensor stands for."""
+        first, last = held[0].start // self.rows, -(-held[0].stop // self.rows)
+        spread = self.read(piece[(slice(first, last), *held[1:])]).repeat_interleave(self.rows, dim=0)
+        return spread[held[0].start - first * self.rows : held[0].stop - first * self.rows]
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,7 @@ class _Presentation:
     def __init__(self, directory: Directory, contents: Contents, wanted: Mapping[str, Entry], look: Look) -> None:
         self.directory, self.wanted, self.look = directory, wanted, look
         self.linears, self.dense, self.scales = dict(contents.linears), dict(contents.dense), dict(contents.scales)
-        self.recipes = _recorded(directory)
+        self.recipes, self.kinds = _recorded(directory), contents.kinds
         self.appearance = _appearance(directory) if self.linears else torch.bfloat16
         self.problems: list[str] = []
         self.out = Presented(contents.layout)
@@ -232,7 +242,7 @@ class _Presentation:
             said = ", ".join(map(repr, recorded))
             self.problems.append(f"{name}: its tensors are {kind}, and the file's metadata says {said}")
             return None
-        recipe = recorded.pop() if recorded else KINDS[kind]
+        recipe = recorded.pop() if recorded else self.kinds[kind]
         want = self.wanted.get(name)
         if want is not None and isinstance(want.recipe, Float8DelayedScaling) and kind_of(want.recipe) == kind:
             recipe = want.recipe.stored
@@ -296,7 +306,7 @@ def _as_is(held: Tensor) -> Tensor:
 
 def _source(tensor: FileTensor, stored: StoredAs, spec: PartSpec, *, lead: int = 0) -> Slice:
     """How a part is read from the tensor that holds it."""
-    return Slice(tensor, _read_part(stored, spec), per_row=spec.per_row, lead=lead)
+    return Slice(tensor, _read_part(stored, spec), per_row=spec.per_row, lead=lead, rows=stored.form.rows)
 
 
 @functools.cache

@@ -9,14 +9,17 @@ are expected, inputs in another format, rotations that belong to the weights. So
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.directory import Directory
-from dcp_adapters.hf.layout import LAYOUTS, Layout, Scheme
+from dcp_adapters.hf.fp8 import FP8, IGNORED, POWERS_OF_TWO
+from dcp_adapters.hf.layout import KINDS, LAYOUTS, Layout, Scheme
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.words import short
+from qtensor.float8_blocks import BLOCK, Float8BlockScaling
+from qtensor.recipes import Recipe
 
 WEIGHTS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # what decides how weights decode
 KV_CACHE = ("FP8", None)  # None: nothing is said
@@ -28,6 +31,10 @@ class Claims(Protocol):
     @property
     def layout(self) -> Layout:
         """The layout whose names the tensors have."""
+
+    @property
+    def kinds(self) -> Mapping[str, Recipe]:
+        """The recipe of each kind, as far as the JSON tells it."""
 
     @property
     def kv_cache(self) -> str | None:
@@ -56,6 +63,8 @@ def claims_of(directory: Directory) -> Claims | None:
         return _CompressedTensors.of(directory, said or {})
     if method == MODELOPT.name:
         return _ModelOpt.of(directory, said)
+    if method == FP8.name:
+        return _FP8.of(directory, said or {})
     raise ValueError(
         f"{directory.path}: its quant_method is {short(method)}, which the library does not read; it reads "
         f"{', '.join(LAYOUTS)}, and dense directories. Dequantize it with the tool that wrote it"
@@ -96,6 +105,7 @@ class _CompressedTensors:
     targets: list[_Target]
     kv_cache: str | None
     layout: Layout = COMPRESSED_TENSORS
+    kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
 
     @staticmethod
     def of(directory: Directory, said: Mapping[str, Any]) -> "_CompressedTensors":
@@ -144,7 +154,9 @@ class _CompressedTensors:
         weights = group["weights"]
         problems = [f"weights of {each}" for each in _differing(weights, expected["weights"], WEIGHTS)]
         problems += [
-            f"weights with {key} {short(weights[key])}" for key in ("actorder", "block_structure") if weights.get(key)
+            f"weights with {key} {short(weights.get(key))}"
+            for key in ("actorder", "block_structure")
+            if (_sizes(weights.get(key)) or None) != expected["weights"].get(key)
         ]
         if group.get("output_activations"):
             problems.append("quantized outputs")
@@ -159,6 +171,11 @@ class _CompressedTensors:
             wanted = expected["input_activations"] or {}
             problems += [f"inputs of {each}" for each in _differing(inputs, wanted, ("num_bits", "type"))]
         return f"config.json says {'; '.join(problems)}" if problems else None
+
+
+def _sizes(said: Any) -> Any:
+    """[128, 128] for "128x128", as older tools write it; anything else as it is."""
+    return [int(size) for size in said.split("x")] if re.fullmatch(r"\d+x\d+", str(said)) else said
 
 
 def _is_group(group: Any) -> bool:
@@ -189,6 +206,7 @@ class _ModelOpt:
     said: list[tuple[str, Any]]  # file, its record
     kv_cache: str | None
     layout: Layout = MODELOPT
+    kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
 
     @staticmethod
     def of(directory: Directory, config: Mapping[str, Any] | None) -> "_ModelOpt":
@@ -239,3 +257,59 @@ def _nearest(layers: Mapping[str, Any], module: str) -> Mapping[str, Any] | None
             return found
         module = module.rpartition(".")[0]
     return None
+
+
+# -- fp8 ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FP8:
+    """One scheme for all, but for the modules that are named as left alone."""
+
+    said: Mapping[str, Any]
+    ignored: frozenset[str]
+    kinds: Mapping[str, Recipe]
+    kv_cache: str | None = None
+    layout: Layout = FP8
+
+    @staticmethod
+    def of(directory: Directory, said: Mapping[str, Any]) -> "_FP8":
+        """The claims of a quantization_config. Raises ValueError for elements, blocks and scales of other kinds."""
+        known = {
+            "fmt": (None, "e4m3"),
+            "activation_scheme": ("dynamic", "static"),
+            "weight_block_size": (None, [BLOCK, BLOCK]),
+            "scale_fmt": (None, "float", POWERS_OF_TWO),
+        }
+        for key, values in known.items():
+            if said.get(key) not in values:
+                expected = " or ".join(short(value) for value in values if value is not None)
+                raise ValueError(
+                    f"{directory.path}: the quantization_config of config.json says {key} {short(said.get(key))}, "
+                    f"which the library does not read; expected {expected}"
+                )
+        names = [name for key in IGNORED for name in _names(said.get(key))]
+        power_of_two = said.get("scale_fmt") == POWERS_OF_TWO
+        return _FP8(said, frozenset(names), {**KINDS, "fp8_block": Float8BlockScaling(power_of_two=power_of_two)})
+
+    def problem(self, module: str, scheme: Scheme) -> str | None:
+        """All that is said must be of the scheme, and a size must be said: without one, clients differ."""
+        expected = next(entry.config for its, entry in self.layout.readable if its == scheme)
+        problems = [
+            f"{key} {short(self.said.get(key))}, expected {short(expected[key])}"
+            for key in expected
+            if self.said.get(key) != expected[key]
+        ]
+        if any(module == name or module.startswith(f"{name}.") for name in self.ignored):
+            problems.append("that it is left alone")
+        return f"config.json says {'; '.join(problems)}" if problems else None
+
+    def said_of(self, module: str) -> str:
+        """The size of the blocks."""
+        size = self.said.get("weight_block_size")
+        return "" if size is None else f"weight_block_size {short(size)}"
+
+
+def _names(said: Any) -> list[str]:
+    """The names in a list of them; none where nothing is said."""
+    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []

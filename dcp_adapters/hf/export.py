@@ -23,6 +23,7 @@ from torch import nn
 
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
+from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.layout import INPUT_SCALE, layout_named
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import RENAMED, pieces_of
@@ -37,7 +38,7 @@ from fsdp_hooks.across_ranks import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide
 
-BUILT_IN = (COMPRESSED_TENSORS, MODELOPT)
+BUILT_IN = (COMPRESSED_TENSORS, MODELOPT, FP8)
 
 
 def export_hf(  # noqa: PLR0913 - options of one operation
@@ -64,7 +65,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
             `layerwise.calibrate` returns, or the path of a DCP checkpoint, for which neither a model nor ranks are
             needed.
         out_dir: a directory that does not exist, or is empty; it appears when it is complete.
-        layout: "compressed-tensors" or "modelopt".
+        layout: "compressed-tensors", "modelopt", or "fp8" (Float8 in blocks of 128 x 128 alone, as DeepSeek's files).
         config: the model's directory (its tokenizer and the like are copied), its config.json, a dict or a config
             object; by default that of a transformers model. Without any, config.json holds the quantization alone.
         rest: where to take tensors that the first does not have, such as the embeddings beside a calibration's result:

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from qtensor.float8 import Float8CurrentScaling
+from qtensor.float8_blocks import BLOCK, Float8BlockScaling
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.mxfp8 import MXFP8BlockScaling
 from qtensor.nvfp4 import NVFP4BlockScaling
 from qtensor.recipes import Recipe
 
 INPUT_SCALE = "input_scale"  # not a part of the weight; calibrated beside it, under `<module>.input_scale`
+GROUPS_OF_INPUTS = "its engines scale every 128 columns of an input anew: leave the input scales out"
 RECIPES = "qtensor.recipes"  # in the metadata of a file: JSON {weight: its recipe}, where that is not KINDS[kind]
 Inputs = Literal["none", "dynamic", "static"]
 
@@ -30,6 +32,7 @@ Inputs = Literal["none", "dynamic", "static"]
 KINDS: Mapping[str, Recipe] = {
     "fp8_tensor": Float8CurrentScaling(granularity="tensor"),
     "fp8_row": Float8CurrentScaling(granularity="row"),
+    "fp8_block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
 }
@@ -37,6 +40,7 @@ KINDS: Mapping[str, Recipe] = {
 UNCALIBRATED: Mapping[str, Inputs] = {
     "fp8_tensor": "dynamic",
     "fp8_row": "dynamic",
+    "fp8_block": "dynamic",
     "mxfp8": "dynamic",
     "nvfp4": "none",
 }
@@ -68,6 +72,8 @@ def kind_of(recipe: Recipe) -> str | None:
         return None
     if isinstance(recipe, Float8DelayedScaling):
         return "fp8_tensor"
+    if isinstance(recipe, Float8BlockScaling) and recipe.blocks != "square":
+        return None
     if isinstance(recipe, Float8CurrentScaling):
         return f"fp8_{recipe.granularity}"
     return next((kind for kind, other in KINDS.items() if type(other) is type(recipe)), None)
@@ -77,12 +83,14 @@ def kind_of(recipe: Recipe) -> str | None:
 class Form:
     """How a part looks in the file.
 
-    shape: the part's shape -> the file's. write, read: the part -> what the file holds, and back.
+    shape: the part's shape -> the file's. write, read: the part -> what the file holds, and back. rows: how many rows
+    of the part, all equal, one row of the file stands for; `read` has a row for each.
     """
 
     shape: Callable[[Sequence[int]], tuple[int, ...]]
     write: Callable[[Tensor], Tensor]
     read: Callable[[Tensor], Tensor]
+    rows: int = 1
 
 
 def reciprocal(value: Tensor) -> Tensor:
@@ -106,6 +114,12 @@ FLAT = Form(
     write=lambda part: part.squeeze(-1),
     read=lambda stored: stored.unsqueeze(-1),
 )
+ONE_A_BLOCK = Form(  # of scales [N, blocks along K] of square blocks
+    shape=lambda shape: (-(-shape[0] // BLOCK), *shape[1:]),
+    write=lambda part: part[::BLOCK],
+    read=lambda stored: stored,
+    rows=BLOCK,
+)
 ONE_OVER = Form(
     shape=lambda shape: (1,),
     write=lambda part: reciprocal(part).reshape(1),
@@ -117,12 +131,14 @@ ONE_OVER = Form(
 class StoredAs:
     """One tensor of a linear in the file.
 
-    part: of the quantized weight, or INPUT_SCALE. name: what follows the module's fqn and a dot.
+    part: of the quantized weight, or INPUT_SCALE. name: what follows the module's fqn and a dot. also: dtypes, besides
+    the part's, in which files by others hold it.
     """
 
     part: str
     name: str
     form: Form = SAME
+    also: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -138,13 +154,14 @@ class Linears:
     """What there is to tell an engine.
 
     schemes: module -> its scheme. ignored: modules of linears that are not quantized. kv_cache: whether scales of the
-    KV cache are in the file. producer: name and version of what wrote it.
+    KV cache are in the file. producer: name and version of what wrote it. recipes: of the weights, all of them.
     """
 
     schemes: Mapping[str, Scheme]
     ignored: Sequence[str]
     kv_cache: bool
     producer: Mapping[str, str]
+    recipes: frozenset[Recipe] = frozenset()
 
     @property
     def kinds(self) -> list[Scheme]:
@@ -164,6 +181,7 @@ class Layout:
         name: what `layout=` calls it; also the `quant_method` in config.json.
         schemes: the schemes it has. A tensor of a linear is fp32 where it is a tensor-wide scale.
         lacks: what to do instead, for schemes that it does not have.
+        also_reads: entries that files by others have; they are read, and never written.
         kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
         kv_form: how such a scale looks in the file.
         json: file name -> content, made from what there is to tell; "config.json" holds what is to become of the
@@ -176,6 +194,12 @@ class Layout:
     json: Callable[["Layout", Linears], dict[str, Any]]
     kv_form: Form = SAME
     lacks: Mapping[Scheme, str] = field(default_factory=dict)
+    also_reads: Sequence[tuple[Scheme, SchemeEntry]] = ()
+
+    @property
+    def readable(self) -> list[tuple[Scheme, SchemeEntry]]:
+        """All entries that a file may have."""
+        return [*self.schemes.items(), *self.also_reads]
 
     def entry(self, scheme: Scheme, module: str) -> SchemeEntry:
         """The entry of a scheme. Raises ValueError where the layout has none."""

@@ -45,6 +45,8 @@ _STATIC_FP8 = (
 )
 _ROWS = 'its engines scale each token: leave the input scales out, or use layout="compressed-tensors"'
 
+_BLOCKS = 'it has such blocks for weights alone (FP8_PB_WO), use layout="fp8" or layout="compressed-tensors"'
+
 
 def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
     """hf_quant_config.json, and the same in config.json, which newer engines read."""
@@ -111,6 +113,11 @@ MODELOPT = Layout(
     schemes=SCHEMES,
     kv_scales={"k_scale": "k_proj.k_scale", "v_scale": "v_proj.v_scale"},
     json=_json,
-    lacks={Scheme("fp8_tensor", "dynamic"): _STATIC_FP8, Scheme("fp8_row", "static"): _ROWS},
+    lacks={
+        Scheme("fp8_tensor", "dynamic"): _STATIC_FP8,
+        Scheme("fp8_row", "static"): _ROWS,
+        Scheme("fp8_block", "dynamic"): _BLOCKS,
+        Scheme("fp8_block", "static"): _BLOCKS,
+    },
 )
 register_layout(MODELOPT)

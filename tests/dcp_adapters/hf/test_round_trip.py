@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from dcp_adapters import export_hf, import_hf
 from dcp_adapters.hf.layout import LAYOUTS
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
     MXFP8BlockScaling,
@@ -31,6 +32,8 @@ RECIPES = {
     "fp8_row, powers of two": Float8CurrentScaling(power_of_two=True),
     "fp8_tensor": Float8CurrentScaling(granularity="tensor"),
     "fp8_delayed": Float8DelayedScaling(),
+    "fp8_block": Float8BlockScaling(),
+    "fp8_block, powers of two": Float8BlockScaling(power_of_two=True),
     "mxfp8": MXFP8BlockScaling(),
     "mxfp8, square": MXFP8BlockScaling(blocks="square"),
     "nvfp4": NVFP4,
@@ -56,12 +59,19 @@ def state_of(recipe: Any, *, static: bool) -> dict[str, Any]:
     return state
 
 
+BLOCKS = ("fp8_block", "fp8_block, powers of two")
+ABSENT = {  # what a layout lacks: recipes without scales of inputs
+    "compressed-tensors": (),
+    "modelopt": ("fp8_tensor", "fp8_delayed", *BLOCKS),
+    "fp8": (),
+}
+ALONE = {"fp8": BLOCKS}  # all that a layout has
 CASES = [
     (layout, name, static)
     for layout in LAYOUTS
-    for name in RECIPES
+    for name in ALONE.get(layout, RECIPES)
     for static in (True, False)
-    if (static <= (name in STATIC)) and (layout != "modelopt" or static or name not in ("fp8_tensor", "fp8_delayed"))
+    if static <= (name in STATIC) and (static or name not in ABSENT[layout])
 ]
 
 
