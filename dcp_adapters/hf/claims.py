@@ -154,7 +154,7 @@ class _CompressedTensors:
         weights = group["weights"]
         problems = [f"weights of {each}" for each in _differing(weights, expected["weights"], WEIGHTS)]
         problems += [
-            f"weights with {key} {short(weights.get(key))}"
+            f"weights with {key} {_told(weights.get(key))}"
             for key in ("actorder", "block_structure")
             if (_sizes(weights.get(key)) or None) != expected["weights"].get(key)
         ]
@@ -283,9 +283,9 @@ class _FP8:
         }
         for key, values in known.items():
             if said.get(key) not in values:
-                expected = " or ".join(short(value) for value in values if value is not None)
+                expected = " or ".join(_told(value) for value in values if value is not None)
                 raise ValueError(
-                    f"{directory.path}: the quantization_config of config.json says {key} {short(said.get(key))}, "
+                    f"{directory.path}: the quantization_config of config.json says {key} {_told(said.get(key))}, "
                     f"which the library does not read; expected {expected}"
                 )
         names = [name for key in IGNORED for name in _names(said.get(key))]
@@ -296,7 +296,7 @@ class _FP8:
         """All that is said must be of the scheme, and a size must be said: without one, clients differ."""
         expected = next(entry.config for its, entry in self.layout.readable if its == scheme)
         problems = [
-            f"{key} {short(self.said.get(key))}, expected {short(expected[key])}"
+            f"{key} {_told(self.said.get(key))}, expected {_told(expected[key])}"
             for key in expected
             if self.said.get(key) != expected[key]
         ]
@@ -307,7 +307,13 @@ class _FP8:
     def said_of(self, module: str) -> str:
         """The size of the blocks."""
         size = self.said.get("weight_block_size")
-        return "" if size is None else f"weight_block_size {short(size)}"
+        return "" if size is None else f"weight_block_size {_told(size)}"
+
+
+def _told(value: Any) -> str:
+    """A value, or a few, in few words."""
+    few = isinstance(value, list) and len(value) <= len(WEIGHTS)
+    return f"[{', '.join(map(short, value))}]" if few else short(value)
 
 
 def _names(said: Any) -> list[str]:
