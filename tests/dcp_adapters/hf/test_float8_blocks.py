@@ -384,6 +384,15 @@ def test_powers_of_two_are_announced_where_all_are(tmp_path: Path) -> None:
     assert (found["l.o.weight"].recipe, found["l.down.weight"].recipe) == (POWERS, BLOCKS)
 
 
+def test_scales_of_the_kv_cache_go_along(tmp_path: Path) -> None:
+    weight = quantize(values((128, 256), 1), BLOCKS)
+    scales = {f"l.self_attn.{own}_scale": torch.tensor(0.25 * number) for number, own in enumerate("kv", start=1)}
+    state = {"l.self_attn.q_proj.weight": weight, **scales}
+    path = export_hf(state, tmp_path / "out", layout="fp8", config=CONFIG)
+    assert {name: tensors_of(path)[name].shape for name in scales} == dict.fromkeys(scales, ())
+    assert_holds(import_hf(path), state)
+
+
 def _exports(path: str, layout: str) -> None:
     export_hf(fully_shard(model()), path, layout=layout, config=CONFIG, progress=False, max_shard_size=100_000)
 

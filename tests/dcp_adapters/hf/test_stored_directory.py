@@ -14,11 +14,19 @@ from dcp_adapters import export_hf
 from dcp_adapters.cli.main import main
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+)
 from tests.dcp_adapters.cases import save
 
 RECIPES = {
     "float8-row": Float8CurrentScaling(),
+    "float8-block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
 }
