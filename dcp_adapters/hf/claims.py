@@ -80,6 +80,12 @@ def _differing(said: Mapping[str, Any], expected: Mapping[str, Any], keys: Itera
     ]
 
 
+def _told(value: Any) -> str:
+    """A value, or a few, in few words."""
+    few = isinstance(value, list) and len(value) <= len(WEIGHTS)
+    return f"[{', '.join(map(short, value))}]" if few else short(value)
+
+
 # -- compressed-tensors ------------------------------------------------------------------------------------------------
 
 
@@ -175,7 +181,8 @@ class _CompressedTensors:
 
 def _sizes(said: Any) -> Any:
     """[128, 128] for "128x128", as older tools write it; anything else as it is."""
-    return [int(size) for size in said.split("x")] if re.fullmatch(r"\d+x\d+", str(said)) else said
+    is_text = isinstance(said, str) and re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", said)
+    return [int(size) for size in said.split("x")] if is_text else said
 
 
 def _is_group(group: Any) -> bool:
@@ -308,12 +315,6 @@ class _FP8:
         """The size of the blocks."""
         size = self.said.get("weight_block_size")
         return "" if size is None else f"weight_block_size {_told(size)}"
-
-
-def _told(value: Any) -> str:
-    """A value, or a few, in few words."""
-    few = isinstance(value, list) and len(value) <= len(WEIGHTS)
-    return f"[{', '.join(map(short, value))}]" if few else short(value)
 
 
 def _names(said: Any) -> list[str]:

@@ -131,8 +131,8 @@ def test_shards_read_their_rows_and_the_blocks_these_cut(layout: str, ranks: int
         assert taken[f"l.o.{FILE_NAMES[layout]}"] == (last - first) * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=str)
-def test_scales_that_are_powers_of_two_may_be_stored_in_8_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+def test_scales_that_are_powers_of_two_may_be_stored_in_fewer_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     path, state = directory(tmp_path / "fp32", powers=True, scale_fmt="ue8m0")
     tensors = {name: value.to(dtype) if "scale" in name else value for name, value in tensors_of(path).items()}
     path = write(tmp_path / "typed", tensors, {"quantization_config": {**DEEPSEEK, "scale_fmt": "ue8m0"}})
