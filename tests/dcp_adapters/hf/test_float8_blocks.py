@@ -20,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import export_hf, import_hf
 from dcp_adapters.cli.main import main
+from dcp_adapters.hf.as_checkpoint import Slice
+from dcp_adapters.hf.directory import FileTensor
 from dcp_adapters.hf.reader import OpenFiles
 from dcp_adapters.hf.stored_directory import StoredDirectory
 from fsdp_hooks import sync_scales
@@ -129,6 +131,18 @@ def test_shards_read_their_rows_and_the_blocks_these_cut(layout: str, ranks: int
         assert taken["l.o.weight"] == rows * 320
         first, last = rank * rows // 128, -(-(rank + 1) * rows // 128)
         assert taken[f"l.o.{FILE_NAMES[layout]}"] == (last - first) * 3
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+def test_any_box_of_the_rows_is_read_from_the_blocks_it_lies_in(lead: int) -> None:
+    scale = stored((576, 320), 1)[1]
+    whole = in_memory(*stored((576, 320), 1)).scale
+    held = Slice(FileTensor("w", "f", "F32", tuple(scale.shape)), lambda rows: rows, lead=lead, rows=128)
+    for first, last in ((0, 576), (0, 1), (127, 129), (128, 256), (300, 301), (511, 576), (575, 576), (200, 200)):
+        for left, right in ((0, 3), (1, 2), (2, 3)):
+            found = held.take(scale, (*(0,) * lead, first, left), (*(1,) * lead, last - first, right - left))
+            assert found.shape == (*(1,) * lead, last - first, right - left)
+            assert torch.equal(found.reshape(last - first, right - left), whole[first:last, left:right])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
