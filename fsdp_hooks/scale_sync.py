@@ -58,6 +58,7 @@ def scales_of(param: Tensor) -> SharedScales | None:
 def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> int:
     """Make every shared scale agreed, by re-encoding the shards whose scale differs onto the largest one.
 
+    Square blocks that a shard boundary cuts are agreed on, too: their pieces get the scale of their largest element.
     Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard), and with
     storage="high_precision" after every optimizer step. Shards that hold the largest scale, or agree already, keep
     their bytes. A shard that holds only zeros never decides a scale. A weight that still has its high-precision initial
@@ -88,7 +89,7 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
 def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
     """`sync_scales` of (name, parameter), where "" stands for no name; `what` is the operation, for errors."""
     named = [(name, param) for name, param in named if _can_share(param)]
-    if any(_is_gathered(param) for _, param in named):
+    if any(is_gathered(param) for _, param in named):
         raise ValueError(
             "sync_scales: the parameters are those gathered for a forward, not the shards; call reshard() on their "
             "FSDP modules, and take model.parameters() anew"
@@ -131,11 +132,10 @@ def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def label_of(name: str, param: Tensor) -> str:
-    """What must be equal on all ranks for a parameter that shares scales, in words."""
+    """What must be equal on all ranks for a parameter, in words."""
     scales = scales_of(param)
-    assert scales is not None
     placements = param.placements if isinstance(param, DTensor) else None
-    text = _described(param.shape, param.dtype, placements, scales.kind())
+    text = _described(param.shape, param.dtype, placements, "dense" if scales is None else scales.kind())
     return f"{name}: {text}" if name else text
 
 
@@ -144,7 +144,8 @@ def _described(shape: torch.Size, dtype: torch.dtype, placements: tuple[Any, ...
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {kind}, placed {placements}"
 
 
-def _is_gathered(param: Tensor) -> bool:
+def is_gathered(param: Tensor) -> bool:
+    """Whether a parameter is what was gathered for a forward, not the shard."""
     local = local_of(param)
     return isinstance(local, AllGatherHooks) and local._sharding.shards is not None
 
@@ -195,6 +196,24 @@ def max_over_groups(
     if trouble is not None:
         raise trouble
     return result, count
+
+
+def sum_over_groups(
+    labels: Sequence[Label], values: Sequence[Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
+) -> list[Tensor]:
+    """Elementwise sum of each tensor (1-D, one dtype and device) over the groups that belong to it.
+
+    One all-reduce for each distinct group. It proves nothing about the ranks: call it behind a `max_over_groups` with
+    the same labels and groups.
+    """
+    result = list(values)
+    for group in in_order(labels, groups):
+        own = sorted((index for index, over in enumerate(groups) if group in over), key=lambda index: labels[index])
+        total = torch.cat([result[index] for index in own])
+        dist.all_reduce(total, group=group)
+        for index, piece in zip(own, total.split([result[index].numel() for index in own]), strict=True):
+            result[index] = piece
+    return result
 
 
 def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGroup]], device: torch.device) -> None:

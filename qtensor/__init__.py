@@ -9,6 +9,9 @@ from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.float8_blocks import Float8BlockScaling
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.int4 import Int4GroupScaling, Int4Tensor
+from qtensor.low_rank import LowRankUpdate
+from qtensor.merge_report import MergedWeight, MergeReport
+from qtensor.merging import merge_
 from qtensor.model_init import clear_high_precision_init_val, high_precision_init_val, quantize_, quantized_model_init
 from qtensor.mxfp4 import MXFP4BlockScaling, MXFP4Tensor
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
@@ -24,16 +27,20 @@ __all__ = [
     "Float8Tensor",
     "Int4GroupScaling",
     "Int4Tensor",
+    "LowRankUpdate",
     "MXFP4BlockScaling",
     "MXFP4Tensor",
     "MXFP8BlockScaling",
     "MXFP8Tensor",
     "MasterWeightOptimizer",
+    "MergeReport",
+    "MergedWeight",
     "NVFP4BlockScaling",
     "NVFP4Tensor",
     "QuantizedTensor",
     "clear_high_precision_init_val",
     "high_precision_init_val",
+    "merge_",
     "quantize",
     "quantize_",
     "quantized_model_init",

@@ -85,15 +85,16 @@ def untile(tiles: Tensor, columns: int) -> Tensor:
     return flat if flat.shape[-1] == columns else flat[..., :columns].contiguous()
 
 
-def scatter_blocks(per_row: Tensor, block: int) -> Tensor:
+def scatter_blocks(per_row: Tensor, block: int, fill: float = 0.0) -> Tensor:
     """Maximum over each group of `block` rows, written back to every row of the group: row amax -> square amax.
 
-    per_row: [.., N, blocks]. The last group may be short (a shard whose rows are no multiple of the block).
+    per_row: [.., N, blocks]. The last group may be short (a shard whose rows are no multiple of the block); `fill` must
+    be no larger than the values.
     """
     rows = per_row.shape[-2]
     short = -rows % block
     if short:
-        per_row = torch.cat([per_row, per_row.new_zeros(*per_row.shape[:-2], short, per_row.shape[-1])], dim=-2)
+        per_row = torch.cat([per_row, per_row.new_full((*per_row.shape[:-2], short, per_row.shape[-1]), fill)], dim=-2)
     groups = per_row.reshape(*per_row.shape[:-2], (rows + short) // block, block, per_row.shape[-1])
     spread = groups.amax(dim=-2, keepdim=True).expand_as(groups).reshape(per_row.shape)
     return spread[..., :rows, :]

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qtensor import kernels
+from qtensor import exact, kernels
 from qtensor.blocks import BlockFacts
 from qtensor.formats import PartSpec, describe, keeps_history, specs_of, tensor_wide
 from qtensor.lens import Reach
+from qtensor.recipes import Recipe
 
 if TYPE_CHECKING:
     from qtensor.tensor import QuantizedTensor
@@ -113,6 +114,29 @@ def write(
     `step` says that the values continue from the previous ones, as an optimizer's do: a recipe with a history then
     continues it, and begins it anew otherwise.
     """
+    x = _to_write(q, dense)
+    amax = kernels.shared_amax(x, q.recipe) if amax is None else amax.view_as(shared_scale(q))
+    if step and keeps_history(q.recipe):
+        assert amax is not None
+        before = q.parts()
+        parts = kernels.encode_step(x, q.recipe, amax, before["scale"], before["amax_history"])
+    else:
+        parts = kernels.encode(x, q.recipe, amax, blocks)
+    store(q, {**parts, INITIAL_VALUE: x})
+
+
+@torch.no_grad()
+def write_converted(q: "QuantizedTensor", values: Tensor, recipe: Recipe, parts: Mapping[str, Tensor] | None) -> None:
+    """Write the fp32 values of a tensor of another recipe, exactly where q's recipe can hold them (see exact.py).
+
+    `parts` decode to the values; None where they are not at hand in q's order.
+    """
+    x = _to_write(q, values)
+    store(q, {**exact.converted(x, q.recipe, parts, recipe), INITIAL_VALUE: x})
+
+
+def _to_write(q: "QuantizedTensor", dense: Tensor) -> Tensor:
+    """`dense` in the shape of the parts. Raises where q is a view that cannot be written to."""
     lens = q._lens
     if lens.transposed:
         raise NotImplementedError(
@@ -123,15 +147,7 @@ def write(
             f"writing values into rows that split square blocks of {describe(q.shape, q.recipe)}: "
             "the other rows of those blocks share their scales; write whole blocks, or the whole tensor"
         )
-    x = dense.detach().reshape(lens.described or q.shape)
-    amax = kernels.shared_amax(x, q.recipe) if amax is None else amax.view_as(shared_scale(q))
-    if step and keeps_history(q.recipe):
-        assert amax is not None
-        before = q.parts()
-        parts = kernels.encode_step(x, q.recipe, amax, before["scale"], before["amax_history"])
-    else:
-        parts = kernels.encode(x, q.recipe, amax, blocks)
-    store(q, {**parts, INITIAL_VALUE: x})
+    return dense.detach().reshape(lens.described or q.shape)
 
 
 def store(q: "QuantizedTensor", parts: Mapping[str, Tensor]) -> None:

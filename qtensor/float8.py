@@ -20,6 +20,7 @@ from qtensor.blocks import encoding_scale, finite, quotient
 from qtensor.codecs import fp8
 from qtensor.codecs.fp8 import ELEMENTS
 from qtensor.codecs.rounding import power_of_two_floor
+from qtensor.fineness import Fineness, fineness, fits
 from qtensor.formats import PartSpec, Route, register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
@@ -86,6 +87,19 @@ class Float8:
     def adopt(self, x: Tensor, recipe: Float8CurrentScaling, scale: Tensor) -> dict[str, Tensor]:
         """Parts under a scale."""
         return {"payload": fp8.encode(x / scale, finite(x), recipe.element), "scale": scale.clone()}
+
+    def fineness(self, x: Tensor, recipe: Float8CurrentScaling) -> tuple[Fineness, Fineness | None]:
+        """Of each row, or of all of x."""
+        facts = fineness(x, 0, fp8.MANTISSA[recipe.element])
+        facts = facts.joined() if recipe.granularity == "tensor" else facts
+        return facts, facts
+
+    def fitted(
+        self, recipe: Float8CurrentScaling, facts: Fineness, shared: Fineness
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The powers of two that `power_of_two` would choose."""
+        enc = power_of_two_floor(encoding_scale(ELEMENTS[recipe.element][1], shared.amax))
+        return {}, enc, fits(enc, shared, fp8.STEP[recipe.element])
 
     def snap(self, scaled: Tensor, recipe: Float8CurrentScaling) -> Tensor:
         """Nearest E4M3 or E5M2 values."""

@@ -20,6 +20,7 @@ from qtensor.blocks import BlockFacts, block_amax, encoding_scale, finite, quoti
 from qtensor.codecs import fp8
 from qtensor.codecs.fp8 import ELEMENTS
 from qtensor.codecs.rounding import power_of_two_floor
+from qtensor.fineness import Fineness, fineness, fits
 from qtensor.float8 import Float8Tensor
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
@@ -76,6 +77,16 @@ class _Float8Blocks:
         enc = self.grid(recipe, quantizer)[0] if enc is None else enc  # [.., ceil(K / 128)]
         scaled = untile(tile(x, BLOCK) * enc.unsqueeze(-1), x.shape[-1])
         return {"payload": fp8.encode(scaled, finite(x), recipe.element), "scale": quotient(1.0, enc)}
+
+    def fineness(self, x: Tensor, recipe: Float8BlockScaling) -> tuple[Fineness, Fineness | None]:
+        facts = fineness(x, BLOCK, fp8.MANTISSA[recipe.element])
+        return facts.spread(BLOCK) if recipe.blocks == "square" else facts, None
+
+    def fitted(
+        self, recipe: Float8BlockScaling, facts: Fineness, shared: Fineness | None
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        enc = power_of_two_floor(encoding_scale(ELEMENTS[recipe.element][1], facts.amax))
+        return {}, enc, fits(enc, facts, fp8.STEP[recipe.element])
 
     def snap(self, scaled: Tensor, recipe: Float8BlockScaling) -> Tensor:
         return fp8.snapped(scaled, recipe.element)

@@ -81,6 +81,12 @@ class Format(Protocol):
     A format with scales that the pieces of a cut tensor share has one more method, `adopt(x, recipe, scale)`: `encode`
     under a shared scale that is already decided (see the function of that name). A format that keeps a history also has
     `step(x, recipe, amax, scale, history)`, see float8_delayed.py.
+
+    A format whose usual scales are not the powers of two under which its elements hold most values has two more, for
+    conversions (see exact.py):
+
+        fineness(x, recipe)            facts of the values behind each scale, and behind each shared scale (or None)
+        fitted(recipe, facts, shared)  (quantizer, enc, fits): what `encode_with` takes, and where it is exact then
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from fsdp_hooks.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.torch_private import is_tracing
 from qtensor import formats, ragged
-from qtensor.blocks import BlockFacts, canonical_nan, finite_amax, row_amax
+from qtensor.blocks import BlockFacts, canonical_nan, finite_amax, row_amax, scatter_blocks
 from qtensor.codecs.rounding import is_armed
 from qtensor.formats import (
     PartSpec,
@@ -71,6 +71,9 @@ def encode(
         return formats.encode(x.to(torch.float32), recipe, amax, blocks)
     if amax is not None and amax.ndim:
         amax = amax.reshape(-1, 1)
+    group = row_multiple(recipe)
+    if blocks is None and group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix of a stack
+        blocks = BlockFacts(*(scatter_blocks(fact, group) for fact in block_facts(x, recipe)))
     if blocks is not None:
         facts = [_rows(fact) for fact in blocks]
         return _over_rows(_encode_kernel(recipe.stored, x.dtype, decided=True), recipe, x, amax, *facts, group=1)
@@ -310,12 +313,6 @@ def _over_rows(
     """
     decided = group is not None
     group = group or row_multiple(recipe)
-    if group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix
-        each = [_over_rows(kernel, recipe, matrix, *args) for matrix in x]
-        return {
-            name: part if part.ndim == 0 else _stacked([parts[name] for parts in each])
-            for name, part in each[0].items()
-        }
     flat, block = _rows(x), block_multiple(recipe)
     if flat.shape[1] % block and kernel.compiles(flat) and not decided:
         strided = _encode_kernel(recipe.stored, x.dtype, strided=True)
@@ -363,8 +360,3 @@ def _decode_ragged(parts: dict[str, Tensor], recipe: Recipe, shape: Sequence[int
         flat[:, :behind].copy_(decoded(kernel(strided=True), *first.values()))
     flat[:, behind:].copy_(decoded(kernel(), *last.values())[:, : columns - behind])
     return values
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """One part of several matrices, [matrices, ..]; stacked as bytes, since autocast cannot stack float8."""
-    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

@@ -32,7 +32,8 @@ from qtensor.blocks import (
     quotient,
     tile,
 )
-from qtensor.codecs import e2m1
+from qtensor.codecs import e2m1, e8m0
+from qtensor.fineness import ORIGIN, Fineness, fineness
 from qtensor.formats import PartSpec, Route, register
 from qtensor.products import swizzled
 from qtensor.recipes import Recipe, check_choice
@@ -40,6 +41,7 @@ from qtensor.tensor import QuantizedTensor
 
 BLOCK = 16
 LARGEST_SCALE = 448.0
+E4M3_EXPONENTS = (-9, 8)  # of the least and the largest power of two among E4M3 scales
 SIXTH = fp32(1 / 6)  # fp32(1/6), exactly representable
 
 
@@ -99,6 +101,24 @@ class _NVFP4:
         enc = quotient(1.0, scale).clamp(max=FLT_MAX)
         return self.encode_with(x, recipe, _under_global_scale(x, recipe, enc, scale.clone(), blocks))
 
+    def fineness(self, x: Tensor, recipe: NVFP4BlockScaling) -> tuple[Fineness, Fineness | None]:
+        facts = fineness(x, BLOCK, e2m1.MANTISSA)
+        facts = facts.spread(BLOCK) if recipe.blocks == "square" else facts
+        too_wide = (_least_exponent(facts.amax) > _largest_exponent(facts.depth)) & (facts.depth > 0)
+        mixed = (facts.nan * facts.number > 0) | (facts.broken > 0)
+        facts = facts._replace(broken=(too_wide | mixed).to(torch.float32))
+        return facts, facts.joined()
+
+    def fitted(
+        self, recipe: NVFP4BlockScaling, facts: Fineness, shared: Fineness
+    ) -> tuple[dict[str, Tensor], None, Tensor]:
+        top = (_least_exponent(shared.amax) - E4M3_EXPONENTS[1]).clamp(min=-126)  # of the global scale
+        least = (top + E4M3_EXPONENTS[0]).clamp(min=-126)
+        holds = (shared.amax > 0) & (shared.broken == 0) & (_largest_exponent(shared.depth) >= least)
+        exponent = torch.maximum(_least_exponent(facts.amax), least)
+        scale = torch.where(facts.amax > 0, e8m0.power_of_two(exponent - top + 127), 0.0)
+        return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": e8m0.power_of_two(top + 127)}, None, holds
+
     def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
         return e2m1.snapped(scaled)
 
@@ -115,6 +135,16 @@ def _under_global_scale(
     own = block_amax(x, BLOCK, square=recipe.blocks == "square") if blocks is None else blocks.amax
     scale = (own * (enc * SIXTH)).clamp(max=LARGEST_SCALE)
     return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": global_scale, **marks(blocks)}
+
+
+def _least_exponent(amax: Tensor) -> Tensor:
+    """int32: the least t for which 6 * 2^t is no less than a magnitude that an element times a power of two has."""
+    return e8m0.code_up(amax * SIXTH) - 127
+
+
+def _largest_exponent(depth: Tensor) -> Tensor:
+    """int32: the largest t for which 2^t times half, the least element, is no more than the least 2^p."""
+    return (ORIGIN - depth).to(torch.int32) + 1
 
 
 class NVFP4Tensor(QuantizedTensor):

@@ -23,7 +23,7 @@ from fsdp_hooks.all_gather import AT_REST, Sharding
 from fsdp_hooks.torch_private import note_shard_rows, shard_rows
 from fsdp_hooks.versions import count_writes
 from qtensor.codecs.rounding import armed
-from qtensor.contents import decoded, held, held_specs, initial_value, preserve, store, write
+from qtensor.contents import decoded, held, held_specs, initial_value, preserve, store, write, write_converted
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, specs_of, tensor_wide
 from qtensor.lens import Lens
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
@@ -89,7 +89,10 @@ def is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @implements(aten.copy_.default)
 def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """dst.copy_(src): copies bytes where both have one recipe, else requantizes; a dense dst gets dense values."""
+    """dst.copy_(src): copies bytes where both have one recipe, else requantizes; a dense dst gets dense values.
+
+    The values of another recipe stay what they are where dst can hold them, see exact.py.
+    """
     dst, src = args[0], args[1]
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(decoded(src), *args[2:])
@@ -99,11 +102,15 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # where src has no initial value dst forgets its own, since the new bytes were not made from it
         store(dst, {name: _fit(part, own[name]) for name, part in held(src).items() if name in own})
         return dst
-    generator = generator_for([dst])
-    values = decoded(src, torch.float32) if isinstance(src, QuantizedTensor) else src
-    check_values(values, f"copy_ into {describe(dst.shape, dst.recipe)}")
-    with armed(generator):
-        write(dst, values.to(dst.device).expand(dst.shape))
+    with armed(generator_for([dst])):
+        if isinstance(src, QuantizedTensor):
+            values, parts = decoded(src, torch.float32), None
+            if src.shape == dst.shape and _alike(src._lens, dst._lens) and src._sharding.shards is None:
+                parts = {name: part.to(dst.device) for name, part in src.parts().items()}
+            write_converted(dst, values.to(dst.device).expand(dst.shape), src.recipe, parts)
+        else:
+            check_values(src, f"copy_ into {describe(dst.shape, dst.recipe)}")
+            write(dst, src.to(dst.device).expand(dst.shape))
     return dst
 
 

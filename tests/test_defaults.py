@@ -344,7 +344,7 @@ def on_ranks(name: str, path: Path) -> dict[str, str]:
     with under():
         load(state, path / name, on_mismatch="convert", conversion_timeout=dt.timedelta(seconds=20))
         values |= {f"converted {key}": whole(value) for key, value in state.items()}
-        fails = patch.object(Conversion, "amax", side_effect=MemoryError("no room"))
+        fails = patch.object(Conversion, "claim", side_effect=MemoryError("no room"))
         with fails if dist.get_rank() else contextlib.nullcontext(), pytest.raises(dcp.api.CheckpointException) as told:
             load(state, path / name, on_mismatch="convert", conversion_timeout=dt.timedelta(seconds=20))
         assert "no room" in str(told.value)

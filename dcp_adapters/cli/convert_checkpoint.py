@@ -6,8 +6,11 @@
     finish   `.metadata`, then the directory gets its name: there is the whole checkpoint or none
 
 The values are those of converting full tensors: `quantize(dense)`, `q.dequantize(dtype)`, and from recipe to recipe
-what `b.copy_(a)` writes. The save planner sees stand-ins of the right shapes and dtypes that take no memory, plans them
-as it plans any state dict, and gets the data when the writer asks for an entry.
+what `b.copy_(a)` writes: exactly the values of a where b can hold them (qtensor/exact.py). What comes out is compared
+with what went in, so the outcome says which tensors were rounded, and by how much.
+
+The save planner sees stand-ins of the right shapes and dtypes that take no memory, plans them as it plans any state
+dict, and gets the data when the writer asks for an entry.
 """
 
 import io
@@ -25,18 +28,20 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from dcp_adapters.cli.conversion_outcome import Converted, Outcome, Target
 from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, refuse_taken
+from dcp_adapters.stored.numeric_error import Error, error_between
 from dcp_adapters.stored.progress_bar import Advance, unseen
+from dcp_adapters.words import in_natural_order
+from qtensor import exact
 from qtensor.formats import APPEARANCE_DTYPES, column_multiple
 from qtensor.recipes import Recipe
 from qtensor.selection import matches, unmatched
 from qtensor.tensor import QuantizedTensor, quantize
-
-Target = Recipe | torch.dtype
 
 
 class ConversionRefused(ValueError):  # noqa: N818 - what happened to the conversion
@@ -103,8 +108,8 @@ def convert_checkpoint(
     plan: ConversionPlan,
     *,
     advance: Advance = unseen,
-) -> None:
-    """Write the converted checkpoint.
+) -> Outcome:
+    """Write the converted checkpoint, and tell what became of the values.
 
     Args:
         source: where from; open it with check=True to refuse damaged data instead of giving it fresh checksums.
@@ -120,8 +125,11 @@ def convert_checkpoint(
     refuse_taken(final)
     partial = hidden_name(final)
     with gone_on_error(partial):
-        _write(source, partial, plan, advance)
+        errors = _write(source, partial, plan, advance)
         give_name(partial, final)
+    tensors = [Converted(name, source.entries[name].kind, errors[name]) for name in in_natural_order(errors)]
+    copied = len(source.entries) - len(tensors) + len(source.blobs)
+    return Outcome(str(source.path), str(final), plan.to, tensors, copied)
 
 
 def converted(value: Tensor, to: Target) -> Tensor:
@@ -133,7 +141,8 @@ def converted(value: Tensor, to: Target) -> Tensor:
         return quantize(value, to)
     if value.recipe.stored == to.stored:
         return value
-    return QuantizedTensor.from_parts(quantize(value.dequantize(torch.float32), to).parts(), to, value.dtype)
+    parts = exact.converted(value.dequantize(torch.float32), to, value.parts(), value.recipe)
+    return QuantizedTensor.from_parts(parts, to, value.dtype)
 
 
 def _is(tensor: Entry, to: Target) -> bool:
@@ -158,7 +167,8 @@ def _obstacle(tensor: Entry, recipe: Recipe) -> str | None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _write(source: Stored, directory: Path, plan: ConversionPlan, advance: Advance) -> None:
+def _write(source: Stored, directory: Path, plan: ConversionPlan, advance: Advance) -> dict[str, Error]:
+    """The errors of the tensors that were converted, by name."""
     state: dict[str, Any] = {name: _stand_in(_written(entry, plan)) for name, entry in source.entries.items()}
     state |= {name: _Bytes() for name in source.blobs}
     state = {name: state[name] for name in source.names}
@@ -175,6 +185,7 @@ def _write(source: Stored, directory: Path, plan: ConversionPlan, advance: Advan
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
+    return stream.errors
 
 
 class _Bytes:
@@ -192,6 +203,7 @@ class EntryStream:
         self.source, self.plan, self.entries, self.advance = source, plan, entries, advance
         self.pending: dict[str, Tensor] = {}  # entries of the tensor at work that were not asked for yet
         self.handed: Tensor | None = None
+        self.errors: dict[str, Error] = {}  # of the tensors that were converted
 
     def __contains__(self, entry: str) -> bool:
         return entry in self.entries or entry in self.source.blobs
@@ -213,7 +225,8 @@ class EntryStream:
     def _made(self, name: str) -> dict[str, Tensor]:
         stored, value = self.source.entries[name], self.source.read(name)
         if name in self.plan.changes:
-            value = converted(value, self.plan.to)
+            before, value = value, converted(value, self.plan.to)
+            self.errors[name] = error_between(before, value)
         self.advance(stored.nbytes)
         return {stored.key(part): _alone(data) for part, data in parts_of(value).items()}
 

@@ -16,14 +16,12 @@ from torch import Tensor
 from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Stored
-from dcp_adapters.stored.numeric_error import Error, ErrorSum
+from dcp_adapters.stored.numeric_error import SLICE, Error, error_between
 from dcp_adapters.stored.progress_bar import Advance, unseen
 from dcp_adapters.tables import table
 from dcp_adapters.words import in_natural_order
-from qtensor.tensor import QuantizedTensor
 
 FORMAT = "dcp_adapters.diff/1"
-SLICE = 1 << 20  # elements that are widened to float64 at once
 
 
 @dataclass(frozen=True)
@@ -43,17 +41,14 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; None where something does not apply."""
-        error = self.error
+        nothing = dict.fromkeys(("max_abs", "relative", "snr_db", "not_finite"))
         return {
             "name": self.name,
             "kind": self.kind,
             "a": self.a,
             "b": self.b,
             "differing_bytes": self.differing_bytes,
-            "max_abs": error and error.max_abs,
-            "relative": error and error.relative,
-            "snr_db": error and error.snr_db,
-            "not_finite": error and error.not_finite,
+            **(nothing if self.error is None else self.error.to_json()),
         }
 
 
@@ -107,11 +102,11 @@ def _tensors(a: Stored, b: Stored, left: Entry | None, right: Entry | None) -> D
         return replace(words, kind="shape")
     x, y = a.read(left.name), b.read(right.name)
     if left.recipe != right.recipe:
-        return replace(words, kind="recipe", error=_error_between(x, y))
+        return replace(words, kind="recipe", error=error_between(x, y))
     if left.dtype != right.dtype:
-        return replace(words, kind="dtype", error=_error_between(x, y))
+        return replace(words, kind="dtype", error=error_between(x, y))
     differing = _differing_bytes(x, y)
-    return replace(words, differing_bytes=differing, error=_error_between(x, y)) if differing else None
+    return replace(words, differing_bytes=differing, error=error_between(x, y)) if differing else None
 
 
 def _only(left: Entry | None, right: Entry | None) -> Difference:
@@ -144,22 +139,6 @@ def _differing_bytes(x: Tensor, y: Tensor) -> int:
     return count
 
 
-def _error_between(x: Tensor, y: Tensor) -> Error:
-    total = ErrorSum()
-    for left, right in zip(_wide_values(x), _wide_values(y), strict=True):
-        total.add(left, right)
-    return total.error()
-
-
-def _wide_values(x: Tensor) -> Iterator[Tensor]:
-    """The values as float64, some at a time."""
-    dense = x.dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x
-    if dense.is_complex():
-        dense = torch.view_as_real(dense)
-    for piece in _slices(dense):
-        yield piece.to(torch.float64)
-
-
 def _slices(x: Tensor) -> Iterator[Tensor]:
     """1-D pieces of at most SLICE elements."""
     flat = x.contiguous().reshape(-1)
@@ -173,11 +152,7 @@ def _words(tensor: Entry) -> str:
 
 def _row(difference: Difference) -> tuple[str, ...]:
     error, differing = difference.error, difference.differing_bytes
-    numbers = ("", "", "")
-    if error is not None:
-        relative = "inf" if error.relative is None else f"{error.relative:.3g}"
-        snr = "-" if error.snr_db is None else f"{error.snr_db:.1f}"
-        numbers = (f"{error.max_abs:.3g}", relative, snr)
+    numbers = ("", "", "") if error is None else error.cells()
     note = f" ({error.not_finite} not finite)" if error is not None and error.not_finite else ""
     kind = difference.kind.replace("_", " ") + note
     return (

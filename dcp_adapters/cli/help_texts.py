@@ -84,14 +84,17 @@ examples:
 Write a copy of SRC with tensors in another format: from recipe to recipe, from quantized to dense, from dense to
 quantized. Without --include all quantized tensors are converted; with it the tensors that match, dense ones too (2 dims
 or more; dense tensors are quantized but never cast to another dtype). Everything else, optimizer state for example, is
-copied byte for byte. One tensor is in memory at a time, and is compared with its checksums, if SRC has some. DST must
-not exist, or be empty, and appears only when it is complete.""",
+copied byte for byte. From recipe to recipe values stay as they are where the new format can hold them, and are rounded
+once more where it cannot: the tensors that were rounded are listed with their errors. One tensor is in memory at a
+time, and is compared with its checksums, if SRC has some. DST must not exist, or be empty, and appears only when it is
+complete.""",
         examples="""\
 examples:
   %(prog)s step-1000 out --to bfloat16                      quantized weights to dense ones
   %(prog)s step-1000 out --to nvfp4 --exclude '*lm_head*'   another recipe
   %(prog)s dense out --to mxfp8 --include 'model.layers.*.weight' --exclude '*norm*'
-  %(prog)s step-1000 out --to mxfp8 --option blocks=square --option scale_rounding=floor""",
+  %(prog)s step-1000 out --to mxfp8 --option blocks=square --option scale_rounding=floor
+  %(prog)s step-1000 out --to nvfp4 --json | jq '.tensors[] | [.relative, .name]'""",
     ),
     "export": HelpText(
         summary="write what inference engines load",

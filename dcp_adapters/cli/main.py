@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.help_texts import HELP, MAIN
@@ -25,7 +23,7 @@ from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.hf.verify_directory import verify_directory
-from dcp_adapters.recipe_names import DTYPES, dtype_name, recipe_label, short_names, target_named
+from dcp_adapters.recipe_names import DTYPES, short_names, target_named
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.stored.inspect import inspect_checkpoint
@@ -127,10 +125,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(f"{PROGRAM}: warning: --exclude {pattern} matches no tensor", file=sys.stderr)
     total = sum(tensor.nbytes for tensor in source.entries.values()) + sum(map(source.blob_size, source.blobs))
     with progress_bar("converting", total, enabled=arguments.progress) as advance:
-        convert_checkpoint(source, arguments.destination, plan, advance=advance)
-    name = dtype_name(to) if isinstance(to, torch.dtype) else recipe_label(to)
-    copied = len(source.entries) - len(plan.changes) + len(source.blobs)
-    _show(f"{arguments.destination}: {len(plan.changes)} tensors converted to {name}, {copied} entries copied")
+        done = convert_checkpoint(source, arguments.destination, plan, advance=advance)
+    _show(done.to_json() if arguments.json else done.render())
     return FINE
 
 
@@ -274,6 +270,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "--option", metavar="KEY=VALUE", action="append", default=[], help="a field of the recipe (repeatable)"
     )
     _add_checksums(parser)
+    _add_json(parser)
     _add_progress(parser)
     parser.set_defaults(run=_convert)
 

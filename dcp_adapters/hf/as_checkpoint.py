@@ -11,7 +11,6 @@ here, before anything is loaded: those of experts must agree, and one stored as 
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +21,13 @@ from torch import Tensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, ONE_OVER, RECIPES, StoredAs, kind_of
-from dcp_adapters.hf.names import Piece, pieces_of
+from dcp_adapters.hf.layout import INPUT_SCALE, ONE_OVER, SHAPE, StoredAs, kind_of
+from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
+from dcp_adapters.hf.recorded import appearance, recorded_recipes
 from dcp_adapters.hf.schemes import DTYPES, Contents, FileLinear
 from dcp_adapters.manifest import Manifest
 from dcp_adapters.part_places import part_box
-from dcp_adapters.recipe_names import DTYPES as APPEARANCES
-from dcp_adapters.words import in_lines, listed, short
+from dcp_adapters.words import in_lines, listed
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
 from qtensor.recipes import Recipe
@@ -38,6 +37,11 @@ WIDE_APART = (
     "their weights have tensor-wide scales that differ, and a weight of all experts has one; quantize the experts with "
     "one scale, or with a recipe whose scales belong to rows or blocks, or import into a model with a linear an expert"
 )
+TURNED = (
+    "the directory has rows of linears, [E, N, K], and the model multiplies by the weight as it is, [E, K, N]; give it "
+    "parameters [E, N, K] and multiply by their transpose, or import without a model and copy the values: "
+    "import_hf(path)[name].dequantize().transpose(1, 2)"
+)
 Look = Callable[[FileTensor], Tensor]  # reads a small tensor
 
 
@@ -46,14 +50,15 @@ class Slice:
     """Where a chunk's values come from.
 
     read: what the file holds -> the part, in its dtype. per_row: slices of the chunk are slices of the tensor, which
-    lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk. rows:
-    how many rows of the chunk one row of the tensor stands for.
+    lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk. columns,
+    rows: how many columns, or rows, of the chunk one of the tensor's stands for.
     """
 
     tensor: FileTensor
     read: Callable[[Tensor], Tensor]
     per_row: bool = True
     lead: int = 0
+    columns: int = 1
     rows: int = 1
 
     def take(self, piece: Any, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -63,8 +68,16 @@ class Slice:
             held = box[self.lead :][: len(self.tensor.shape)]
             if self.rows > 1:
                 return self._spread(piece, held).reshape(tuple(sizes))
+            if self.columns > 1:
+                return self._split(piece, held).reshape(tuple(sizes))
             return self.read(piece[held or ...]).reshape(tuple(sizes))
         return self.read(piece[...])[box or ...]
+
+    def _split(self, piece: Any, held: Sequence[slice]) -> Tensor:
+        """The columns of a slice of the chunk, which may begin and end inside of one column of the tensor."""
+        first, last = held[-1].start // self.columns, -(-held[-1].stop // self.columns)
+        part = self.read(piece[(*held[:-1], slice(first, last))])
+        return part[..., held[-1].start - first * self.columns : held[-1].stop - first * self.columns]
 
     def _spread(self, piece: Any, held: Sequence[slice]) -> Tensor:
         """The rows of a slice of the chunk, which may begin and end inside of what one row of the tensor stands for."""
@@ -142,9 +155,10 @@ class _Presentation:
 
     def __init__(self, directory: Directory, contents: Contents, wanted: Mapping[str, Entry], look: Look) -> None:
         self.directory, self.wanted, self.look = directory, wanted, look
+        self.turned = turned_experts({name: want.shape for name, want in wanted.items()})
         self.linears, self.dense, self.scales = dict(contents.linears), dict(contents.dense), dict(contents.scales)
-        self.recipes, self.kinds = _recorded(directory), contents.kinds
-        self.appearance = _appearance(directory) if self.linears else torch.bfloat16
+        self.recipes, self.kinds = recorded_recipes(directory), contents.kinds
+        self.appearance = appearance(directory) if self.linears else torch.bfloat16
         self.problems: list[str] = []
         self.out = Presented(contents.layout)
 
@@ -154,8 +168,7 @@ class _Presentation:
             if pieces and pieces[0].expert is not None and name not in self.dense:
                 self._experts(name, want.shape, pieces)
         for module, linear in self.linears.items():
-            name = f"{module}.weight".lstrip(".")
-            self._quantized(name, linear.shape, [(Piece(module, None, (0, linear.shape[0])), linear)])
+            self._quantized(linear.weight, linear.shape, [(Piece(module, None, (0, linear.shape[-2])), linear)])
         for name, tensor in self.dense.items():
             dtype = DTYPES.get(tensor.dtype)
             if dtype is None:
@@ -220,11 +233,15 @@ class _Presentation:
             self.problems.append(f"{name}: it consists of linears quantized as {', '.join(kinds)}, expected one way")
             return
         for piece, linear in linears:
-            expected = (piece.rows[1] - piece.rows[0], shape[-1])
+            expected = (*linear.shape[:-2], piece.rows[1] - piece.rows[0], shape[-1])
             if linear.shape != expected:
                 self.problems.append(f"{linear.module}: a weight of {linear.shape}, expected {expected} of {name}")
                 return
-        recipe = self._recipe(name, kinds[0], [f"{linear.module}.weight" for _, linear in linears], shape)
+            self._check_shape(linear)
+        if len(linears[0][1].shape) > 2 and name in self.turned:
+            self.problems.append(f"{name}: {TURNED}")
+            return
+        recipe = self._recipe(name, kinds[0], [linear.weight for _, linear in linears], shape)
         if recipe is None:
             return
         want = self.wanted.get(name)
@@ -234,6 +251,14 @@ class _Presentation:
         for spec in specs_of(recipe):
             self._add(f"{name}.{spec.name}", self._part(name, entry, spec, linears))
         self._input_scale(name, linears)
+
+    def _check_shape(self, linear: FileLinear) -> None:
+        """Check a shape that is stored beside the codes against theirs."""
+        if SHAPE in linear.parts:
+            tensor = linear.parts[SHAPE][1]
+            said = self.look(tensor).tolist()
+            if said != list(linear.shape):
+                self.problems.append(f"{tensor.name}: it says {said}, and the codes are those of {list(linear.shape)}")
 
     def _recipe(self, name: str, kind: str, weights: Sequence[str], shape: Sequence[int]) -> Recipe | None:
         """The target's recipe where that keeps a history, else the recorded one, else the kind's."""
@@ -268,7 +293,8 @@ class _Presentation:
         chunks = []
         for piece, linear in linears:
             lead = () if piece.expert is None else (piece.expert,)
-            box = part_box(spec, (*lead, piece.rows[0], 0), (*(1 for _ in lead), *linear.shape))
+            start = (*lead, *(0 for _ in linear.shape[:-2]), piece.rows[0], 0)
+            box = part_box(spec, start, (*(1 for _ in lead), *linear.shape))
             stored, tensor = linear.parts[spec.name]
             chunks.append(Chunk(*box, _source(tensor, stored, spec, lead=len(lead))))
         return Placed(spec.dtype, spec.shape(entry.shape), tuple(chunks))
@@ -306,7 +332,7 @@ def _as_is(held: Tensor) -> Tensor:
 
 def _source(tensor: FileTensor, stored: StoredAs, spec: PartSpec, *, lead: int = 0) -> Slice:
     """How a part is read from the tensor that holds it."""
-    return Slice(tensor, _read_part(stored, spec), per_row=spec.per_row, lead=lead, rows=stored.form.rows)
+    return Slice(tensor, _read_part(stored, spec), spec.per_row, lead, stored.form.columns, stored.form.rows)
 
 
 @functools.cache
@@ -318,30 +344,3 @@ def _read_part(stored: StoredAs, spec: PartSpec) -> Callable[[Tensor], Tensor]:
         return part if spec.per_row else part.reshape(())
 
     return read
-
-
-def _recorded(directory: Directory) -> dict[str, Recipe]:
-    """The recipes in the metadata of the files."""
-    recipes: dict[str, Recipe] = {}
-    for text in directory.notes.get(RECIPES, ()):
-        try:
-            record = json.loads(text)
-            found = {name: Recipe.from_json(value) for name, value in record.items()}
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{directory.path}: {RECIPES} in the metadata of its files is no recipe for each weight: {error}"
-            ) from error
-        for name, recipe in found.items():
-            if recipes.setdefault(name, recipe) != recipe:
-                raise ValueError(f"{directory.path}: {name} has two recipes: {recipes[name]} and {recipe}")
-    return recipes
-
-
-def _appearance(directory: Directory) -> torch.dtype:
-    """The dtype that quantized weights have where no target says it: config.json's, or bf16."""
-    said = directory.config.get("dtype") or directory.config.get("torch_dtype") or "bfloat16"
-    if not isinstance(said, str) or said not in APPEARANCES:
-        raise ValueError(
-            f"{directory.path}: config.json says dtype {short(said)}, expected one of {', '.join(APPEARANCES)}"
-        )
-    return APPEARANCES[said]

@@ -10,11 +10,13 @@ are expected, inputs in another format, rotations that belong to the weights. So
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.directory import Directory
 from dcp_adapters.hf.fp8 import FP8, IGNORED, POWERS_OF_TWO
+from dcp_adapters.hf.gpt_oss import GPT_OSS
 from dcp_adapters.hf.layout import KINDS, LAYOUTS, Layout, Scheme
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.words import short
@@ -65,6 +67,8 @@ def claims_of(directory: Directory) -> Claims | None:
         return _ModelOpt.of(directory, said)
     if method == FP8.name:
         return _FP8.of(directory, said or {})
+    if method == GPT_OSS.name:
+        return _GptOss.of(directory, said or {})
     raise ValueError(
         f"{directory.path}: its quant_method is {short(method)}, which the library does not read; it reads "
         f"{', '.join(LAYOUTS)}, and dense directories. Dequantize it with the tool that wrote it"
@@ -174,7 +178,7 @@ class _CompressedTensors:
         elif inputs.get("dynamic") is not True and not static:
             problems.append("inputs under a calibrated scale, and none is there")
         else:
-            wanted = expected["input_activations"] or {}
+            wanted = expected["input_activations"] or expected["weights"]  # without any: as the weights, or not at all
             problems += [f"inputs of {each}" for each in _differing(inputs, wanted, ("num_bits", "type"))]
         return f"config.json says {'; '.join(problems)}" if problems else None
 
@@ -320,3 +324,35 @@ class _FP8:
 def _names(said: Any) -> list[str]:
     """The names in a list of them; none where nothing is said."""
     return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+
+
+# -- gpt-oss -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _GptOss:
+    """Experts are quantized, but for those in modules that are named."""
+
+    left: list[str]
+    kv_cache: str | None = None
+    layout: Layout = GPT_OSS
+    kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
+
+    @staticmethod
+    def of(directory: Directory, said: Mapping[str, Any]) -> "_GptOss":
+        """The claims of a quantization_config. Raises ValueError for a malformed one."""
+        left = said.get("modules_to_not_convert") or []
+        if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
+            raise ValueError(
+                f"{directory.path}: the modules_to_not_convert of config.json are {short(left)}, expected names"
+            )
+        return _GptOss(left)
+
+    def problem(self, module: str, scheme: Scheme) -> str | None:
+        """A module that is named there, or is inside of one, is not quantized."""
+        named = next((name for name in self.left if fnmatchcase(f"{module}.", f"{name}.*")), None)
+        return None if named is None else f"config.json says by modules_to_not_convert that {named} is not quantized"
+
+    def said_of(self, module: str) -> str:
+        """Nothing."""
+        return ""

@@ -11,6 +11,8 @@ from dcp_adapters.hf.layout import (
     ONE,
     ONE_A_BLOCK,
     ONE_OVER,
+    SHAPE,
+    WORDS,
     Layout,
     Linears,
     Scheme,
@@ -18,6 +20,7 @@ from dcp_adapters.hf.layout import (
     StoredAs,
     register_layout,
 )
+from qtensor.int4 import GROUPS
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_TENSOR = {**FP8, "strategy": "tensor", "dynamic": False}
@@ -34,6 +37,8 @@ NVFP4 = {
     "group_size": 16,
     "scale_dtype": "torch.float8_e4m3fn",
 }
+MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
 
 
 def _entry(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, *stored: StoredAs) -> SchemeEntry:
@@ -47,6 +52,11 @@ _NVFP4 = (
     StoredAs("payload", "weight_packed"),
     StoredAs("scale", "weight_scale"),
     StoredAs("global_scale", "weight_global_scale", ONE_OVER),
+)
+_INT4 = (
+    StoredAs("payload", "weight_packed", WORDS),
+    StoredAs("scale", "weight_scale"),
+    StoredAs(SHAPE, "weight_shape"),
 )
 SCHEMES = {
     Scheme("fp8_tensor", "dynamic"): _entry(
@@ -79,6 +89,17 @@ SCHEMES = {
         *_NVFP4,
         StoredAs(INPUT_SCALE, "input_global_scale", ONE_OVER),
     ),
+    Scheme("mxfp4", "none"): _entry(
+        "mxfp4-pack-quantized",
+        {**MXFP4, "scale_dtype": "torch.uint8"},
+        None,
+        StoredAs("payload", "weight_packed"),
+        StoredAs("scale", "weight_scale"),
+    ),
+    **{
+        Scheme(f"int4_{group}", "none"): _entry("pack-quantized", {**INT4, "group_size": group}, None, *_INT4)
+        for group in GROUPS
+    },
 }
 
 

@@ -132,7 +132,7 @@ def _weight_names(path: Path) -> frozenset[str]:
         contents = contents_of(directory)
     except ValueError:  # by another scheme; what its tensors are is not known
         return frozenset()
-    return frozenset({*contents.dense, *(f"{module}.weight".lstrip(".") for module in contents.linears)})
+    return frozenset({*contents.dense, *(linear.weight for linear in contents.linears.values())})
 
 
 def _of_module(model: nn.Module) -> ModelConfig:

@@ -24,7 +24,8 @@ from torch import nn
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.fp8 import FP8
-from dcp_adapters.hf.layout import INPUT_SCALE, layout_named
+from dcp_adapters.hf.gpt_oss import GPT_OSS
+from dcp_adapters.hf.layout import INPUT_SCALE, Layout, layout_named
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import RENAMED, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
@@ -38,7 +39,8 @@ from fsdp_hooks.across_ranks import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide
 
-BUILT_IN = (COMPRESSED_TENSORS, MODELOPT, FP8)
+BUILT_IN = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
+OF_WHOLE_EXPERTS = {model: layout.name for layout in BUILT_IN for model in layout.models}
 
 
 def export_hf(  # noqa: PLR0913 - options of one operation
@@ -65,7 +67,8 @@ def export_hf(  # noqa: PLR0913 - options of one operation
             `layerwise.calibrate` returns, or the path of a DCP checkpoint, for which neither a model nor ranks are
             needed.
         out_dir: a directory that does not exist, or is empty; it appears when it is complete.
-        layout: "compressed-tensors", "modelopt", or "fp8" (Float8 in blocks of 128 x 128 alone, as DeepSeek's files).
+        layout: "compressed-tensors", "modelopt", "fp8" (Float8 in blocks of 128 x 128 alone, as DeepSeek's files), or
+            "mxfp4", in which gpt-oss has its experts.
         config: the model's directory (its tokenizer and the like are copied), its config.json, a dict or a config
             object; by default that of a transformers model. Without any, config.json holds the quantization alone.
         rest: where to take tensors that the first does not have, such as the embeddings beside a calibration's result:
@@ -99,7 +102,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
         scales = dict(_scales(source))
         request = Request(chosen, scales, producer, limit, described.tied, fused_scales == "requantize")
-        _check_names(source, described)
+        _check_names(source, described, chosen)
         _check_complete(source, described, state_dict_or_checkpoint, rest)
         return source, request, plan_export(source.entries, request)
 
@@ -160,14 +163,26 @@ def _scales(source: Source) -> Iterator[tuple[str, float]]:
             yield name, source.scalar(name, "")
 
 
-def _check_names(source: Source, described: ModelConfig) -> None:
-    """Refuse experts whose names in files of this model are not those that would be written."""
-    renamed = described.model_types & RENAMED
+def _check_names(source: Source, described: ModelConfig, layout: Layout) -> None:
+    """Refuse a layout of other models, and experts whose names in this model's files are not those it would write."""
+    types = described.model_types
+    if layout.models and types and not types & layout.models:
+        raise ValueError(
+            f"layout={layout.name!r} is that of {', '.join(sorted(layout.models))}, and the config is that of "
+            f'{", ".join(sorted(types))}; use layout="compressed-tensors"'
+        )
+    renamed, whole = types & RENAMED, types & OF_WHOLE_EXPERTS.keys() - layout.models
     experts = [
         name
         for name, record in source.entries.items()
         if len(record.shape) == 3 and pieces_of(name, record.shape) is not None
     ]
+    quantized = [name for name in experts if source.entries[name].recipe is not None]
+    if whole and quantized:
+        model = whole.pop()
+        raise ValueError(
+            f'{quantized[0]}: engines know the experts of {model} in layout="{OF_WHOLE_EXPERTS[model]}" alone; use that'
+        )
     if renamed and experts:
         raise ValueError(
             f"{experts[0]}: engines know the experts of {renamed.pop()} by other names than those of the model in "

@@ -41,7 +41,7 @@ def import_hf(
 ) -> dict[str, Tensor]:
     """Load a Hugging Face directory: dense, or quantized in a layout of this library.
 
-    The layouts are those of compressed-tensors (llm-compressor), ModelOpt and "fp8" (DeepSeek-V3, Qwen3-FP8).
+    The layouts are those of compressed-tensors (llm-compressor), ModelOpt, "fp8" (DeepSeek-V3, Qwen3-FP8) and gpt-oss.
 
     With several ranks all of the default process group call it, each with its shards of the same model, before or after
     `fully_shard` and `parallelize_module`; each reads the slices that its shards need. Payloads and scales of quantized

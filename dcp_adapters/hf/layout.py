@@ -9,6 +9,7 @@ A layout is data, in a file of its own that registers it. Writing follows the ta
 files to parts; claims.py also compares its JSON when a directory is read.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,12 +20,15 @@ from torch import Tensor
 from qtensor.float8 import Float8CurrentScaling
 from qtensor.float8_blocks import BLOCK, Float8BlockScaling
 from qtensor.float8_delayed import Float8DelayedScaling
+from qtensor.int4 import GROUPS, Int4GroupScaling
+from qtensor.mxfp4 import MXFP4BlockScaling
 from qtensor.mxfp8 import MXFP8BlockScaling
 from qtensor.nvfp4 import NVFP4BlockScaling
 from qtensor.recipes import Recipe
 
 INPUT_SCALE = "input_scale"  # not a part of the weight; calibrated beside it, under `<module>.input_scale`
 GROUPS_OF_INPUTS = "its engines scale every 128 columns of an input anew: leave the input scales out"
+SHAPE = "shape"  # not a part either; the logical shape of the weight, as whole numbers
 RECIPES = "qtensor.recipes"  # in the metadata of a file: JSON {weight: its recipe}, where that is not KINDS[kind]
 Inputs = Literal["none", "dynamic", "static"]
 
@@ -35,6 +39,8 @@ KINDS: Mapping[str, Recipe] = {
     "fp8_block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
+    "mxfp4": MXFP4BlockScaling(),
+    **{f"int4_{group}": Int4GroupScaling(group=group) for group in GROUPS},
 }
 # Inputs of a linear without a calibrated scale: quantized on the fly, or, where that needs one, left as they are.
 UNCALIBRATED: Mapping[str, Inputs] = {
@@ -43,6 +49,8 @@ UNCALIBRATED: Mapping[str, Inputs] = {
     "fp8_block": "dynamic",
     "mxfp8": "dynamic",
     "nvfp4": "none",
+    "mxfp4": "none",
+    **{f"int4_{group}": "none" for group in GROUPS},
 }
 
 
@@ -76,6 +84,8 @@ def kind_of(recipe: Recipe) -> str | None:
         return None
     if isinstance(recipe, Float8CurrentScaling):
         return f"fp8_{recipe.granularity}"
+    if isinstance(recipe, Int4GroupScaling):
+        return f"int4_{recipe.group}"
     return next((kind for kind, other in KINDS.items() if type(other) is type(recipe)), None)
 
 
@@ -83,14 +93,17 @@ def kind_of(recipe: Recipe) -> str | None:
 class Form:
     """How a part looks in the file.
 
-    shape: the part's shape -> the file's. write, read: the part -> what the file holds, and back. rows: how many rows
-    of the part, all equal, one row of the file stands for; `read` has a row for each.
+    shape: the part's shape -> the file's. write, read: the part -> what the file holds, and back. columns: how many
+    columns of the part one of the file's stands for. rows: how many rows of the part, all equal, one row of the file
+    stands for; `read` gives one row for them. dtype: the file's; None: the part's.
     """
 
     shape: Callable[[Sequence[int]], tuple[int, ...]]
     write: Callable[[Tensor], Tensor]
     read: Callable[[Tensor], Tensor]
+    columns: int = 1
     rows: int = 1
+    dtype: torch.dtype | None = None
 
 
 def reciprocal(value: Tensor) -> Tensor:
@@ -105,6 +118,25 @@ def reciprocal(value: Tensor) -> Tensor:
         if torch.equal(torch.reciprocal(candidate), value.float()):
             return candidate
     return nearest
+
+
+def _little_endian() -> None:
+    """Refuse a machine on which the bytes of a word are not in the order in which files have them."""
+    if sys.byteorder != "little":
+        raise NotImplementedError(
+            "codes in words of 32 bits (pack-quantized): this machine stores the highest byte of a word first, and the "
+            "codes would be out of order; use a little-endian machine"
+        )
+
+
+def _as_words(part: Tensor) -> Tensor:
+    _little_endian()
+    return part.contiguous().view(torch.int32)
+
+
+def _as_bytes(stored: Tensor) -> Tensor:
+    _little_endian()
+    return stored.contiguous().view(torch.uint8)
 
 
 SAME = Form(shape=tuple, write=lambda part: part, read=lambda stored: stored)
@@ -125,20 +157,36 @@ ONE_OVER = Form(
     write=lambda part: reciprocal(part).reshape(1),
     read=lambda stored: torch.reciprocal(stored.float()).reshape(()),
 )
+# Four bytes a word, the first one lowest: eight codes of 4 bits, the first code lowest.
+WORDS = Form(
+    shape=lambda shape: (*shape[:-1], shape[-1] // 4), write=_as_words, read=_as_bytes, columns=4, dtype=torch.int32
+)
+# The bytes of each 32-block of 4-bit codes in a dim of their own.
+BLOCKS = Form(
+    shape=lambda shape: (*shape[:-1], shape[-1] // 16, 16),
+    write=lambda part: part.unflatten(-1, (-1, 16)),
+    read=lambda stored: stored.flatten(-2),
+    columns=16,
+)
 
 
 @dataclass(frozen=True)
 class StoredAs:
     """One tensor of a linear in the file.
 
-    part: of the quantized weight, or INPUT_SCALE. name: what follows the module's fqn and a dot. also: dtypes, besides
-    the part's, in which files by others hold it.
+    part: of the quantized weight, INPUT_SCALE or SHAPE. name: what follows the module's fqn and a dot, or, where it
+    begins with "_", the name of a weight of all experts. also: dtypes, besides the part's, in which files by others
+    hold it.
     """
 
     part: str
     name: str
     form: Form = SAME
     also: frozenset[str] = frozenset()
+
+    def of(self, module: str) -> str:
+        """The tensor's name for a module, or for a weight of all experts; a model may be a single linear."""
+        return module + self.name if self.name.startswith("_") else f"{module}.{self.name}".lstrip(".")
 
 
 @dataclass(frozen=True)
@@ -182,6 +230,9 @@ class Layout:
         schemes: the schemes it has. A tensor of a linear is fp32 where it is a tensor-wide scale.
         lacks: what to do instead, for schemes that it does not have.
         also_reads: entries that files by others have; they are read, and never written.
+        experts: what becomes of a weight [E, N, K] of all experts: "each", a linear for each; "all", it stays one, and
+            nothing else is quantized.
+        models: the `model_type`s that it is for; empty: all but those whose experts have names of their own.
         kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
         kv_form: how such a scale looks in the file.
         json: file name -> content, made from what there is to tell; "config.json" holds what is to become of the
@@ -195,6 +246,8 @@ class Layout:
     kv_form: Form = SAME
     lacks: Mapping[Scheme, str] = field(default_factory=dict)
     also_reads: Sequence[tuple[Scheme, SchemeEntry]] = ()
+    experts: Literal["each", "all"] = "each"
+    models: frozenset[str] = frozenset()
 
     @property
     def readable(self) -> list[tuple[Scheme, SchemeEntry]]:

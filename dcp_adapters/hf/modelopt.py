@@ -43,6 +43,7 @@ SCHEMES = {
 _STATIC_FP8 = (
     'its engines divide by the input_scale: calibrate one (inputs="static"), or use layout="compressed-tensors"'
 )
+_NOT_ITS = 'use layout="compressed-tensors"'
 _ROWS = 'its engines scale each token: leave the input scales out, or use layout="compressed-tensors"'
 
 _BLOCKS = 'it has such blocks for weights alone (FP8_PB_WO), use layout="fp8" or layout="compressed-tensors"'
@@ -118,6 +119,7 @@ MODELOPT = Layout(
         Scheme("fp8_row", "static"): _ROWS,
         Scheme("fp8_block", "dynamic"): _BLOCKS,
         Scheme("fp8_block", "static"): _BLOCKS,
+        **{Scheme(kind, "none"): _NOT_ITS for kind in ("mxfp4", "int4_32", "int4_64", "int4_128")},
     },
 )
 register_layout(MODELOPT)

@@ -37,7 +37,8 @@ def plain_name(name: str) -> str:
 class Piece:
     """A linear [N, K] that engines know by a module's name: some rows of one expert, or all of a weight.
 
-    expert: its number, None for a weight of 2 dims. rows: (first, last + 1) in the weight [.., N, K].
+    expert: its number, None for a weight of 2 dims, and for one of all experts that is stored whole. rows: (first,
+    last + 1) in the weight [.., N, K].
     """
 
     module: str
@@ -66,6 +67,14 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
         for expert in range(shape[0])
         for number, half in enumerate(halves)
     ]
+
+
+def whole_experts(name: str, shape: Sequence[int]) -> list[Piece] | None:
+    """A weight of all experts as the one piece that it is where it is stored whole; None for any other."""
+    parent, _, own = name.rpartition(".")
+    if len(shape) != 3 or parent.rpartition(".")[2] != "experts" or own not in ("gate_up_proj", "down_proj"):
+        return None
+    return [Piece(name, None, (0, shape[1]))]
 
 
 def turned_experts(shapes: Mapping[str, Sequence[int]]) -> set[str]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, Form, Layout, Linears, Scheme, kind_of
+from dcp_adapters.hf.experts import check_experts, engine_pieces
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, SHAPE, Form, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.shared_scales import (
     KV_SCALES,
@@ -37,7 +38,8 @@ EMBEDDINGS = tuple(f".{module}.weight" for module in ("embed_tokens", "wte", "wo
 class Written:
     """One tensor of a file.
 
-    part: of the source's tensor, "" for a dense one, INPUT_SCALE for `value`. piece: the rows it holds; None for all.
+    part: of the source's tensor, "" for a dense one, INPUT_SCALE or SHAPE for `value`. piece: the rows it holds; None
+    for all.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Written:
     part: str
     form: Form = SAME
     piece: Piece | None = None
-    value: float | None = None
+    value: float | tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +140,8 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     twins = _tied(records) if request.tied else {}
     turned = turned_experts({name: record.shape for name, record in records.items()})
     _check_linears(quantized, turned)
-    pieces = {name: _engine_pieces(name, record) for name, record in quantized.items()}
+    check_experts(records, turned, request.layout)
+    pieces = {name: engine_pieces(name, record, request.layout) for name, record in quantized.items()}
     owners = {piece.module: name for name, those in pieces.items() for piece in those}
     entries = scale_entries(pieces)
     orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
@@ -156,6 +159,10 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     check_fused(schemes, ignored)
     renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
     attentions = kv_attentions(records)
+    if attentions and not request.layout.kv_scales:
+        raise ValueError(
+            f"{listed(attentions)}: the layout {request.layout.name} has no scales of the KV cache; leave them out"
+        )
     outputs = []
     for name, record in records.items():
         if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
@@ -177,17 +184,6 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
 
 
 # -- linears -----------------------------------------------------------------------------------------------------------
-
-
-def _engine_pieces(name: str, record: Entry) -> list[Piece]:
-    pieces = pieces_of(name, record.shape)
-    if pieces is None:
-        raise ValueError(
-            f"{name} {record.shape} is quantized, and engines know no such linear: they know <module>.weight [N, K] "
-            "and <module>.experts.<name> [E, N, K]; convert it to a dense one (python -m dcp_adapters convert --to "
-            "bfloat16 --include ...)"
-        )
-    return pieces
 
 
 def _check_values(records: Mapping[str, Entry]) -> None:
@@ -251,18 +247,21 @@ def _written_linear(
 ) -> Iterable[Written]:
     """The tensors of one linear."""
     assert record.recipe is not None
-    shape = (piece.rows[1] - piece.rows[0], record.shape[-1])
-    specs = {spec.name: spec for spec in specs_of(record.recipe)}
     whole = piece.expert is None
+    shape = record.shape if whole else (piece.rows[1] - piece.rows[0], record.shape[-1])
+    specs = {spec.name: spec for spec in specs_of(record.recipe)}
     for stored in request.layout.entry(schemes[piece.module], piece.module).stored:
-        name = f"{piece.module}.{stored.name}".lstrip(".")  # a model may be a single linear
-        if stored.part == INPUT_SCALE:
+        name = stored.of(piece.module)
+        if stored.part == SHAPE:
+            yield Written(name, torch.int64, (len(shape),), SHAPE, value=shape)
+        elif stored.part == INPUT_SCALE:
             value = inputs[piece.module]
             yield Written(name, torch.float32, stored.form.shape(()), INPUT_SCALE, stored.form, value=value)
         else:
             spec = specs[stored.part]
             form = stored.form.shape(spec.shape(shape))
-            yield Written(name, spec.dtype, form, stored.part, stored.form, None if whole else piece)
+            dtype = stored.form.dtype or spec.dtype
+            yield Written(name, dtype, form, stored.part, stored.form, None if whole else piece)
 
 
 def _written_dense(name: str, record: Entry) -> Iterable[Written]:

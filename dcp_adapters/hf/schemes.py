@@ -8,14 +8,14 @@
 Whatever else looks quantized, by a name or by a dtype, is refused: a tensor of codes is never taken for values.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from dcp_adapters.hf.claims import Claims, claims_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, Layout, Scheme, SchemeEntry, StoredAs
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, SHAPE, Layout, Scheme, SchemeEntry, StoredAs
 from dcp_adapters.words import in_lines
 from qtensor.formats import PartSpec, column_multiple, specs_of
 from qtensor.recipes import Recipe
@@ -29,7 +29,10 @@ VALUES = {"F64", "F32", "F16", "BF16"}
 COUNTS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 # Files may hold an fp32 scale in fewer bits; engines read it as fp32, and so do we, which is exact.
 FP32 = {"F32", "F16", "BF16"}
-STORED_AS = {torch.float32: FP32, torch.float8_e4m3fn: {"F8_E4M3"}, torch.uint8: {"U8"}}
+STORED_AS = {
+    torch.float32: FP32, torch.bfloat16: {"BF16"}, torch.float8_e4m3fn: {"F8_E4M3"},
+    torch.uint8: {"U8"}, torch.int32: {"I32"},
+}  # fmt: skip
 # Names by which other schemes are known.
 FOREIGN = {
     "zero points": ("weight_zero_point", "input_zero_point", "qzeros"),
@@ -37,7 +40,6 @@ FOREIGN = {
     "inputs that are scaled before they are quantized (AWQ, SmoothQuant)": ("pre_quant_scale",),
     "a low-rank correction (SVDQuant)": ("svdquant_lora_a", "svdquant_lora_b"),
     "FP8 in blocks (quant_method fp8)": ("weight_scale_inv",),
-    "integers packed into int32 (pack-quantized)": ("weight_shape",),
     "integers packed into int32 (GPTQ, AWQ)": ("qweight",),
     "quantized outputs": ("output_scale", "output_zero_point"),
     "sparse weights": ("bitmask", "compressed"),
@@ -47,12 +49,21 @@ FOREIGN_NAMES = {name for names in FOREIGN.values() for name in names}
 
 @dataclass(frozen=True)
 class FileLinear:
-    """A linear of the file. shape: logical [N, K]. parts: of the weight, and INPUT_SCALE, each with its tensor."""
+    """A linear of the file, or a weight of all experts that is stored whole.
+
+    module: of the linear; the name of such a weight. shape: logical, [N, K] or [E, N, K]. parts: of the weight,
+    INPUT_SCALE and SHAPE, each with its tensor.
+    """
 
     module: str
     scheme: Scheme
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     parts: Mapping[str, tuple[StoredAs, FileTensor]]
+
+    @property
+    def weight(self) -> str:
+        """The weight's name in a state dict."""
+        return self.module if len(self.shape) > 2 else f"{self.module}.weight".lstrip(".")
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
     dense: dict[str, FileTensor] = {}
     refused: dict[str, str] = {}
     taken: set[str] = set()
-    for module, own in _modules(directory.tensors).items():
+    for module, own in _modules(directory.tensors, claims).items():
         for name, tensor in _kv_scales(module, own, claims):
             scales[name] = (StoredAs(name.rpartition(".")[2], tensor.name.rpartition(".")[2]), tensor)
             if claims is not None and claims.kv_cache:
@@ -118,11 +129,13 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
     return Contents(linears, scales, dense, claims.layout.name, claims.kinds)
 
 
-def _modules(tensors: Mapping[str, FileTensor]) -> dict[str, dict[str, FileTensor]]:
-    """Module -> its tensors by their own names."""
+def _modules(tensors: Mapping[str, FileTensor], claims: Claims | None) -> dict[str, dict[str, FileTensor]]:
+    """Module, or weight of all experts that is stored whole -> its tensors by their own names."""
     modules: dict[str, dict[str, FileTensor]] = {}
+    ends = sorted(_names([] if claims is None or claims.layout.experts == "each" else [claims.layout]))
     for name, tensor in tensors.items():
-        module, _, own = name.rpartition(".")
+        end = next((end for end in ends if name.endswith(end)), None)
+        module, _, own = name.rpartition(".") if end is None else (name.removesuffix(end), "", end)
         modules.setdefault(module, {})[own] = tensor
     return modules
 
@@ -146,8 +159,7 @@ def _codes(
 ) -> dict[str, FileTensor]:
     """The tensors of a module that belong to a quantized weight, the weight too; none where it is dense."""
     layouts = LAYOUTS.values() if claims is None else [claims.layout]
-    names = {stored.name for layout in layouts for _, entry in layout.readable for stored in entry.stored}
-    names |= FOREIGN_NAMES
+    names = _names(layouts) | FOREIGN_NAMES
     codes = {
         name: tensor
         for name, tensor in own.items()
@@ -156,6 +168,11 @@ def _codes(
     if codes and "weight" in own:
         codes["weight"] = own["weight"]
     return codes
+
+
+def _names(layouts: Iterable[Layout]) -> set[str]:
+    """The own names of all tensors of quantized linears."""
+    return {stored.name for layout in layouts for _, entry in layout.readable for stored in entry.stored}
 
 
 def _holds_codes(tensor: FileTensor, counts: Collection[str]) -> bool:
@@ -191,20 +208,23 @@ def _fitting(module: str, codes: Mapping[str, FileTensor], scheme: Scheme, entry
         return None
     recipe = KINDS[scheme.kind]
     specs = {spec.name: spec for spec in specs_of(recipe)}
-    payload = codes[stored["payload"].name].shape
-    if len(payload) != 2:
+    payload, dims = stored["payload"], 3 if stored["payload"].name.startswith("_") else 2
+    held = codes[payload.name].shape
+    if len(held) < dims:
         return None
-    shape = (payload[0], payload[1] * specs["payload"].block)
-    if shape[1] % column_multiple(recipe):
+    shape = (*held[: dims - 1], held[dims - 1] * payload.form.columns * specs["payload"].block)
+    if shape[-1] % column_multiple(recipe):
         return None
-    specs[INPUT_SCALE] = PartSpec(INPUT_SCALE, torch.float32, per_row=False)
+    specs |= {name: PartSpec(name, torch.float32, per_row=False) for name in (INPUT_SCALE, SHAPE)}
     if not all(_is_part(codes[one.name], one, specs[one.part], shape) for one in entry.stored):
         return None
     return FileLinear(module, scheme, shape, {one.part: (one, codes[one.name]) for one in entry.stored})
 
 
 def _is_part(tensor: FileTensor, stored: StoredAs, spec: PartSpec, shape: Sequence[int]) -> bool:
-    if tensor.dtype not in STORED_AS[spec.dtype] | stored.also:
+    if stored.part == SHAPE:
+        return tensor.dtype in {"I64", "I32"} and tensor.shape == (2,)
+    if tensor.dtype not in STORED_AS[stored.form.dtype or spec.dtype] | stored.also:
         return False
     if not spec.per_row:
         return _is_one(tensor)
@@ -213,8 +233,8 @@ def _is_part(tensor: FileTensor, stored: StoredAs, spec: PartSpec, shape: Sequen
 
 def _guess(codes: Mapping[str, FileTensor]) -> str:
     """What these tensors may be instead, in words."""
-    weight = codes.get("weight") or codes.get("weight_packed")
-    scale = codes.get("weight_scale")
+    weight = codes.get("weight") or codes.get("weight_packed") or codes.get("_blocks")
+    scale = codes.get("weight_scale") or codes.get("_scales")
     dtype = weight.dtype if weight is not None else ""
     scaled_by = scale.dtype if scale is not None else ""
     blocks = scale is not None and len(scale.shape) > 1
@@ -223,7 +243,9 @@ def _guess(codes: Mapping[str, FileTensor]) -> str:
         "scales without a weight": weight is None,
         "scales beside a weight that is not quantized (saved before it was compressed)": dtype in VALUES,
         "int8, or narrower integers in int8": dtype == "I8",
-        "integers packed into int32 (pack-quantized)": dtype == "I32",
+        "INT4 in groups whose scales are not bf16, which is what the library keeps": dtype == "I32"
+        and scaled_by in FP32 - {"BF16"},
+        "integers packed into int32 (pack-quantized), of other bits or in other groups": dtype == "I32",
         "MXFP4": dtype == "U8" and scaled_by == "U8",
         "4-bit integers": dtype == "U8" and scaled_by in FP32,
         "FP8 in blocks that this layout does not have": dtype == "F8_E4M3" and scaled_by in FP32 and blocks,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, RECIPES, kind_of
+from dcp_adapters.hf.layout import KINDS, ONE_OVER, RECIPES, kind_of
 from dcp_adapters.hf.plan import ExportPlan, FilePlan, Output, Written
 from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Source
@@ -120,8 +120,8 @@ def _made(output: Output, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
-    if written.part == INPUT_SCALE:
-        tensor = torch.tensor(written.value, dtype=torch.float32, device="cpu")
+    if written.value is not None:
+        tensor = torch.tensor(written.value, dtype=written.dtype, device="cpu")
     else:
         tensor, piece = parts[written.part], written.piece
         if piece is not None and tensor.ndim:

@@ -3,9 +3,9 @@
     finish_plan    every rank   opens a group of this load for each group that has to agree
     resolve        reader       the buffers of a conversion are made with its first item
     commit         reader       with its last item a conversion is written; those with shared scales are kept until all
-                                of them have arrived, then amaxes are agreed on and they are written
+                                of them have arrived, then claims are agreed on and they are written
 
-A rank whose reads fail has no amaxes to send, and the others would wait for it. So the reduction has a slot for
+A rank whose reads fail has no claims to send, and the others would wait for it. So the reduction has a slot for
 failure: `failed` takes part in the agreement with nothing but the slot set, and all ranks that share a scale with
 this one raise. The planner calls it for every error it sees; errors that only the reader sees reach it through
 the readers of this package, and with another reader the others give up after `timeout`. No group of the training is
@@ -103,7 +103,7 @@ class Conversions:
             one.finish()
 
     def failed(self) -> None:
-        """Tell the ranks that wait for this one's amaxes that they will not come. Never raises."""
+        """Tell the ranks that wait for this one's claims that they will not come. Never raises."""
         with self.lock:
             if self.settled or not self.groups:
                 return
@@ -122,17 +122,17 @@ class Conversions:
                 return
             self.settled = True
         try:
-            own = [one.amax() for one in self.agreed]
+            own = [one.claim() for one in self.agreed]
         except BaseException:
             self._tell_failure()
             raise
-        for one, amax in zip(self.agreed, self._reduced(own), strict=True):
-            one.finish(amax)
+        for one, agreed in zip(self.agreed, self._reduced(own), strict=True):
+            one.finish(agreed)
 
-    def _reduced(self, amaxes: list[Tensor]) -> list[Tensor]:
+    def _reduced(self, claims: list[Tensor]) -> list[Tensor]:
         """Maxima over the groups of each conversion. All groups take part, even after one has reported a failure."""
         what = f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first"
-        maxima, trouble = [amax.cpu() for amax in amaxes], None
+        maxima, trouble = [claim.cpu() for claim in claims], None
         try:
             for group, own in self.groups.items():
                 channel = _channel(group, own)
@@ -162,7 +162,7 @@ class Conversions:
                 f"{what}: another rank failed to read its part, see the error of rank {trouble.failed}; these tensors "
                 "were left as they were"
             )
-        return [value.to(amax.device) for value, amax in zip(maxima, amaxes, strict=True)]
+        return [value.to(claim.device) for value, claim in zip(maxima, claims, strict=True)]
 
 
 def _channel(group: dist.ProcessGroup, own: ProcessGroupGloo) -> Channel:

@@ -3,15 +3,16 @@
 The result is, bit for bit, this rank's piece of converting the full tensor:
 
     dense d   -> recipe     quantize(d)
-    A         -> recipe B   B's encoding of A's fp32 values, as q_b.copy_(q_a) does
+    A         -> recipe B   q_b.copy_(q_a): exact where B can hold A's values, else B's encoding (qtensor/exact.py)
     quantized -> dtype      q.dequantize(dtype)
 
 Boxes (offsets, sizes) alone decide which piece of the stored tensor this needs: the rank's own box, widened to whole
-square blocks of the target along N and to whole blocks of the source along K. Scales that shards share are made from
-amaxes that all of them agree on (see all_conversions.py); scales of blocks need no other rank.
+square blocks of the target along N and to whole blocks of both sides along K. Scales that shards share are made from
+claims that all of them agree on (see all_conversions.py); scales of blocks need no other rank.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,10 +30,9 @@ from dcp_adapters.part_places import Box, box_of, part_box
 from fsdp_hooks.scale_sync import groups_of, label_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
-from qtensor import kernels
-from qtensor.agreement import flat_amax
+from qtensor import exact, kernels
 from qtensor.blocks import canonical_nan
-from qtensor.contents import INITIAL_VALUE, shared_scale, store
+from qtensor.contents import INITIAL_VALUE, store
 from qtensor.formats import block_multiple, row_multiple, shares_scale_along, specs_of
 from qtensor.lens import OWN
 from qtensor.tensor import QuantizedTensor
@@ -44,7 +44,7 @@ class Conversion:
 
     Attributes:
         source: how the checkpoint holds it. target: the local quantized tensor, or the local dense one. box: this
-            rank's piece. values: the widened piece that decides its bytes. region: the further widened piece to read.
+            rank's piece. region: the widened piece to read, which decides its bytes.
         pieces: key -> dtype of the part stored under it, and the box of it to read.
         groups: process groups over which a shared scale of the target is agreed; empty where there is none.
         label: what all ranks of these groups must have alike.
@@ -55,7 +55,6 @@ class Conversion:
     source: Entry
     target: Tensor
     box: Box
-    values: Box
     region: Box
     pieces: dict[str, tuple[torch.dtype, Box]]
     groups: list[dist.ProcessGroup]
@@ -84,28 +83,22 @@ class Conversion:
             target, box = local_of(dense), _dense_box(dense)
         if box is None:
             return None
-        values = box if q is None else widened_box(box, value.shape, rows=row_multiple(q.recipe))
-        columns = 1 if source.recipe is None else block_multiple(source.recipe)
-        region = widened_box(values, value.shape, columns=columns)
+        recipes = (source.recipe, None if q is None else q.recipe)
+        blocks = [block_multiple(recipe) for recipe in recipes if recipe is not None]
+        rows = 1 if q is None else row_multiple(q.recipe)
+        region = widened_box(box, value.shape, rows=rows, columns=math.lcm(*blocks))
         # an amax history is not gathered, and says nothing about values
         specs = [spec for spec in source.specs() if spec.gathered] if all(region[1]) else []
         pieces = {source.key(spec.name): (spec.dtype, part_box(spec, *region)) for spec in specs}
         # a cut square block is read whole, and needs no agreement
         groups = [] if q is None else groups_of(value, lambda dim: shares_scale_along(q.recipe, dim, q.ndim))
         label = label_of(name, value) if groups else ""
-        return Conversion(source, target, box, values, region, pieces, groups, label)
+        return Conversion(source, target, box, region, pieces, groups, label)
 
     @property
     def name(self) -> str:
         """Its name in the state dict."""
         return self.source.name
-
-    @property
-    def shared_scales(self) -> int:
-        """How many values the target's shared scale has."""
-        assert isinstance(self.target, QuantizedTensor)
-        count: int = shared_scale(self.target).numel()
-        return count
 
     def read_items(self, metadata: Metadata) -> list[ReadItem]:
         """What to read for it, and from now on how much is outstanding."""
@@ -126,36 +119,40 @@ class Conversion:
             self.inputs[part] = torch.empty(sizes, dtype=dtype, device=self.target.device)
         return self.inputs[part]
 
-    def amax(self) -> Tensor:
-        """fp32, flat: the amaxes of the target's shared scales, of this rank's values."""
+    def claim(self) -> Tensor:
+        """fp32, flat: what this rank's values say about the target's shared scales."""
         assert isinstance(self.target, QuantizedTensor)
-        x = narrowed(self._decoded(), self.region, self.box)
-        amax = flat_amax(x, self.target.recipe)
-        assert amax is not None
-        return amax
+        claim = exact.claim(self._decoded(), self.target.recipe, self._coded(), self.source.recipe)
+        assert claim is not None
+        return claim
 
     @torch.no_grad()
-    def finish(self, amax: Tensor | None = None) -> None:
-        """Write the target; `amax` is what was agreed on, flat. Frees what was read."""
+    def finish(self, agreed: Tensor | None = None) -> None:
+        """Write the target; `agreed` is what was agreed on, flat. Frees what was read."""
         if all(self.box[1]) or isinstance(self.target, QuantizedTensor):
-            values = narrowed(self._decoded(), self.region, self.values)
+            values = self._decoded()
             if isinstance(self.target, QuantizedTensor):
-                self._write_quantized(self.target, values, amax)
+                self._write_quantized(self.target, values, agreed)
             else:
+                values = narrowed(values, self.region, self.box)
                 self.target.copy_(canonical_nan(values) if self.target.dtype == torch.float32 else values)
         self.inputs.clear()
 
-    def _write_quantized(self, q: QuantizedTensor, values: Tensor, amax: Tensor | None) -> None:
-        parts = kernels.encode(values, q.recipe, None if amax is None else amax.view_as(shared_scale(q)))
+    def _write_quantized(self, q: QuantizedTensor, values: Tensor, agreed: Tensor | None) -> None:
+        parts = exact.converted(values, q.recipe, self._coded(), self.source.recipe, agreed)
         specs = {spec.name: spec for spec in specs_of(q.recipe)}
         own = {
-            name: narrowed(part, part_box(specs[name], *self.values), part_box(specs[name], *self.box))
+            name: narrowed(part, part_box(specs[name], *self.region), part_box(specs[name], *self.box))
             for name, part in parts.items()
         }
         if self.source.recipe is None:
-            own[INITIAL_VALUE] = narrowed(values, self.values, self.box)  # the value it was quantized from
+            own[INITIAL_VALUE] = narrowed(values, self.region, self.box)  # the value it was quantized from
         store(q, own)
         count_writes([q])
+
+    def _coded(self) -> dict[str, Tensor] | None:
+        """The parts of the region that decode to its values; None where there are none."""
+        return self.inputs if self.source.recipe is not None and all(self.region[1]) else None
 
     def _decoded(self) -> Tensor:
         """fp32 values of the region."""

@@ -7,10 +7,16 @@ they differ.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from qtensor.tensor import QuantizedTensor
+
+SLICE = 1 << 20  # elements that are decoded, and widened to float64, at once; one entry of dim 0 at least is decoded
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,20 @@ class Error:
     def exact(self) -> bool:
         """Whether all values are equal."""
         return self.max_abs == 0 and self.not_finite == 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; None where something does not apply."""
+        return {
+            "max_abs": self.max_abs,
+            "relative": self.relative,
+            "snr_db": self.snr_db,
+            "not_finite": self.not_finite,
+        }
+
+    def cells(self) -> tuple[str, str, str]:
+        """For people: max_abs, relative, snr_db."""
+        relative = "inf" if self.relative is None else f"{self.relative:.3g}"
+        return f"{self.max_abs:.3g}", relative, "-" if self.snr_db is None else f"{self.snr_db:.1f}"
 
 
 class ErrorSum:
@@ -72,3 +92,21 @@ class ErrorSum:
         if relative is not None and not math.isfinite(relative):
             relative = None  # the squares of such values overflow
         return Error(self._largest, relative, self._broken)
+
+
+def error_between(left: Tensor, right: Tensor) -> Error:
+    """How far the values of `right` are from those of `left`, both quantized or dense, of one shape."""
+    total = ErrorSum()
+    for one, other in zip(_values(left), _values(right), strict=True):
+        total.add(one, other)
+    return total.error()
+
+
+def _values(x: Tensor) -> Iterator[Tensor]:
+    """The values, some at a time, flat."""
+    x = x if x.ndim else x.reshape(1)
+    size = max(SLICE // max(math.prod(x.shape[1:]), 1), 1)
+    for start in range(0, x.shape[0], size):
+        piece = x[start : start + size]
+        dense = piece.dequantize(torch.float32) if isinstance(piece, QuantizedTensor) else piece
+        yield from (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1).split(SLICE)

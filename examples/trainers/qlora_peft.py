@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/trainers/qlora_peft.py --out runs/qlora [--base DIR]
     torchrun --nproc-per-node 1 examples/trainers/qlora_peft.py --out runs/resumed --resume runs/qlora/step-6 --steps 9
 
-DIR is a dense checkpoint as `save_pretrained` writes it; every rank reads its shards and quantizes them. The base is
-gathered as quantized bytes, and gets neither gradients nor masters. Adapters are plain tensors, for any optimizer; a
-checkpoint of them and their optimizer's state is small, and loads on any number of ranks.
+DIR is a dense checkpoint as `save_pretrained` writes it. The base is gathered as quantized bytes, and gets neither
+gradients nor masters. Adapters are plain tensors, for any optimizer; a checkpoint of them and their optimizer's state
+is small, and loads on any number of ranks. `qlora_merge.py` merges them into the base.
 """
 
 import argparse
@@ -24,16 +24,30 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dcp_adapters import QuantizedLoadPlanner
-from qtensor import NVFP4BlockScaling, quantized_model_init
+from qtensor import Float8BlockScaling, MXFP4BlockScaling, NVFP4BlockScaling, quantized_model_init
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+FORMATS = {"float8": Float8BlockScaling(), "mxfp4": MXFP4BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+TOKENS = torch.arange(16) * torch.arange(1, 5)[:, None]  # four rows, dealt out to the ranks
 
 
-def adapted_model(directory: Path) -> Any:
-    """The base of a dense checkpoint, quantized while it is read, with fresh adapters; all of it sharded."""
+def base_of(model: Any) -> dict[str, Any]:
+    """The weights without adapters, under the names that they have without."""
+    state = model.base_model.model.state_dict()
+    return {name.replace(".base_layer", ""): state[name] for name in state if ".lora_" not in name}
+
+
+def load_base(model: Any, directory: Path) -> None:
+    """Fill the sharded base from a dense checkpoint: every rank reads its shards and quantizes them."""
+    reader, planner = HuggingFaceStorageReader(str(directory)), QuantizedLoadPlanner(on_mismatch="convert")
+    dcp.load(base_of(model), storage_reader=reader, planner=planner)
+
+
+def adapted_model(directory: Path, form: str = "nvfp4") -> Any:
+    """The base of a checkpoint, quantized, with fresh adapters; all of it sharded."""
     config = AutoConfig.from_pretrained(directory)
-    with torch.device("meta"), quantized_model_init(NVFP4BlockScaling()):
+    with torch.device("meta"), quantized_model_init(FORMATS[form]):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = get_peft_model(base, LoraConfig(**LORA))  # freezes the base
     for layer in base.model.layers:
@@ -41,10 +55,7 @@ def adapted_model(directory: Path) -> Any:
     fully_shard(model)
     model.to_empty(device="cpu")
     base.model.rotary_emb = type(base.model.rotary_emb)(config=config)  # a table that no checkpoint holds
-    state = model.base_model.model.state_dict()
-    stored = {name.replace(".base_layer", ""): state[name] for name in state if ".lora_" not in name}
-    reader, planner = HuggingFaceStorageReader(str(directory)), QuantizedLoadPlanner(on_mismatch="convert")
-    dcp.load(stored, storage_reader=reader, planner=planner)
+    load_base(model, directory)
     generator = torch.Generator().manual_seed(0)
     for name, adapter in adapters_of(model).items():  # down at random, up zero
         full = torch.randn(adapter.shape, generator=generator) / adapter.shape[1] * (".lora_A" in name)
@@ -68,13 +79,14 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--base", type=Path, help="directory with config.json and safetensors")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4")
     parser.add_argument("--resume", help="checkpoint of adapters to go on from")
     args = parser.parse_args(argv)
     if args.base is None and dist.get_rank() == 0:
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**TINY, num_hidden_layers=2)).to(torch.bfloat16).save_pretrained(args.out / "base")
     dist.barrier()
-    model = adapted_model(args.base or args.out / "base")
+    model = adapted_model(args.base or args.out / "base", args.format)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=2e-2)
     state = training_state(model, optimizer, 0)
     if args.resume is not None:
@@ -82,7 +94,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         set_optimizer_state_dict(model, optimizer, state["optim"])
     losses = []
     for _ in range(state["step"], args.steps):
-        tokens = (torch.arange(16) * torch.arange(1, 5)[:, None])[dist.get_rank() :: dist.get_world_size()]
+        tokens = TOKENS[dist.get_rank() :: dist.get_world_size()]
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()

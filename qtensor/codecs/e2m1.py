@@ -7,6 +7,7 @@ from qtensor.codecs.nibbles import packed, unpacked
 from qtensor.codecs.rounding import nearest, onto_grid
 
 LARGEST = 6.0
+MANTISSA = 1  # bits
 EPS, SMALLEST_NORMAL = 0.5, 1.0  # one mantissa bit, and 0.5 as the only subnormal
 
 

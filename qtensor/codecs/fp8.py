@@ -9,6 +9,8 @@ from qtensor.codecs.rounding import nearest, onto_grid
 
 # element name -> (dtype, largest finite value)
 ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+MANTISSA = {"e4m3": 3, "e5m2": 2}  # bits
+STEP = {"e4m3": 9, "e5m2": 16}  # the least element is 2^-STEP
 
 
 def encode(scaled: Tensor, whole: Tensor, element: str) -> Tensor:

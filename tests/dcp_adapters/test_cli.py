@@ -20,7 +20,14 @@ from dcp_adapters.recipe_names import recipe_label, short_names, target_named
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.tables import table
 from dcp_adapters.words import in_natural_order
-from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor import (
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    quantize,
+)
 from tests.dcp_adapters.cases import alone, models, save, values
 from tests.ranks import run_ranks
 
@@ -109,9 +116,10 @@ def test_unknown_recipes_and_options_are_refused(checkpoint: str, capsys: pytest
         return fails(capsys, "convert", checkpoint, f"{checkpoint}-b", "--to", *arguments)
 
     assert convert("int3") == (
-        "unknown recipe 'int3'; this version knows mxfp8, mxfp8-square, nvfp4, nvfp4-square, float8-row, "
-        "float8-tensor, float8-delayed, MXFP8BlockScaling, NVFP4BlockScaling, Float8CurrentScaling, "
-        "Float8DelayedScaling, bfloat16, float16, float32"
+        "unknown recipe 'int3'; this version knows float8-block, float8-block-row, int4-32, int4-64, int4-128, mxfp4, "
+        "mxfp4-floor, mxfp8, mxfp8-square, nvfp4, nvfp4-square, float8-row, float8-tensor, float8-delayed, "
+        "Float8BlockScaling, Int4GroupScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, "
+        "Float8CurrentScaling, Float8DelayedScaling, bfloat16, float16, float32"
     )
     assert convert("mxfp8", "--option", "block=square") == (
         "MXFP8BlockScaling has no option 'block'; it has element, blocks, scale_rounding"
@@ -378,14 +386,51 @@ def test_diff_status(checkpoint: str, dense: str, capsys: pytest.CaptureFixture[
 def test_convert_and_diff(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = f"{checkpoint}-b"
     arguments = ("--to", "mxfp8", "--option", "blocks=square", "--exclude", "*.b.*")
-    assert succeeds(capsys, "convert", checkpoint, out, *arguments) == (
-        f"{out}: 1 tensors converted to mxfp8-square, 3 entries copied\n"
-    )
+    head, rounded, _, summary = succeeds(capsys, "convert", checkpoint, out, *arguments).splitlines()
+    assert head.split() == ["rounded", "from", "max", "|B-A|", "|B-A|/|A|", "SNR", "dB"]
+    assert rounded.split()[:2] == ["model.a.weight", "mxfp8"]
+    assert summary == f"{out}: 1 tensors converted to mxfp8-square (0 exactly, 1 rounded), 3 entries copied"
     (difference,) = json.loads(succeeds(capsys, "diff", checkpoint, out, "--json", status=1))["differences"]
     assert (difference["name"], difference["kind"]) == ("model.a.weight", "recipe")
     assert (difference["a"], difference["b"]) == ("mxfp8 as bfloat16 [64, 64]", "mxfp8-square as bfloat16 [64, 64]")
     assert difference["snr_db"] > 10
+    assert rounded.split()[2:] == [
+        f"{difference['max_abs']:.3g}", f"{difference['relative']:.3g}", f"{difference['snr_db']:.1f}"
+    ]  # fmt: skip
     assert StoredCheckpoint(out).entries["model.a.weight"].recipe == MXFP8BlockScaling(blocks="square")
+
+
+def test_convert_tells_what_was_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = values((64, 64), 0)
+    wide = quantize(x, MXFP4BlockScaling())
+    wide.scale[0, 0] -= 40
+    save({"fits": quantize(x, MXFP4BlockScaling()), "wide": wide, "dense": x}, tmp_path / "a")
+    found = json.loads(succeeds(capsys, "convert", f"{tmp_path}/a", f"{tmp_path}/b", "--to", "nvfp4", "--json"))
+    fits, rounded = found.pop("tensors")
+    assert found == {
+        "format": "dcp_adapters.convert/1",
+        "source": f"{tmp_path}/a",
+        "destination": f"{tmp_path}/b",
+        "to": "nvfp4",
+        "copied": 1,
+    }
+    nothing = {"exact": True, "max_abs": 0.0, "relative": 0.0, "snr_db": None, "not_finite": 0}
+    assert fits == {"name": "fits", "from": "mxfp4", **nothing}
+    assert (rounded["name"], rounded["exact"]) == ("wide", False)
+    (difference,) = (
+        each
+        for each in json.loads(succeeds(capsys, "diff", f"{tmp_path}/a", f"{tmp_path}/b", "--json", status=1))[
+            "differences"
+        ]
+        if each["name"] == "wide"
+    )
+    assert {key: rounded[key] for key in nothing if key != "exact"} == {
+        key: difference[key] for key in nothing if key != "exact"
+    }
+    text = succeeds(capsys, "convert", f"{tmp_path}/a", f"{tmp_path}/c", "--to", "float8-block-row")
+    assert text.splitlines()[-1].endswith(
+        "2 tensors converted to float8-block-row (1 exactly, 1 rounded), 1 entries copied"
+    )
 
 
 def test_an_exclude_that_matches_nothing_is_told(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,4 +502,5 @@ def test_the_module_runs_as_a_program(checkpoint: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{checkpoint}-b: 1 tensors converted to nvfp4, 3 entries copied\n"
+    summary = f"{checkpoint}-b: 1 tensors converted to nvfp4 (0 exactly, 1 rounded), 3 entries copied"
+    assert done.stdout.splitlines()[-1] == summary

@@ -34,7 +34,7 @@ from tests.ranks import run_ranks, run_ranks_catching
 from tests.recipes import facts
 
 DENSE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-COLUMNS = 128  # four column cuts of one block of 32
+COLUMNS = 512  # four column cuts of one block of 128
 ROWS = {"even": 64, "uneven": 96, "few": 32}  # on 3 and 4 ranks cuts fall inside of square blocks
 
 
@@ -215,7 +215,7 @@ def test_partial_loads_convert_what_they_name(shared_tmp_path: Path) -> None:
 def test_a_preserved_initial_value_is_the_dense_value_it_was_quantized_from(tmp_path: Path) -> None:
     save({"weight": dense_net(0).layers[0].weight, "q": source("nvfp4", 64)}, tmp_path)
     with quantized_model_init(EVERY["mxfp8"], preserve_high_precision_init_val=True):
-        first, second = (nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), nn.Linear(128, 64, bias=False))
+        first, second = (nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), nn.Linear(COLUMNS, 64, bias=False))
     load({"weight": first.weight, "q": second.weight}, tmp_path, on_mismatch="convert")
     assert torch.equal(high_precision_init_val(first.weight).bfloat16(), dense_net(0).layers[0].weight)
     assert high_precision_init_val(second.weight) is None  # the bytes it holds came from no dense value
@@ -345,7 +345,7 @@ def a_rank_can_not_decode(path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     target = {"even.bfloat16": placed(empty_target("nvfp4", 64), mesh, Shard(0))}
     before = held(target)
-    fails = patch.object(Conversion, "amax", side_effect=MemoryError("rank 1 has no room"))
+    fails = patch.object(Conversion, "claim", side_effect=MemoryError("rank 1 has no room"))
     with fails if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
             load(target, path, on_mismatch="convert", allow_partial_load=True)

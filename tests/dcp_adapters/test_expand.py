@@ -99,6 +99,9 @@ GLOBAL_SHAPES = {
     "nvfp4": {"payload": (96, 32), "scale": (96, 4), "global_scale": ()},
     "nvfp4_square": {"payload": (96, 32), "scale": (96, 4), "global_scale": ()},
     "mxfp8_square": {"payload": (96, 64), "scale": (96, 2)},
+    "mxfp4": {"payload": (96, 32), "scale": (96, 2)},
+    "int4_32": {"payload": (96, 32), "scale": (96, 2)},
+    "float8_block_square": {"payload": (96, 256), "scale": (96, 2)},  # wide enough to be cut along K
 }
 
 
@@ -106,7 +109,8 @@ def parts_are_placed_as_the_weight() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for name in RECIPES:
         for placements, (rows, row_scale, wide) in PLACEMENTS.items():
-            w = placed(weight(name), mesh, *placements)
+            columns = 256 if name == "float8_block_square" else 64
+            w = placed(quantize(values((96, columns), 0), RECIPES[name]), mesh, *placements)
             expanded = expand({"w": w})
             for part, shape in GLOBAL_SHAPES[name].items():
                 found = expanded[f"w.{part}"]

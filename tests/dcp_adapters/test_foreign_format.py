@@ -63,7 +63,9 @@ def test_its_last_block_of_a_row_may_be_smaller(foreign: Any, tmp_path: Path) ->
 def test_it_is_named_on_the_command_line(foreign: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert target_named("Foreign128", {"scales": "bf16"}) == foreign(scales="bf16")
     assert recipe_label(foreign()) == "Foreign128(scales='bytes')"
-    with pytest.raises(ValueError, match=r"unknown recipe 'foreign'; this version knows mxfp8, .*, Foreign128, bfloat"):
+    with pytest.raises(
+        ValueError, match=r"unknown recipe 'foreign'; this version knows .*, Foreign128, bfloat"
+    ):
         target_named("foreign")
     save({"w": quantize(values((64, 256), 0), MXFP8BlockScaling())}, tmp_path / "a")
     there = ["--to", "Foreign128", "--option", "scales=bf16", "--no-progress"]

@@ -205,9 +205,9 @@ def assert_cut_alike(checkpoint: Checkpoint, name: str, q: QuantizedTensor) -> N
 
 
 def logical_box(chunk: ChunkStorageMetadata, part: Tensor, q: QuantizedTensor) -> Box:
-    block = q.shape[-1] // part.shape[-1]
+    block = -(-q.shape[-1] // part.shape[-1])  # the last may be smaller
     *leading, (column, size) = zip(chunk.offsets, chunk.sizes, strict=True)
-    return (*leading, (column * block, size * block))
+    return (*leading, (column * block, min(size * block, q.shape[-1] - column * block)))
 
 
 def items_of(planner: Any, of: Mapping[str, Any]) -> Counter[Any]:

@@ -289,7 +289,7 @@ def test_how_a_tensor_is_cut_changes_nothing(recipe: str, monkeypatch: pytest.Mo
             assert getattr(cut, field) == getattr(whole, field), field
         assert cut.error.max_abs == whole.error.max_abs
         assert cut.error.relative == pytest.approx(whole.error.relative, rel=1e-12)
-        joined = torch.full(SHAPE, math.inf)
+        joined = torch.full(shape, math.inf)
         for piece in pieces:
             joined[piece.rows, piece.columns] = piece.values
         assert torch.equal(joined.nan_to_num(), q.dequantize(torch.float32).nan_to_num())

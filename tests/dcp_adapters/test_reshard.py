@@ -55,7 +55,7 @@ from tests.dcp_adapters.cases import (
 from tests.dcp_adapters.cases import model as model_of
 from tests.ranks import run_ranks, run_ranks_catching
 
-COLUMNS = 128  # four column cuts of a block of 32
+COLUMNS = 512  # four column cuts of a block of 128
 
 
 @cache

@@ -25,7 +25,7 @@ from tests import recipes
 
 K = 64
 UNEVEN = (112, 33, 3)  # rows a layer: even, uneven and (from 4 ranks on) empty shards
-SQUARE = (384, 768)  # shards on 1..4 ranks are whole square blocks of 16 and 32
+SQUARE = (384, 768)  # shards on 1..4 ranks are whole square blocks of 16 and 32; 2 and 4 ranks cut those of 128
 
 ROW_RECIPES, SQUARE_RECIPES, RECIPES = recipes.ROW, recipes.SQUARE, recipes.MAIN
 TENSOR_WIDE = tuple(recipes.TENSOR_WIDE)
@@ -33,6 +33,12 @@ TENSOR_WIDE = tuple(recipes.TENSOR_WIDE)
 
 def rows_for(name: str) -> tuple[int, ...]:
     return SQUARE if name in SQUARE_RECIPES else UNEVEN
+
+
+def cuts_blocks(name: str) -> bool:
+    """Whether shards of these rows cut square blocks."""
+    block, ranks = recipes.facts(RECIPES[name]).rows, dist.get_world_size()
+    return ranks > 1 and any(-(-rows // ranks) % block for rows in rows_for(name))
 
 
 class Collectives(TorchDispatchMode):

@@ -23,10 +23,13 @@ from tests.ranks import run_ranks
 from tests.recipes import WITH_HISTORY, facts
 
 EVERY = RECIPES | WITH_HISTORY
-# A compilation takes seconds: every recipe once; after two recipes the storage changes.
+# A compilation takes seconds: every recipe once, the storages in turn among recipes with and without a scale for all.
 PAIRS = [
-    (name, storages[number // 2 % len(storages)])
-    for number, (name, recipe) in enumerate(EVERY.items())
+    (name, storages[number % len(storages)])
+    for shared in (False, True)
+    for number, (name, recipe) in enumerate(
+        (name, recipe) for name, recipe in EVERY.items() if (facts(recipe).tensor_wide is not None) is shared
+    )
     for storages in [facts(recipe).storages]
 ]
 

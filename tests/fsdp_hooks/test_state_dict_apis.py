@@ -44,6 +44,7 @@ from tests.fsdp_hooks.cases import (
     assert_same_bytes,
     batch,
     build,
+    cuts_blocks,
     gathered,
     local,
     mesh_of,
@@ -114,8 +115,8 @@ def loads_dense(name: str, how: str, *, meta: bool, storage: str) -> None:
             set_full(net, state, FULL)
         else:
             net.load_state_dict(distributed(state, net), assign=meta or how == "assign")
-    wide = name in TENSOR_WIDE and dist.get_world_size() > 1
-    assert comms.counts["allreduce_"] == wide, comms.counts
+    shared = (name in TENSOR_WIDE and dist.get_world_size() > 1) or cuts_blocks(name)
+    assert comms.counts["allreduce_"] == shared, comms.counts
     kind = QuantizedTensor if storage == "quantized" else HighPrecisionWeight
     assert sum(isinstance(local(param), kind) for param in net.parameters()) == len(rows_for(name)) + 1
     reference = reference_of(name)

@@ -72,7 +72,7 @@ RECIPE_MESSAGES = {
     ),
     "json": (
         lambda: Recipe.from_json({"type": "MXFP6BlockScaling"}),
-        "unknown recipe type 'MXFP6BlockScaling'; this version knows Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling",
+        "unknown recipe type 'MXFP6BlockScaling'; this version knows Float8BlockScaling, Float8CurrentScaling, Float8DelayedScaling, Int4GroupScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling",
     ),
 }
 
@@ -145,7 +145,10 @@ def test_quantize_wants_a_dense_float_and_a_recipe() -> None:
     for dtype in (torch.float64, torch.int64):
         text = f"quantize expects bfloat16, float16 or float32, got {dtype}"
         assert text_of(lambda dtype=dtype: quantize(torch.ones(64, 96, dtype=dtype), MXFP8), TypeError) == text
-    known = "Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling"
+    known = (
+        "Float8CurrentScaling, Float8BlockScaling, Float8DelayedScaling, Int4GroupScaling, MXFP4BlockScaling, "
+        "MXFP8BlockScaling, NVFP4BlockScaling"
+    )
     assert (
         text_of(lambda: quantize(torch.ones(64, 96), "mxfp8"), TypeError)
         == f"expected a recipe ({known}), got str: 'mxfp8'"

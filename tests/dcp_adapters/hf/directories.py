@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, Linears, Scheme, layout_named
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SHAPE, Linears, Scheme, layout_named
 from qtensor import quantize, quantize_
 from tests.dcp_adapters.cases import values
 
@@ -68,9 +68,10 @@ def stored_as(layout: str, schemes: Mapping[str, Scheme], weights: Mapping[str, 
     its = layout_named(layout)
     tensors: Tensors = {}
     for number, (module, scheme) in enumerate(schemes.items()):
-        parts = {**weights[module].parts(), INPUT_SCALE: torch.tensor(0.5**number)}
+        shape = torch.tensor(weights[module].shape)
+        parts = {**weights[module].parts(), INPUT_SCALE: torch.tensor(0.5**number), SHAPE: shape}
         for stored in its.entry(scheme, module).stored:
-            tensors[f"{module}.{stored.name}"] = stored.form.write(parts[stored.part])
+            tensors[stored.of(module)] = stored.form.write(parts[stored.part])
     linears = Linears(schemes, ["lm_head"], kv_cache=False, producer={"name": "test", "version": "0"})
     return tensors, its.json(its, linears)
 

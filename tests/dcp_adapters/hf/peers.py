@@ -1,6 +1,6 @@
 """Directories made by the libraries whose layouts we read: run as a script, for they warn and patch on import.
 
-    python -m tests.dcp_adapters.hf.peers compressed-tensors OUT FP8 NVFP4 ...
+    python -m tests.dcp_adapters.hf.peers compressed-tensors OUT FP8 NVFP4 W4A16+32 (groups of 32) ...
     python -m tests.dcp_adapters.hf.peers modelopt OUT FP8_DEFAULT_CFG ...
 
 OUT/<scheme>/ is what they export of a tiny Llama; OUT/<scheme>.safetensors holds each quantized weight as they
@@ -47,7 +47,10 @@ def compressed_tensors(out: Path, presets: list[str]) -> None:
 
     for preset in presets:
         model = llama()
-        scheme = preset_name_to_scheme(preset, ["Linear"])
+        name, _, group = preset.partition("+")
+        scheme = preset_name_to_scheme(name, ["Linear"])
+        if group:
+            scheme.weights.group_size = int(group)
         config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
         apply_quantization_config(model, config)
         linears = {name: child for name, child in model.named_modules() if hasattr(child, "quantization_scheme")}
@@ -58,7 +61,8 @@ def compressed_tensors(out: Path, presets: list[str]) -> None:
         expected = {}
         for name, child in linears.items():
             how = child.quantization_scheme
-            if how.weights.type == "float":
+            known = how.weights.type == "float" or "weight_shape" in own(child)
+            if known and how.weights.symmetric:
                 expected[f"{name}.weight"] = values_of(own(child), how.weights)
         target = out / preset
         target.mkdir(parents=True)
@@ -77,10 +81,14 @@ def values_of(tensors: dict[str, Tensor], args: Any) -> Tensor:
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     codes, scale = tensors.get("weight"), tensors["weight_scale"]
-    if codes is None:
+    if args.type == "int":
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        codes = unpack_from_int32(tensors["weight_packed"], args.num_bits, tensors["weight_shape"])
+    elif codes is None:
         packed = tensors["weight_packed"]
         codes = unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, dtype=torch.float32)
-    if args.group_size == 32:
+    if args.type == "float" and args.group_size == 32:
         scale = decompress_mx_scale(scale)
     global_scale = tensors.get("weight_global_scale")
     value: Tensor = dequantize(codes.float(), scale.float(), args=args, global_scale=global_scale, dtype=torch.float32)

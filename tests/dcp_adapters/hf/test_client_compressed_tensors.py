@@ -17,7 +17,13 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils import match_named_modules
 from pydantic import ValidationError
 
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from qtensor import (
+    Float8CurrentScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from tests.dcp_adapters.hf.exports import Exported, assert_nvfp4, export, layers_of, linears, llama, members, raw
 
 ALL = ("",)  # the end of every name
@@ -25,6 +31,8 @@ TENSOR = Float8CurrentScaling(granularity="tensor")
 ROWS = Float8CurrentScaling()
 MXFP8 = MXFP8BlockScaling()
 NVFP4 = NVFP4BlockScaling()
+MXFP4 = MXFP4BlockScaling()
+INT4, INT4_64 = Int4GroupScaling(), Int4GroupScaling(group=64)
 MIXED = {"*.mlp.*": NVFP4, "*.self_attn.*": ROWS}
 EXCLUDED = ["model.layers.1.self_attn.*", "model.layers.0.mlp.down_proj"]
 
@@ -36,6 +44,10 @@ COMPRESSED_TENSORS: dict[str, tuple[Any, tuple[str, ...], list[str]]] = {
     "mxfp8": (MXFP8, (), []),
     "nvfp4": (NVFP4, (), ["*.1.mlp.*"]),
     "nvfp4_static": (NVFP4, ALL, []),
+    "mxfp4": (MXFP4, (), []),
+    "int4": (INT4, (), ["*.1.mlp.*"]),
+    "int4_64": (INT4_64, (), []),
+    "mixed_4_bits": ({"*.mlp.*": INT4_64, "*.self_attn.*": MXFP4}, (), EXCLUDED[1:]),
     "mixed": (MIXED, (), EXCLUDED),
     "mixed_static": ({"*.mlp.*": NVFP4, "*.self_attn.*": TENSOR}, ("self_attn.o_proj", "down_proj"), EXCLUDED[:1]),
 }
@@ -92,12 +104,16 @@ class TestCompressedTensors:
             weight, inputs = scheme.weights, scheme.input_activations
             recipe = exported.quantized[module].recipe
             kinds = {TENSOR: (8, "tensor", None), ROWS: (8, "channel", None), MXFP8: (8, "group", 32)}
+            kinds |= {MXFP4: (4, "group", 32), INT4: (4, "group", 32), INT4_64: (4, "group", 64)}
             assert (weight.num_bits, weight.strategy, weight.group_size) == kinds.get(recipe, (4, "tensor_group", 16))
-            assert (weight.type, weight.symmetric, weight.dynamic) == ("float", True, False)
+            number = "int" if recipe in (INT4, INT4_64) else "float"
+            assert (weight.type, weight.symmetric, weight.dynamic) == (number, True, False)
             static = module in exported.inputs
             if recipe == NVFP4:
                 assert (inputs is not None) is static
                 assert inputs is None or (inputs.dynamic, inputs.strategy) == ("local", "tensor_group")
+            elif recipe in (MXFP4, INT4, INT4_64):
+                assert inputs is None
             elif recipe == MXFP8:
                 assert (inputs.dynamic, inputs.strategy, inputs.group_size) == (True, "group", 32)
             else:
@@ -116,11 +132,14 @@ class TestCompressedTensors:
                 if recipe == NVFP4:
                     assert_nvfp4(module, got, weight)
                 else:
-                    dtype = torch.bfloat16 if recipe == MXFP8 else torch.float32
+                    dtype = torch.bfloat16 if recipe in (MXFP8, MXFP4, INT4, INT4_64) else torch.float32
                     assert torch.equal(got, weight.dequantize(dtype)), module
                 # The other way round, from the same values and scales.
                 scale = stored["weight_scale"]
-                scale = torch.exp2(scale.float() - 127) if recipe == MXFP8 else scale.float()
+                if recipe in (MXFP8, MXFP4):
+                    scale = torch.exp2(scale.float() - 127)
+                elif recipe not in (INT4, INT4_64):
+                    scale = scale.float()
                 inputs = {name: tensor for name, tensor in stored.items() if name.startswith("input")}
                 dense = {**inputs, "weight": weight.dequantize(torch.float32), "weight_scale": scale}
                 if recipe == NVFP4:
@@ -131,7 +150,7 @@ class TestCompressedTensors:
                 }
                 for name, tensor in stored.items():
                     got, kept = raw(again[name]), raw(tensor)
-                    if name == "weight_packed":  # the client drops the sign of zeros
+                    if name == "weight_packed" and tensor.dtype == torch.uint8:  # the client drops the sign of zeros
                         kept = positive_zeros(kept)
                     assert torch.equal(got, kept), (module, name)
 

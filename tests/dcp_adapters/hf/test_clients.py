@@ -26,7 +26,16 @@ from transformers import (
 
 from dcp_adapters import export_hf
 from examples import smollm2
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize, quantize_
+from qtensor import (
+    Float8CurrentScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+    quantize_,
+)
 from tests.dcp_adapters.hf.exports import (
     FUSED,
     PROMPT,
@@ -56,6 +65,9 @@ CASES = {
     "mxfp8": (MXFP8BlockScaling(), ()),
     "nvfp4": (NVFP4, ()),
     "nvfp4_static": (NVFP4, ALL),
+    "mxfp4": (MXFP4BlockScaling(), ()),
+    "int4": (Int4GroupScaling(), ()),
+    "int4_64": (Int4GroupScaling(group=64), ()),
 }
 
 
@@ -131,7 +143,12 @@ class TestTransformers:
                 for module, weight in exported.quantized.items():
                     assert_equal(module, client.get_submodule(module).weight, weight.dequantize(torch.bfloat16))
             tokens = greedy(client)
-            if dequantize or case == "nvfp4":  # otherwise the client also quantizes inputs, or rounds the scales
+            if dequantize or case in (
+                "nvfp4",
+                "mxfp4",
+                "int4",
+                "int4_64",
+            ):  # otherwise the client also quantizes inputs, or rounds the scales
                 assert torch.equal(tokens, expected)
             if not dequantize:
                 check_inputs(exported, client, recipe)
@@ -181,7 +198,7 @@ class TestTransformers:
         state = client.state_dict()
         assert {name: float(state[name]) for name in scales} == {name: float(scale) for name, scale in scales.items()}
 
-    @pytest.mark.parametrize("case", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4"])
+    @pytest.mark.parametrize("case", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "mxfp4", "int4"])
     def test_reads_zeros_and_the_smallest_numbers(self, tmp_path: Path, case: str) -> None:
         model = llama()
         with torch.no_grad():
@@ -195,7 +212,9 @@ class TestTransformers:
         assert all(tensor.all() for name, tensor in exported.tensors.items() if name.endswith("global_scale"))
         check_weights(exported, loaded(exported.path, dequantize=True), dequantize=True)
 
-    def test_reads_experts(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("case", ["fp8_row", "mxfp4", "int4"])
+    def test_reads_experts(self, tmp_path: Path, case: str) -> None:
+        recipe = CASES[case][0]
         config = Qwen3MoeConfig(
             vocab_size=128,
             hidden_size=64,
@@ -210,10 +229,11 @@ class TestTransformers:
         )
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        experts = {name: quantize(value, ROWS) for name, value in model.state_dict().items() if ".experts." in name}
+        experts = {name: quantize(value, recipe) for name, value in model.state_dict().items() if ".experts." in name}
         assert {name.rpartition(".")[2] for name in experts} == {"gate_up_proj", "down_proj"}
-        exported = export(tmp_path / "out", ROWS, model=model, extra=experts)
-        assert set(exported.of("model.layers.0.mlp.experts.3.up_proj")) == {"weight", "weight_scale"}
+        exported = export(tmp_path / "out", recipe, model=model, extra=experts)
+        stored = {"fp8_row": {"weight"}, "mxfp4": {"weight_packed"}, "int4": {"weight_packed", "weight_shape"}}[case]
+        assert set(exported.of("model.layers.0.mlp.experts.3.up_proj")) == {*stored, "weight_scale"}
         client = loaded(exported.path, dequantize=True)
         read = client.state_dict()
         for name, weight in experts.items():

@@ -59,6 +59,11 @@ MIXED = {
     )
     for name, scheme in zip(linear_names()[3 * layer : 3 * layer + 3], schemes, strict=True)
 }
+PACKED = {
+    name: Scheme(kind, "none")
+    for name, kind in zip(linear_names(), ["int4_64", "mxfp4", "int4_32", "mxfp4", "int4_64", "mxfp4"], strict=True)
+}
+PACKED_RECIPES = {name: KINDS[scheme.kind] for name, scheme in PACKED.items()}
 MIXED_RECIPES = {name: KINDS[scheme.kind] for name, scheme in MIXED.items()}
 Q0 = "model.layers.0.self_attn.q_proj"
 
@@ -411,12 +416,12 @@ def _experts(case: tuple[str, str, Any]) -> None:
     assert_holds(import_hf(path, net), full)
 
 
-@pytest.mark.parametrize("kind", ["dense", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["dense", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4", "mxfp4", "int4_32"])
 def test_linears_of_experts_fill_the_weight_of_all(kind: str, tmp_path: Path) -> None:
     if kind == "dense":
         path, full = write(tmp_path, dense_experts()), expert_weights()
     else:
-        inputs = "none" if kind == "nvfp4" else "dynamic"
+        inputs = "none" if kind in ("nvfp4", "mxfp4", "int4_32") else "dynamic"
         path, full = quantized_experts(tmp_path, Scheme(kind, inputs))  # type: ignore[arg-type]
     _experts((str(path), kind, full))
     for ranks in (2, 3):
@@ -445,6 +450,8 @@ def test_shards_hold_the_bytes_of_the_directory(ranks: int, tmp_path: Path) -> N
     cases = []
     path, state = mixed(tmp_path / "mixed")
     cases.append((str(path), MIXED_RECIPES, state))
+    path, state = quantized_directory(tmp_path / "packed", "compressed-tensors", PACKED, files=2)
+    cases.append((str(path), PACKED_RECIPES, state))
     schemes = dict.fromkeys(linear_names(), Scheme("nvfp4", "static"))
     path, state = quantized_directory(tmp_path / "modelopt", "modelopt", schemes, files=3)
     cases.append((str(path), dict.fromkeys(schemes, KINDS["nvfp4"]), state))
@@ -483,11 +490,11 @@ def test_shards_that_are_converted_or_delayed_hold_what_one_process_gets(tmp_pat
     )
 
 
-def _on_meshes(path: str, full: dict[str, Any]) -> None:
+def _on_meshes(path: str, full: dict[str, Any], recipes: dict[str, Any]) -> None:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert_holds(import_hf(path, sharded(meta_model(full, MIXED_RECIPES), hybrid)), full)
+    assert_holds(import_hf(path, sharded(meta_model(full, recipes), hybrid)), full)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    net = meta_model(full, MIXED_RECIPES)
+    net = meta_model(full, recipes)
     for layer in net.model.layers:
         plan = {
             "self_attn.q_proj": ColwiseParallel(),
@@ -499,11 +506,13 @@ def _on_meshes(path: str, full: dict[str, Any]) -> None:
 
 
 def test_tensor_parallel_and_hybrid_shards(tmp_path: Path) -> None:
-    path, state = mixed(tmp_path)
-    run_ranks(4, _on_meshes, str(path), state)
+    path, state = mixed(tmp_path / "mixed")
+    run_ranks(4, _on_meshes, str(path), state, MIXED_RECIPES)
+    path, state = quantized_directory(tmp_path / "packed", "compressed-tensors", PACKED)
+    run_ranks(4, _on_meshes, str(path), state, PACKED_RECIPES)
 
 
-def _reads(path: str, full: dict[str, Any]) -> Counter[str]:
+def _reads(path: str, full: dict[str, Any], recipes: dict[str, Any]) -> Counter[str]:
     """Elements that were read of each tensor of the files while shards were loaded."""
     taken: Counter[str] = Counter()
     stock = OpenFiles.piece
@@ -521,13 +530,15 @@ def _reads(path: str, full: dict[str, Any]) -> Counter[str]:
         patch.setattr(
             dcp_adapters.hf.reader.OpenFiles, "piece", lambda self, tensor: Counting(stock(self, tensor), tensor.name)
         )
-        import_hf(path, sharded(meta_model(full, MIXED_RECIPES)))
+        import_hf(path, sharded(meta_model(full, recipes)))
     return taken
 
 
-def test_each_rank_reads_only_its_slices(tmp_path: Path) -> None:
-    path, state = mixed(tmp_path)
-    reads = run_ranks(3, _reads, str(path), state)
+@pytest.mark.parametrize("schemes", [MIXED, PACKED], ids=["mixed", "packed"])
+def test_each_rank_reads_only_its_slices(schemes: dict[str, Scheme], tmp_path: Path) -> None:
+    path, state = quantized_directory(tmp_path, "compressed-tensors", schemes, files=2)
+    recipes = {name: KINDS[scheme.kind] for name, scheme in schemes.items()}
+    reads = run_ranks(3, _reads, str(path), state, recipes)
     tensors = {tensor.name: tensor for tensor in _file_tensors(path)}
     for name, tensor in tensors.items():
         count = torch.Size(tensor.shape).numel()

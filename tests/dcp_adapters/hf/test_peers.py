@@ -29,6 +29,10 @@ READ = {
         "FP8_BLOCK": "fp8_block",
         "MXFP8": "mxfp8",
         "MXFP8A16": "mxfp8",
+        "MXFP4": "mxfp4",
+        "MXFP4A16": "mxfp4",
+        "W4A16": "int4_128",
+        "W4A16+32": "int4_32",
         "NVFP4": "nvfp4",
         "NVFP4A16": "nvfp4",
     },
@@ -43,8 +47,8 @@ READ = {
 }
 REFUSED = {
     "compressed-tensors": {
-        "MXFP4": ": MXFP4",
-        "W4A16": "integers packed into int32 (pack-quantized)",
+        "MXFP4xFP8": "config.json says inputs of num_bits 8, expected 4",
+        "W6A16": "integers packed into int32 (pack-quantized), of other bits or in other groups",
         "W4A16_ASYM": "zero points",
         "W4AFP8": "int8, or narrower integers in int8",
         "W8A8": "int8",
@@ -56,9 +60,11 @@ REFUSED = {
     },
 }
 WHOLE = {
-    "compressed-tensors": {"MXFP8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8A16"},
+    "compressed-tensors": {
+        "MXFP8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8A16", "MXFP4", "MXFP4A16", "W4A16", "W4A16+32",
+    },
     "modelopt": set(READ["modelopt"]),
-}
+}  # fmt: skip
 MODULES = {"compressed-tensors": "compressed_tensors", "modelopt": "modelopt"}
 PARTS = {  # part -> its names in a file
     "payload": ("weight", "weight_packed"),
@@ -106,7 +112,9 @@ def test_bytes_and_values_are_the_peers_own(peer: str, scheme: str, made: Any) -
             held = next(stored[key] for own in PARTS[part] if (key := f"{module}.{own}") in stored)
             if part == "global_scale" and peer == "compressed-tensors":
                 held = 1 / held
-            if part == "scale" and held.dtype == torch.bfloat16:
+            if part == "payload" and held.dtype == torch.int32:
+                held = torch.stack([held >> 8 * byte & 255 for byte in range(4)], dim=-1).flatten(-2).to(torch.uint8)
+            if part == "scale" and held.dtype == torch.bfloat16 and tensor.dtype == torch.float32:
                 held = held.float()  # engines compute with fp32
             if part == "scale" and scheme == "FP8_BLOCK":  # one of a block; we have one for each of its rows
                 held = held.repeat_interleave(128, dim=0)[: q.shape[0]]

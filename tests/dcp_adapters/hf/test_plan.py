@@ -11,6 +11,7 @@ import torch
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.fp8 import FP8
+from dcp_adapters.hf.gpt_oss import GPT_OSS
 from dcp_adapters.hf.layout import (
     KINDS,
     LAYOUTS,
@@ -76,6 +77,16 @@ def written(made: ExportPlan) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 F8, U8, F32 = torch.float8_e4m3fn, torch.uint8, torch.float32
+
+
+def packed(columns: int, group: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {
+        "weight_packed": (torch.int32, (32, columns // 8)),
+        "weight_scale": (torch.bfloat16, (32, columns // group)),
+        "weight_shape": (torch.int64, (2,)),
+    }
+
+
 # recipe, with an input_scale -> name of the tensor behind the module: dtype and shape, of a weight [32, 64]
 COMPRESSED = {
     ("fp8_tensor", False): (TENSOR, {"weight": (F8, (32, 64)), "weight_scale": (F32, (1,))}),
@@ -97,6 +108,10 @@ COMPRESSED = {
             "input_global_scale": (F32, (1,)),
         },
     ),
+    ("mxfp4", False): (MXFP4BlockScaling(), {"weight_packed": (U8, (32, 32)), "weight_scale": (U8, (32, 2))}),
+    ("int4_32", False): (Int4GroupScaling(), packed(64, 32)),
+    ("int4_64", False): (Int4GroupScaling(group=64), packed(64, 64)),
+    ("int4_128", False): (Int4GroupScaling(group=128), packed(128, 128)),
 }
 OPT = {
     ("fp8_tensor", True): (TENSOR, {"weight": (F8, (32, 64)), "weight_scale": (F32, ()), "input_scale": (F32, ())}),
@@ -124,7 +139,8 @@ TABLES = [(layout, *row) for layout, table in BY_LAYOUT for row in table.items()
 @pytest.mark.parametrize(("layout", "scheme", "expected"), TABLES, ids=[f"{t[0].name}-{t[1]}" for t in TABLES])
 def test_tensors_of_a_linear_are_those_of_the_layout(layout: Layout, scheme: Any, expected: Any) -> None:
     recipe, tensors = expected
-    records = {"a.weight": weight(recipe), "a.bias": weight(None, 32), "n.weight": weight(None, 64)}
+    columns = 128 if scheme[0] == "int4_128" else 64
+    records = {"a.weight": weight(recipe, 32, columns), "a.bias": weight(None, 32), "n.weight": weight(None, 64)}
     if scheme[1]:
         records["a.input_scale"] = SCALE
     found = written(plan(records, layout))
@@ -346,15 +362,54 @@ REFUSALS: dict[str, tuple[dict[str, Entry], Layout, dict[str, Any], str]] = {
     ),
     "MXFP4": (
         {"a.weight": weight(MXFP4BlockScaling())},
-        COMPRESSED_TENSORS,
+        MODELOPT,
         {},
-        "a.weight is quantized under MXFP4BlockScaling(scale_rounding='up'): layouts have Float8CurrentScaling, MXFP8",
+        'a: the layout modelopt has no mxfp4 weights with unquantized inputs; use layout="compressed-tensors"',
     ),
     "INT4": (
         {"a.weight": weight(Int4GroupScaling())},
         MODELOPT,
         {},
-        "a.weight is quantized under Int4GroupScaling(group=32): layouts have Float8CurrentScaling, MXFP8",
+        'a: the layout modelopt has no int4_32 weights with unquantized inputs; use layout="compressed-tensors"',
+    ),
+    "static MXFP4": (
+        {"a.weight": weight(MXFP4BlockScaling()), "a.input_scale": SCALE},
+        COMPRESSED_TENSORS,
+        {},
+        "a: the layout compressed-tensors has no mxfp4 weights with static inputs; it has fp8_tensor",
+    ),
+    "a linear in the layout of experts": (
+        {"a.weight": weight(MXFP4BlockScaling())},
+        GPT_OSS,
+        {},
+        "a.weight (32, 64) is quantized, and engines that read the layout mxfp4 know no such linear: they know",
+    ),
+    "other experts in the layout of experts": (
+        {"m.experts.down_proj": weight(MXFP8, 2, 32, 64)},
+        GPT_OSS,
+        {},
+        "m.experts.down_proj: the layout mxfp4 has no mxfp8 weights with dynamic inputs; it has mxfp4 weights with",
+    ),
+    "dense experts in the layout of experts": (
+        {"m.experts.down_proj": weight(MXFP4BlockScaling(), 2, 32, 64), "n.experts.down_proj": weight(None, 2, 32, 64)},
+        GPT_OSS,
+        {},
+        "n.experts.down_proj: rows of linears [E, N, K] that are not quantized, and dense experts of the layout mxfp4",
+    ),
+    "a KV cache in the layout of experts": (
+        {"m.experts.down_proj": weight(MXFP4BlockScaling(), 2, 32, 64), "a.k_scale": SCALE, "a.v_scale": SCALE},
+        GPT_OSS,
+        {},
+        "a: the layout mxfp4 has no scales of the KV cache; leave them out",
+    ),
+    "experts of gpt-oss": (
+        {
+            "m.experts.gate_up_proj": weight(MXFP4BlockScaling(), 2, 64, 32),
+            "m.experts.gate_up_proj_bias": weight(None, 2, 64),
+        },
+        COMPRESSED_TENSORS,
+        {},
+        "m.experts.gate_up_proj: with biases beside them, these are experts as gpt-oss has them, whose rows of gate",
     ),
     "no static scale": (
         {"a.weight": weight(TENSOR)},
@@ -506,7 +561,7 @@ def test_a_third_layout_is_a_table() -> None:
             register_layout(mine)
     finally:
         del LAYOUTS["mine"]
-    with pytest.raises(ValueError, match="layout='mine' is not one of 'compressed-tensors', 'fp8', 'modelopt'"):
+    with pytest.raises(ValueError, match=r"layout='mine' is not one of 'compressed-tensors', .*'fp8', .*'modelopt'"):
         layout_named("mine")
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from dcp_adapters import import_hf, read_manifest
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.as_checkpoint import Slice
 from dcp_adapters.hf.delayed import history_of
-from dcp_adapters.hf.layout import KINDS, LAYOUTS, Scheme
+from dcp_adapters.hf.directory import FileTensor
+from dcp_adapters.hf.layout import BLOCKS, KINDS, LAYOUTS, WORDS, Form, Scheme
 from dcp_adapters.hf.reader import HuggingFaceReader
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, contents, quantize
 from tests.dcp_adapters.cases import assert_holds, bits, values
@@ -30,7 +32,12 @@ from tests.dcp_adapters.hf.directories import (
     write,
 )
 
-SCHEMES = [(layout.name, scheme) for layout in LAYOUTS.values() for scheme in layout.schemes]
+SCHEMES = [  # of linears of 64 columns
+    (layout.name, scheme)
+    for layout in LAYOUTS.values()
+    for scheme in layout.schemes
+    if layout.experts == "each" and scheme.kind != "int4_128"
+]
 LAYER = "model.layers.0.self_attn.q_proj"
 GROUP = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
 FP8_ROW = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -208,6 +215,27 @@ def test_the_history_of_a_foreign_scale_is_next_to_it() -> None:
         assert abs(stepped.scale.view(torch.int32).item() - one.view(torch.int32).item()) <= 1
 
 
+# -- parts in another form ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "shape"), [(WORDS, (3, 8)), (BLOCKS, (3, 2, 16))])
+def test_any_columns_are_cut_out_of_words_and_blocks(form: Form, shape: tuple[int, ...]) -> None:
+    part = (torch.arange(96) * 37 % 256).to(torch.uint8).reshape(3, 32)
+    stored: Any = form.write(part)
+    assert stored.shape == shape
+    for first in range(32):
+        for last in range(first + 1, 33):
+            source = Slice(FileTensor("a", "f", "I32", shape), form.read, columns=form.columns)
+            assert torch.equal(source.take(stored, (1, first), (2, last - first)), part[1:, first:last])
+
+
+def test_words_are_the_bytes_of_little_endian_machines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.byteorder", "big")
+    for convert, tensor in ((WORDS.write, codes(2, 8)), (WORDS.read, codes(2, 8, dtype=torch.int32))):
+        with pytest.raises(NotImplementedError, match="codes would be out of order; use a little-endian machine"):
+            convert(tensor)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
@@ -218,7 +246,13 @@ NVFP4 = {
     "a.weight_scale": codes(32, 4).view(torch.float8_e4m3fn),
     "a.weight_global_scale": torch.ones(1),
 }
+GPT_OSS = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
 NVFP4_CT = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+PACK = {
+    "a.weight_packed": codes(32, 8, dtype=torch.int32),
+    "a.weight_scale": torch.ones(32, 2, dtype=torch.bfloat16),
+    "a.weight_shape": torch.tensor([32, 64]),
+}
 REFUSED = {
     "int4": (
         {
@@ -227,7 +261,41 @@ REFUSED = {
             "a.weight_shape": torch.tensor([32, 64]),
         },
         ct(INT4),
-        "a: weight_packed I32 [32, 8], weight_scale F32 [32, 2], weight_shape I64 [2]: integers packed into int32 (",
+        "a: weight_packed I32 [32, 8], weight_scale F32 [32, 2], weight_shape I64 [2]: INT4 in groups whose scales are",
+    ),
+    "int4, fp16": (
+        {**PACK, "a.weight_scale": torch.ones(32, 2).half()},
+        ct(INT4),
+        "whose scales are not bf16, which is",
+    ),
+    "int4, other groups": (
+        {**PACK, "a.weight_scale": torch.ones(32, 4).bfloat16()},
+        ct({**INT4, "group_size": 16}),
+        "integers packed into int32 (pack-quantized), of other bits or in other groups (the JSON says num_bits 4, type",
+    ),
+    "int8, packed": (
+        {**PACK, "a.weight_packed": codes(32, 16, dtype=torch.int32), "a.weight_scale": torch.ones(32, 1).bfloat16()},
+        ct({**INT4, "num_bits": 8, "group_size": 64}),
+        "config.json says weights of num_bits 8, expected 4",
+    ),
+    "int8, packed as wide as int4": (PACK, ct({**INT4, "num_bits": 8}), "says weights of num_bits 8, expected 4"),
+    "int4, another shape": (
+        {**PACK, "a.weight_shape": torch.tensor([32, 60])},
+        ct(INT4),
+        "a.weight_shape: it says [32, 60], and the codes are those of [32, 64]",
+    ),
+    "int4, zero points": (
+        {**PACK, "a.weight_zero_point": codes(4, 2, dtype=torch.int32)},
+        ct({**INT4, "symmetric": False}),
+        ": zero points",
+    ),
+    "int4, asymmetric": (PACK, ct({**INT4, "symmetric": False}), "weights of symmetric False, expected True"),
+    "int4, actorder": ({**PACK, "a.weight_g_idx": codes(64, dtype=torch.int32)}, ct(INT4), "(actorder)"),
+    "int4, said actorder": (PACK, ct({**INT4, "actorder": "weight"}), "weights with actorder 'weight'"),
+    "int4, int8 inputs": (
+        PACK,
+        ct(INT4, {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}),
+        "inputs of num_bits 8, expected 4",
     ),
     "int8": (
         {"a.weight": codes(32, 64, dtype=torch.int8), "a.weight_scale": torch.ones(32, 1)},
@@ -244,7 +312,12 @@ REFUSED = {
         ct(FP8_ROW),
         "FP8 in blocks that this layout does not have",
     ),
-    "mxfp4": ({"a.weight_packed": codes(32, 32), "a.weight_scale": codes(32, 2)}, ct(FP8_ROW), ": MXFP4"),
+    "mxfp4": (
+        {"a.weight_packed": codes(32, 32), "a.weight_scale": codes(32, 2)},
+        ct(FP8_ROW),
+        "mxfp4 weights with unquantized inputs, and config.json says weights of num_bits 8, expected 4; weights of",
+    ),
+    "mxfp4, other blocks": ({"a.weight_packed": codes(32, 32), "a.weight_scale": codes(32, 4)}, ct(FP8_ROW), ": MXFP4"),
     "w4a8": (
         {"a.weight": codes(16, 64), "a.weight_scale": torch.ones(32, 1), "a.input_scale": torch.ones(())},
         modelopt("W4A8_AWQ"),
@@ -270,6 +343,27 @@ REFUSED = {
         {},
         "e: gate_up_proj_blocks U8 [4, 8, 16], gate_up_proj_scales U8 [4, 8]",
     ),
+    "gpt-oss, other blocks": (
+        {"e.gate_up_proj_blocks": codes(2, 4, 8, 8), "e.gate_up_proj_scales": codes(2, 4, 8)},
+        GPT_OSS,
+        "e.gate_up_proj: _blocks U8 [2, 4, 8, 8], _scales U8 [2, 4, 8]: MXFP4",
+    ),
+    "gpt-oss, scales alone": (
+        {"e.gate_up_proj_scales": codes(2, 4, 8)},
+        GPT_OSS,
+        "e.gate_up_proj: _scales U8 [2, 4, 8]: scales without a weight",
+    ),
+    "gpt-oss, not converted": (
+        {"m.0.e.gate_up_proj_blocks": codes(2, 4, 8, 16), "m.0.e.gate_up_proj_scales": codes(2, 4, 8)},
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["m.*.e"]}},
+        "config.json says by modules_to_not_convert that m.*.e is not quantized",
+    ),
+    "gpt-oss, modules": (
+        ROW,
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}},
+        "the modules_to_not_convert of config.json are 'lm_head', expected names",
+    ),
+    "gpt-oss, other codes": (ROW, GPT_OSS, "  a: weight F8_E4M3 [32, 64]"),
     "other shape": (
         {**ROW, "a.weight_scale": torch.ones(31, 1)},
         ct(FP8_ROW),
@@ -360,7 +454,7 @@ REFUSED = {
             {"quantization_config": {"quant_method": method}},
             f"its quant_method is {method!r}, which the library does not read; it reads compressed-tensors, ",
         )
-        for method in ("gptq", "awq", "fbgemm_fp8", "bitsandbytes", "mxfp4")
+        for method in ("gptq", "awq", "fbgemm_fp8", "bitsandbytes")
     },
     "no object": (ROW, {"quantization_config": "fp8"}, "the quantization_config of config.json is 'fp8'"),
 }

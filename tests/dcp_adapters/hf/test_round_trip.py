@@ -17,6 +17,8 @@ from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     quantize,
@@ -38,6 +40,9 @@ RECIPES = {
     "mxfp8, square": MXFP8BlockScaling(blocks="square"),
     "nvfp4": NVFP4,
     "nvfp4, square": NVFP4BlockScaling(blocks="square"),
+    "mxfp4": MXFP4BlockScaling(),
+    "mxfp4, floor": MXFP4BlockScaling(scale_rounding="floor"),
+    **{f"int4, {group}": Int4GroupScaling(group=group) for group in (32, 64, 128)},
 }
 CONFIG = {"model_type": "tiny", "tie_word_embeddings": False}
 BETWEEN = "l.mlp.down_proj.input_scale"  # 0.7 is no fp32 number's reciprocal, and comes back as one that is
@@ -45,14 +50,14 @@ STATIC = ("fp8_tensor", "fp8_delayed", "nvfp4", "nvfp4, square")
 
 
 def state_of(recipe: Any, *, static: bool) -> dict[str, Any]:
-    both = quantize(values((128, 64), 1), recipe)
-    state: dict[str, Any] = {"embed_tokens.weight": values((48, 64), 0)}
+    both = quantize(values((128, 128), 1), recipe)
+    state: dict[str, Any] = {"embed_tokens.weight": values((48, 128), 0)}
     for name, rows in (("q_proj", slice(0, 64)), ("k_proj", slice(64, 128))):
         state[f"l.self_attn.{name}.weight"] = both[rows].clone()
         state[f"l.self_attn.{name}.bias"] = values((64,), 2)
         if static:
             state[f"l.self_attn.{name}.input_scale"] = torch.reciprocal(2688 / torch.tensor(3.7))
-    state["l.mlp.down_proj.weight"] = quantize(values((32, 64), 3), recipe)
+    state["l.mlp.down_proj.weight"] = quantize(values((32, 128), 3), recipe)
     if static:
         state[BETWEEN] = torch.tensor(0.7)
         state |= {f"l.self_attn.{own}_scale": torch.tensor(0.25) for own in "kv"}
@@ -60,12 +65,13 @@ def state_of(recipe: Any, *, static: bool) -> dict[str, Any]:
 
 
 BLOCKS = ("fp8_block", "fp8_block, powers of two")
+GROUPS = tuple(name for name in RECIPES if name.startswith(("mxfp4", "int4")))
 ABSENT = {  # what a layout lacks: recipes without scales of inputs
     "compressed-tensors": (),
-    "modelopt": ("fp8_tensor", "fp8_delayed", *BLOCKS),
+    "modelopt": ("fp8_tensor", "fp8_delayed", *BLOCKS, *GROUPS),
     "fp8": (),
 }
-ALONE = {"fp8": BLOCKS}  # all that a layout has
+ALONE = {"fp8": BLOCKS, "mxfp4": ()}  # all that a layout has of linears
 CASES = [
     (layout, name, static)
     for layout in LAYOUTS
@@ -123,12 +129,12 @@ def test_a_layout_can_be_left_for_the_other_and_come_back(name: str, tmp_path: P
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(48, 64, dtype=torch.bfloat16)
+        self.embed_tokens = nn.Embedding(48, 128, dtype=torch.bfloat16)
         self.l = nn.ModuleDict()
         self.l["self_attn"] = nn.ModuleDict(
-            {name: nn.Linear(64, 64, dtype=torch.bfloat16) for name in ("q_proj", "k_proj")}
+            {name: nn.Linear(128, 64, dtype=torch.bfloat16) for name in ("q_proj", "k_proj")}
         )
-        self.l["mlp"] = nn.ModuleDict({"down_proj": nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)})
+        self.l["mlp"] = nn.ModuleDict({"down_proj": nn.Linear(128, 32, bias=False, dtype=torch.bfloat16)})
 
 
 def over_shards(directory: str, name: str, layout: str) -> None:
@@ -140,14 +146,20 @@ def over_shards(directory: str, name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "ranks"), [("nvfp4", "modelopt", 2), ("fp8_tensor", "compressed-tensors", 3)]
+    ("name", "layout", "ranks"),
+    [
+        ("nvfp4", "modelopt", 2),
+        ("fp8_tensor", "compressed-tensors", 3),
+        ("mxfp4", "compressed-tensors", 3),
+        ("int4, 64", "compressed-tensors", 3),
+    ],
 )
 def test_a_sharded_model_that_imports_exports_the_same_files(
     name: str, layout: str, ranks: int, tmp_path: Path
 ) -> None:
     there = Path(agreed(value=str(tmp_path)))
     with alone():
-        state = state_of(RECIPES[name], static=True)
+        state = state_of(RECIPES[name], static=name in STATIC)
         if there == tmp_path:
             export_hf(state, there / "a", layout=layout, config=CONFIG)
     run_ranks(ranks, over_shards, str(there), name, layout)

@@ -17,6 +17,8 @@ from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
@@ -29,6 +31,8 @@ RECIPES = {
     "float8-block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
+    "mxfp4": MXFP4BlockScaling(),
+    "int4": Int4GroupScaling(),
 }
 WEIGHT = "layers.0.down_proj.weight"
 
@@ -82,6 +86,19 @@ def test_inspect_lists_what_it_lists_of_the_checkpoint(tmp_path: Path, capsys: A
     assert main(["inspect", directory]) == 0
     head = capsys.readouterr().out.splitlines()[0]
     assert head == f"{directory}: Hugging Face directory, layout compressed-tensors, files: 1"
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4", "int4"])
+def test_the_commands_read_packed_codes(tmp_path: Path, capsys: Any, recipe: str) -> None:
+    checkpoint, directory = both(tmp_path, recipe)
+    assert json_of(capsys, "inspect", directory)["tensors"] == json_of(capsys, "inspect", checkpoint)["tensors"]
+    assert main(["diff", checkpoint, directory]) == 0
+    assert main(["verify", directory]) == 0
+    assert main(["report", directory]) == 0
+    assert main(["convert", directory, str(tmp_path / "out"), "--to", "bfloat16"]) == 0
+    found, before = StoredCheckpoint(tmp_path / "out", check=True), StoredDirectory(directory).read(WEIGHT)
+    assert isinstance(before, QuantizedTensor)
+    assert torch.equal(found.read(WEIGHT), before.dequantize(torch.bfloat16))
 
 
 def test_a_dense_directory_is_not_quantized(tmp_path: Path, capsys: Any) -> None:

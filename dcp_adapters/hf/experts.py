@@ -1,0 +1,46 @@
+"""What a layout makes of the weights of a source, those of all experts among them; what it could not, it refuses.
+
+A weight [E, N, K] of all experts is a linear for each in most layouts. In that of gpt-oss it stays whole, and its rows
+of gate and up alternate, which nothing but the biases beside it shows: other layouts have none for experts.
+"""
+
+from collections.abc import Collection, Mapping
+
+from dcp_adapters.entry import Entry
+from dcp_adapters.hf.layout import Layout
+from dcp_adapters.hf.names import Piece, pieces_of, whole_experts
+from dcp_adapters.words import listed
+
+
+def engine_pieces(name: str, record: Entry, layout: Layout) -> list[Piece]:
+    """The linears that a quantized weight consists of. Raises ValueError for one that the layout does not have."""
+    pieces, who = pieces_of(name, record.shape), "engines"
+    known = "<module>.weight [N, K] and <module>.experts.<name> [E, N, K]"
+    if layout.experts == "all":
+        pieces, who = whole_experts(name, record.shape), f"engines that read the layout {layout.name}"
+        known = "<module>.experts.gate_up_proj and down_proj [E, N, K]"
+    if pieces is None:
+        raise ValueError(
+            f"{name} {record.shape} is quantized, and {who} know no such linear: they know {known}; convert it to a "
+            "dense one (python -m dcp_adapters convert --to bfloat16 --include ...)"
+        )
+    return pieces
+
+
+def check_experts(records: Mapping[str, Entry], turned: Collection[str], layout: Layout) -> None:
+    """Refuse weights of all experts that the layout would change the meaning of."""
+    experts = [name for name, record in records.items() if len(record.shape) == 3 and pieces_of(name, record.shape)]
+    if layout.experts == "all":
+        dense = [name for name in experts if records[name].recipe is None and name not in turned]
+        if dense:
+            raise ValueError(
+                f"{listed(dense)}: rows of linears [E, N, K] that are not quantized, and dense experts of the layout "
+                f"{layout.name} are [E, K, N]; quantize them, or transpose them"
+            )
+        return
+    biased = [name for name in experts if records[name].recipe is not None and f"{name}_bias" in records]
+    if biased:
+        raise ValueError(
+            f"{listed(biased)}: with biases beside them, these are experts as gpt-oss has them, whose rows of gate and "
+            f'up alternate, and the layout {layout.name} would take them for two halves; use layout="mxfp4"'
+        )
