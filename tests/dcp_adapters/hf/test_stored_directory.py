@@ -94,7 +94,7 @@ def test_the_commands_read_packed_codes(tmp_path: Path, capsys: Any, recipe: str
     assert json_of(capsys, "inspect", directory)["tensors"] == json_of(capsys, "inspect", checkpoint)["tensors"]
     assert main(["diff", checkpoint, directory]) == 0
     assert main(["verify", directory]) == 0
-    assert main(["report", directory]) == 0
+    assert main(["report", directory, "--output", str(tmp_path / "page.html")]) == 0
     assert main(["convert", directory, str(tmp_path / "out"), "--to", "bfloat16"]) == 0
     found, before = StoredCheckpoint(tmp_path / "out", check=True), StoredDirectory(directory).read(WEIGHT)
     assert isinstance(before, QuantizedTensor)
