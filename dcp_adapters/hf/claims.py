@@ -10,17 +10,16 @@ are expected, inputs in another format, rotations that belong to the weights. So
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.directory import Directory
-from dcp_adapters.hf.fp8 import FP8, IGNORED, POWERS_OF_TWO
+from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
 from dcp_adapters.hf.layout import KINDS, LAYOUTS, Layout, Scheme
 from dcp_adapters.hf.modelopt import MODELOPT
-from dcp_adapters.words import short
-from qtensor.float8_blocks import BLOCK, Float8BlockScaling
+from dcp_adapters.hf.plain_claims import FP8Claims, GptOssClaims
+from dcp_adapters.words import short, short_each
 from qtensor.recipes import Recipe
 
 WEIGHTS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # what decides how weights decode
@@ -66,9 +65,9 @@ def claims_of(directory: Directory) -> Claims | None:
     if method == MODELOPT.name:
         return _ModelOpt.of(directory, said)
     if method == FP8.name:
-        return _FP8.of(directory, said or {})
+        return FP8Claims.of(directory, said or {})
     if method == GPT_OSS.name:
-        return _GptOss.of(directory, said or {})
+        return GptOssClaims.of(directory, said or {})
     raise ValueError(
         f"{directory.path}: its quant_method is {short(method)}, which the library does not read; it reads "
         f"{', '.join(LAYOUTS)}, and dense directories. Dequantize it with the tool that wrote it"
@@ -82,12 +81,6 @@ def _differing(said: Mapping[str, Any], expected: Mapping[str, Any], keys: Itera
         for key in keys
         if said.get(key) is not None and expected.get(key) is not None and said[key] != expected[key]
     ]
-
-
-def _told(value: Any) -> str:
-    """A value, or a few, in few words."""
-    few = isinstance(value, list) and len(value) <= len(WEIGHTS)
-    return f"[{', '.join(map(short, value))}]" if few else short(value)
 
 
 # -- compressed-tensors ------------------------------------------------------------------------------------------------
@@ -164,7 +157,7 @@ class _CompressedTensors:
         weights = group["weights"]
         problems = [f"weights of {each}" for each in _differing(weights, expected["weights"], WEIGHTS)]
         problems += [
-            f"weights with {key} {_told(weights.get(key))}"
+            f"weights with {key} {short_each(weights.get(key))}"
             for key in ("actorder", "block_structure")
             if (_sizes(weights.get(key)) or None) != expected["weights"].get(key)
         ]
@@ -268,91 +261,3 @@ def _nearest(layers: Mapping[str, Any], module: str) -> Mapping[str, Any] | None
             return found
         module = module.rpartition(".")[0]
     return None
-
-
-# -- fp8 ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _FP8:
-    """One scheme for all, but for the modules that are named as left alone."""
-
-    said: Mapping[str, Any]
-    ignored: frozenset[str]
-    kinds: Mapping[str, Recipe]
-    kv_cache: str | None = None
-    layout: Layout = FP8
-
-    @staticmethod
-    def of(directory: Directory, said: Mapping[str, Any]) -> "_FP8":
-        """The claims of a quantization_config. Raises ValueError for elements, blocks and scales of other kinds."""
-        known = {
-            "fmt": (None, "e4m3"),
-            "activation_scheme": ("dynamic", "static"),
-            "weight_block_size": (None, [BLOCK, BLOCK]),
-            "scale_fmt": (None, "float", POWERS_OF_TWO),
-        }
-        for key, values in known.items():
-            if said.get(key) not in values:
-                expected = " or ".join(_told(value) for value in values if value is not None)
-                raise ValueError(
-                    f"{directory.path}: the quantization_config of config.json says {key} {_told(said.get(key))}, "
-                    f"which the library does not read; expected {expected}"
-                )
-        names = [name for key in IGNORED for name in _names(said.get(key))]
-        power_of_two = said.get("scale_fmt") == POWERS_OF_TWO
-        return _FP8(said, frozenset(names), {**KINDS, "fp8_block": Float8BlockScaling(power_of_two=power_of_two)})
-
-    def problem(self, module: str, scheme: Scheme) -> str | None:
-        """All that is said must be of the scheme, and a size must be said: without one, clients differ."""
-        expected = next(entry.config for its, entry in self.layout.readable if its == scheme)
-        problems = [
-            f"{key} {_told(self.said.get(key))}, expected {_told(expected[key])}"
-            for key in expected
-            if self.said.get(key) != expected[key]
-        ]
-        if any(module == name or module.startswith(f"{name}.") for name in self.ignored):
-            problems.append("that it is left alone")
-        return f"config.json says {'; '.join(problems)}" if problems else None
-
-    def said_of(self, module: str) -> str:
-        """The size of the blocks."""
-        size = self.said.get("weight_block_size")
-        return "" if size is None else f"weight_block_size {_told(size)}"
-
-
-def _names(said: Any) -> list[str]:
-    """The names in a list of them; none where nothing is said."""
-    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
-
-
-# -- gpt-oss -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _GptOss:
-    """Experts are quantized, but for those in modules that are named."""
-
-    left: list[str]
-    kv_cache: str | None = None
-    layout: Layout = GPT_OSS
-    kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
-
-    @staticmethod
-    def of(directory: Directory, said: Mapping[str, Any]) -> "_GptOss":
-        """The claims of a quantization_config. Raises ValueError for a malformed one."""
-        left = said.get("modules_to_not_convert") or []
-        if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
-            raise ValueError(
-                f"{directory.path}: the modules_to_not_convert of config.json are {short(left)}, expected names"
-            )
-        return _GptOss(left)
-
-    def problem(self, module: str, scheme: Scheme) -> str | None:
-        """A module that is named there, or is inside of one, is not quantized."""
-        named = next((name for name in self.left if fnmatchcase(f"{module}.", f"{name}.*")), None)
-        return None if named is None else f"config.json says by modules_to_not_convert that {named} is not quantized"
-
-    def said_of(self, module: str) -> str:
-        """Nothing."""
-        return ""

@@ -1,4 +1,4 @@
-"""Export, import, export: the same files, in every scheme of both layouts, in one process and over sharded models."""
+"""Export, import, export: the same files, in every scheme of linears, in one process and over sharded models."""
 
 from __future__ import annotations
 
