@@ -109,6 +109,24 @@ def test_what_is_imported_is_exported_to_the_same_files(layout: str, name: str, 
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
+def test_blocks_and_packed_codes_come_back_from_one_directory(tmp_path: Path) -> None:
+    state = state_of(RECIPES["fp8_block"], static=False)
+    state["l.self_attn.o_proj.weight"] = quantize(values((160, 128), 4), RECIPES["mxfp4"])
+    state["l.mlp.down_proj.weight"] = quantize(values((32, 128), 3), RECIPES["int4, 64"])
+    export_hf(state, tmp_path / "a", config=CONFIG)
+    told = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
+    assert told["format"] == "mixed-precision"
+    assert [group["format"] for group in told["config_groups"].values()] == [
+        "float-quantized",
+        "pack-quantized",
+        "mxfp4-pack-quantized",
+    ]
+    imported = import_hf(tmp_path / "a")
+    assert all(same(imported[entry], value) for entry, value in state.items())
+    export_hf({entry: imported[entry] for entry in state}, tmp_path / "b", config=CONFIG)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_tensor"])
 def test_a_layout_can_be_left_for_the_other_and_come_back(name: str, tmp_path: Path) -> None:
     state = state_of(RECIPES[name], static=True)
