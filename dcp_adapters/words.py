@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 MOST_SHOWN = 200  # characters
+MOST_ITEMS = 5
 LEAVES = (type(None), bool, int, float, str, torch.Size, torch.dtype)
 
 
@@ -18,6 +19,12 @@ def short(value: Any) -> str:
         return f"a {type(value).__name__}"
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def short_each(value: Any) -> str:
+    """A list of a few values, each in few words: "[128, 128]"; anything else as `short` has it."""
+    few = isinstance(value, list) and len(value) <= MOST_ITEMS
+    return f"[{', '.join(map(short, value))}]" if few else short(value)
 
 
 def listed(items: Iterable[object], most: int = 8, *, between: str = ", ", last: str = " ") -> str:

@@ -1,6 +1,7 @@
 """Quantized weights in Hugging Face directories: out of a run to an inference engine, and from one into a run.
 
-    layout.py            what a layout is: tables of tensors and JSON; compressed_tensors.py and modelopt.py are the two
+    layout.py            what a layout is: tables of tensors and JSON; compressed_tensors.py, modelopt.py and fp8.py are
+                         the three
     names.py             what engines call things: which linears they fuse, how experts are named
 
     sources.py           where an export takes tensors from: live shards, a state dict, a checkpoint, a dense directory

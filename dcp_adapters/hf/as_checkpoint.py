@@ -21,7 +21,7 @@ from torch import Tensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, ONE_OVER, SHAPE, StoredAs, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, ONE_OVER, SHAPE, StoredAs, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.recorded import appearance, recorded_recipes
 from dcp_adapters.hf.schemes import DTYPES, Contents, FileLinear
@@ -50,8 +50,8 @@ class Slice:
     """Where a chunk's values come from.
 
     read: what the file holds -> the part, in its dtype. per_row: slices of the chunk are slices of the tensor, which
-    lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk. columns:
-    how many columns of the chunk one of the tensor's stands for.
+    lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk. columns,
+    rows: how many columns, or rows, of the chunk one of the tensor's stands for.
     """
 
     tensor: FileTensor
@@ -59,20 +59,31 @@ class Slice:
     per_row: bool = True
     lead: int = 0
     columns: int = 1
+    rows: int = 1
 
     def take(self, piece: Any, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A box of the chunk, read from safetensors' `piece` of the tensor."""
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if self.per_row:
             held = box[self.lead :][: len(self.tensor.shape)]
+            if self.rows > 1:
+                return self._spread(piece, held).reshape(tuple(sizes))
             if self.columns > 1:
-                first, last = held[-1].start, held[-1].stop
-                around = slice(first // self.columns, -(-last // self.columns))
-                skipped = first - around.start * self.columns
-                part = self.read(piece[(*held[:-1], around)])
-                return part[..., skipped : skipped + last - first].reshape(tuple(sizes))
+                return self._split(piece, held).reshape(tuple(sizes))
             return self.read(piece[held or ...]).reshape(tuple(sizes))
         return self.read(piece[...])[box or ...]
+
+    def _split(self, piece: Any, held: Sequence[slice]) -> Tensor:
+        """The columns of a slice of the chunk, which may begin and end inside of one column of the tensor."""
+        first, last = held[-1].start // self.columns, -(-held[-1].stop // self.columns)
+        part = self.read(piece[(*held[:-1], slice(first, last))])
+        return part[..., held[-1].start - first * self.columns : held[-1].stop - first * self.columns]
+
+    def _spread(self, piece: Any, held: Sequence[slice]) -> Tensor:
+        """The rows of a slice of the chunk, which may begin and end inside of what one row of the tensor stands for."""
+        first, last = held[0].start // self.rows, -(-held[0].stop // self.rows)
+        spread = self.read(piece[(slice(first, last), *held[1:])]).repeat_interleave(self.rows, dim=0)
+        return spread[held[0].start - first * self.rows : held[0].stop - first * self.rows]
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,7 @@ class _Presentation:
         self.directory, self.wanted, self.look = directory, wanted, look
         self.turned = turned_experts({name: want.shape for name, want in wanted.items()})
         self.linears, self.dense, self.scales = dict(contents.linears), dict(contents.dense), dict(contents.scales)
-        self.recipes = recorded_recipes(directory)
+        self.recipes, self.kinds = recorded_recipes(directory), contents.kinds
         self.appearance = appearance(directory) if self.linears else torch.bfloat16
         self.problems: list[str] = []
         self.out = Presented(contents.layout)
@@ -256,7 +267,7 @@ class _Presentation:
             said = ", ".join(map(repr, recorded))
             self.problems.append(f"{name}: its tensors are {kind}, and the file's metadata says {said}")
             return None
-        recipe = recorded.pop() if recorded else KINDS[kind]
+        recipe = recorded.pop() if recorded else self.kinds[kind]
         want = self.wanted.get(name)
         if want is not None and isinstance(want.recipe, Float8DelayedScaling) and kind_of(want.recipe) == kind:
             recipe = want.recipe.stored
@@ -321,7 +332,7 @@ def _as_is(held: Tensor) -> Tensor:
 
 def _source(tensor: FileTensor, stored: StoredAs, spec: PartSpec, *, lead: int = 0) -> Slice:
     """How a part is read from the tensor that holds it."""
-    return Slice(tensor, _read_part(stored, spec), spec.per_row, lead, stored.form.columns)
+    return Slice(tensor, _read_part(stored, spec), spec.per_row, lead, stored.form.columns, stored.form.rows)
 
 
 @functools.cache

@@ -9,16 +9,18 @@ are expected, inputs in another format, rotations that belong to the weights. So
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.directory import Directory
+from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
-from dcp_adapters.hf.layout import LAYOUTS, Layout, Scheme
+from dcp_adapters.hf.layout import KINDS, LAYOUTS, Layout, Scheme
 from dcp_adapters.hf.modelopt import MODELOPT
-from dcp_adapters.words import short
+from dcp_adapters.hf.plain_claims import FP8Claims, GptOssClaims
+from dcp_adapters.words import short, short_each
+from qtensor.recipes import Recipe
 
 WEIGHTS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # what decides how weights decode
 KV_CACHE = ("FP8", None)  # None: nothing is said
@@ -30,6 +32,10 @@ class Claims(Protocol):
     @property
     def layout(self) -> Layout:
         """The layout whose names the tensors have."""
+
+    @property
+    def kinds(self) -> Mapping[str, Recipe]:
+        """The recipe of each kind, as far as the JSON tells it."""
 
     @property
     def kv_cache(self) -> str | None:
@@ -58,8 +64,10 @@ def claims_of(directory: Directory) -> Claims | None:
         return _CompressedTensors.of(directory, said or {})
     if method == MODELOPT.name:
         return _ModelOpt.of(directory, said)
+    if method == FP8.name:
+        return FP8Claims.of(directory, said or {})
     if method == GPT_OSS.name:
-        return _GptOss.of(directory, said or {})
+        return GptOssClaims.of(directory, said or {})
     raise ValueError(
         f"{directory.path}: its quant_method is {short(method)}, which the library does not read; it reads "
         f"{', '.join(LAYOUTS)}, and dense directories. Dequantize it with the tool that wrote it"
@@ -100,6 +108,7 @@ class _CompressedTensors:
     targets: list[_Target]
     kv_cache: str | None
     layout: Layout = COMPRESSED_TENSORS
+    kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
 
     @staticmethod
     def of(directory: Directory, said: Mapping[str, Any]) -> "_CompressedTensors":
@@ -148,7 +157,9 @@ class _CompressedTensors:
         weights = group["weights"]
         problems = [f"weights of {each}" for each in _differing(weights, expected["weights"], WEIGHTS)]
         problems += [
-            f"weights with {key} {short(weights[key])}" for key in ("actorder", "block_structure") if weights.get(key)
+            f"weights with {key} {short_each(weights.get(key))}"
+            for key in ("actorder", "block_structure")
+            if (_sizes(weights.get(key)) or None) != expected["weights"].get(key)
         ]
         if group.get("output_activations"):
             problems.append("quantized outputs")
@@ -163,6 +174,12 @@ class _CompressedTensors:
             wanted = expected["input_activations"] or expected["weights"]  # without any: as the weights, or not at all
             problems += [f"inputs of {each}" for each in _differing(inputs, wanted, ("num_bits", "type"))]
         return f"config.json says {'; '.join(problems)}" if problems else None
+
+
+def _sizes(said: Any) -> Any:
+    """[128, 128] for "128x128", as older tools write it; anything else as it is."""
+    is_text = isinstance(said, str) and re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", said)
+    return [int(size) for size in said.split("x")] if is_text else said
 
 
 def _is_group(group: Any) -> bool:
@@ -193,6 +210,7 @@ class _ModelOpt:
     said: list[tuple[str, Any]]  # file, its record
     kv_cache: str | None
     layout: Layout = MODELOPT
+    kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
 
     @staticmethod
     def of(directory: Directory, config: Mapping[str, Any] | None) -> "_ModelOpt":
@@ -243,34 +261,3 @@ def _nearest(layers: Mapping[str, Any], module: str) -> Mapping[str, Any] | None
             return found
         module = module.rpartition(".")[0]
     return None
-
-
-# -- gpt-oss -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _GptOss:
-    """Experts are quantized, but for those in modules that are named."""
-
-    left: list[str]
-    kv_cache: str | None = None
-    layout: Layout = GPT_OSS
-
-    @staticmethod
-    def of(directory: Directory, said: Mapping[str, Any]) -> "_GptOss":
-        """The claims of a quantization_config. Raises ValueError for a malformed one."""
-        left = said.get("modules_to_not_convert") or []
-        if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
-            raise ValueError(
-                f"{directory.path}: the modules_to_not_convert of config.json are {short(left)}, expected names"
-            )
-        return _GptOss(left)
-
-    def problem(self, module: str, scheme: Scheme) -> str | None:
-        """A module that is named there, or is inside of one, is not quantized."""
-        named = next((name for name in self.left if fnmatchcase(f"{module}.", f"{name}.*")), None)
-        return None if named is None else f"config.json says by modules_to_not_convert that {named} is not quantized"
-
-    def said_of(self, module: str) -> str:
-        """Nothing."""
-        return ""

@@ -6,8 +6,10 @@ One group of linears for each scheme. Global scales are stored as reciprocals, t
 from typing import Any
 
 from dcp_adapters.hf.layout import (
+    GROUPS_OF_INPUTS,
     INPUT_SCALE,
     ONE,
+    ONE_A_BLOCK,
     ONE_OVER,
     SHAPE,
     WORDS,
@@ -24,6 +26,8 @@ FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_TENSOR = {**FP8, "strategy": "tensor", "dynamic": False}
 FP8_TOKEN = {**FP8, "strategy": "token", "dynamic": True}
 FP8_ROW = {**FP8, "strategy": "channel", "dynamic": False}
+FP8_BLOCK = {**FP8, "strategy": "block", "block_structure": [128, 128], "dynamic": False}
+FP8_GROUP = {**FP8, "strategy": "group", "group_size": 128, "dynamic": True}
 MXFP8 = {**FP8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 NVFP4 = {
     "num_bits": 4,
@@ -66,6 +70,9 @@ SCHEMES = {
     ),
     Scheme("fp8_row", "static"): _entry(
         "float-quantized", FP8_ROW, FP8_TENSOR, _FP8, StoredAs("scale", "weight_scale"), _STATIC
+    ),
+    Scheme("fp8_block", "dynamic"): _entry(
+        "float-quantized", FP8_BLOCK, FP8_GROUP, _FP8, StoredAs("scale", "weight_scale", ONE_A_BLOCK)
     ),
     Scheme("mxfp8", "dynamic"): _entry(
         "mxfp8-quantized",
@@ -125,5 +132,6 @@ COMPRESSED_TENSORS = Layout(
     kv_scales={"k_scale": "k_scale", "v_scale": "v_scale"},
     kv_form=ONE,
     json=_json,
+    lacks={Scheme("fp8_block", "static"): GROUPS_OF_INPUTS},
 )
 register_layout(COMPRESSED_TENSORS)

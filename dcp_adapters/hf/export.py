@@ -23,6 +23,7 @@ from torch import nn
 
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
+from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
 from dcp_adapters.hf.layout import INPUT_SCALE, Layout, layout_named
 from dcp_adapters.hf.modelopt import MODELOPT
@@ -38,7 +39,7 @@ from fsdp_hooks.across_ranks import on_all, on_first, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from qtensor.formats import tensor_wide
 
-BUILT_IN = (COMPRESSED_TENSORS, GPT_OSS, MODELOPT)
+BUILT_IN = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
 OF_WHOLE_EXPERTS = {model: layout.name for layout in BUILT_IN for model in layout.models}
 
 
@@ -66,7 +67,8 @@ def export_hf(  # noqa: PLR0913 - options of one operation
             `layerwise.calibrate` returns, or the path of a DCP checkpoint, for which neither a model nor ranks are
             needed.
         out_dir: a directory that does not exist, or is empty; it appears when it is complete.
-        layout: "compressed-tensors", "modelopt", or "mxfp4", in which gpt-oss has its experts.
+        layout: "compressed-tensors", "modelopt", "fp8" (Float8 in blocks of 128 x 128 alone, as DeepSeek's files), or
+            "mxfp4", in which gpt-oss has its experts.
         config: the model's directory (its tokenizer and the like are copied), its config.json, a dict or a config
             object; by default that of a transformers model. Without any, config.json holds the quantization alone.
         rest: where to take tensors that the first does not have, such as the embeddings beside a calibration's result:

@@ -39,7 +39,9 @@ def import_hf(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> dict[str, Tensor]:
-    """Load a Hugging Face directory: dense, or quantized by llm-compressor, ModelOpt or export_hf, or gpt-oss's.
+    """Load a Hugging Face directory: dense, or quantized in a layout of this library.
+
+    The layouts are those of compressed-tensors (llm-compressor), ModelOpt, "fp8" (DeepSeek-V3, Qwen3-FP8) and gpt-oss.
 
     With several ranks all of the default process group call it, each with its shards of the same model, before or after
     `fully_shard` and `parallelize_module`; each reads the slices that its shards need. Payloads and scales of quantized

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qtensor.float8 import Float8CurrentScaling
+from qtensor.float8_blocks import BLOCK, Float8BlockScaling
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.int4 import GROUPS, Int4GroupScaling
 from qtensor.mxfp4 import MXFP4BlockScaling
@@ -26,6 +27,7 @@ from qtensor.nvfp4 import NVFP4BlockScaling
 from qtensor.recipes import Recipe
 
 INPUT_SCALE = "input_scale"  # not a part of the weight; calibrated beside it, under `<module>.input_scale`
+GROUPS_OF_INPUTS = "its engines scale every 128 columns of an input anew: leave the input scales out"
 SHAPE = "shape"  # not a part either; the logical shape of the weight, as whole numbers
 RECIPES = "qtensor.recipes"  # in the metadata of a file: JSON {weight: its recipe}, where that is not KINDS[kind]
 Inputs = Literal["none", "dynamic", "static"]
@@ -34,6 +36,7 @@ Inputs = Literal["none", "dynamic", "static"]
 KINDS: Mapping[str, Recipe] = {
     "fp8_tensor": Float8CurrentScaling(granularity="tensor"),
     "fp8_row": Float8CurrentScaling(granularity="row"),
+    "fp8_block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
     "mxfp4": MXFP4BlockScaling(),
@@ -43,6 +46,7 @@ KINDS: Mapping[str, Recipe] = {
 UNCALIBRATED: Mapping[str, Inputs] = {
     "fp8_tensor": "dynamic",
     "fp8_row": "dynamic",
+    "fp8_block": "dynamic",
     "mxfp8": "dynamic",
     "nvfp4": "none",
     "mxfp4": "none",
@@ -76,6 +80,8 @@ def kind_of(recipe: Recipe) -> str | None:
         return None
     if isinstance(recipe, Float8DelayedScaling):
         return "fp8_tensor"
+    if isinstance(recipe, Float8BlockScaling) and recipe.blocks != "square":
+        return None
     if isinstance(recipe, Float8CurrentScaling):
         return f"fp8_{recipe.granularity}"
     if isinstance(recipe, Int4GroupScaling):
@@ -88,13 +94,15 @@ class Form:
     """How a part looks in the file.
 
     shape: the part's shape -> the file's. write, read: the part -> what the file holds, and back. columns: how many
-    columns of the part one of the file's stands for. dtype: the file's; None: the part's.
+    columns of the part one of the file's stands for. rows: how many rows of the part, all equal, one row of the file
+    stands for; `read` gives one row for them. dtype: the file's; None: the part's.
     """
 
     shape: Callable[[Sequence[int]], tuple[int, ...]]
     write: Callable[[Tensor], Tensor]
     read: Callable[[Tensor], Tensor]
     columns: int = 1
+    rows: int = 1
     dtype: torch.dtype | None = None
 
 
@@ -138,6 +146,12 @@ FLAT = Form(
     write=lambda part: part.squeeze(-1),
     read=lambda stored: stored.unsqueeze(-1),
 )
+ONE_A_BLOCK = Form(  # of scales [N, blocks along K] of square blocks
+    shape=lambda shape: (-(-shape[0] // BLOCK), *shape[1:]),
+    write=lambda part: part[::BLOCK],
+    read=lambda stored: stored,
+    rows=BLOCK,
+)
 ONE_OVER = Form(
     shape=lambda shape: (1,),
     write=lambda part: reciprocal(part).reshape(1),
@@ -161,12 +175,14 @@ class StoredAs:
     """One tensor of a linear in the file.
 
     part: of the quantized weight, INPUT_SCALE or SHAPE. name: what follows the module's fqn and a dot, or, where it
-    begins with "_", the name of a weight of all experts.
+    begins with "_", the name of a weight of all experts. also: dtypes, besides the part's, in which files by others
+    hold it.
     """
 
     part: str
     name: str
     form: Form = SAME
+    also: frozenset[str] = frozenset()
 
     def of(self, module: str) -> str:
         """The tensor's name for a module, or for a weight of all experts; a model may be a single linear."""
@@ -186,13 +202,14 @@ class Linears:
     """What there is to tell an engine.
 
     schemes: module -> its scheme. ignored: modules of linears that are not quantized. kv_cache: whether scales of the
-    KV cache are in the file. producer: name and version of what wrote it.
+    KV cache are in the file. producer: name and version of what wrote it. recipes: of the weights, all of them.
     """
 
     schemes: Mapping[str, Scheme]
     ignored: Sequence[str]
     kv_cache: bool
     producer: Mapping[str, str]
+    recipes: frozenset[Recipe] = frozenset()
 
     @property
     def kinds(self) -> list[Scheme]:
@@ -212,6 +229,7 @@ class Layout:
         name: what `layout=` calls it; also the `quant_method` in config.json.
         schemes: the schemes it has. A tensor of a linear is fp32 where it is a tensor-wide scale.
         lacks: what to do instead, for schemes that it does not have.
+        also_reads: entries that files by others have; they are read, and never written.
         experts: what becomes of a weight [E, N, K] of all experts: "each", a linear for each; "all", it stays one, and
             nothing else is quantized.
         models: the `model_type`s that it is for; empty: all but those whose experts have names of their own.
@@ -227,8 +245,14 @@ class Layout:
     json: Callable[["Layout", Linears], dict[str, Any]]
     kv_form: Form = SAME
     lacks: Mapping[Scheme, str] = field(default_factory=dict)
+    also_reads: Sequence[tuple[Scheme, SchemeEntry]] = ()
     experts: Literal["each", "all"] = "each"
     models: frozenset[str] = frozenset()
+
+    @property
+    def readable(self) -> list[tuple[Scheme, SchemeEntry]]:
+        """All entries that a file may have."""
+        return [*self.schemes.items(), *self.also_reads]
 
     def entry(self, scheme: Scheme, module: str) -> SchemeEntry:
         """The entry of a scheme. Raises ValueError where the layout has none."""

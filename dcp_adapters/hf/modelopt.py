@@ -46,6 +46,8 @@ _STATIC_FP8 = (
 _NOT_ITS = 'use layout="compressed-tensors"'
 _ROWS = 'its engines scale each token: leave the input scales out, or use layout="compressed-tensors"'
 
+_BLOCKS = 'it has such blocks for weights alone (FP8_PB_WO), use layout="fp8" or layout="compressed-tensors"'
+
 
 def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
     """hf_quant_config.json, and the same in config.json, which newer engines read."""
@@ -115,6 +117,8 @@ MODELOPT = Layout(
     lacks={
         Scheme("fp8_tensor", "dynamic"): _STATIC_FP8,
         Scheme("fp8_row", "static"): _ROWS,
+        Scheme("fp8_block", "dynamic"): _BLOCKS,
+        Scheme("fp8_block", "static"): _BLOCKS,
         **{Scheme(kind, "none"): _NOT_ITS for kind in ("mxfp4", "int4_32", "int4_64", "int4_128")},
     },
 )

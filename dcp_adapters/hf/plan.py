@@ -176,7 +176,8 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
             made = [Written(name, record.dtype, record.shape, "")] if name in turned else _written_dense(name, record)
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
     outputs += _kv_outputs(attentions, request)
-    linears = Linears(schemes, ignored, bool(attentions), request.producer)
+    recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
+    linears = Linears(schemes, ignored, bool(attentions), request.producer, recipes)
     dtype = next(iter(quantized.values())).dtype
     files = _files_within(outputs, request.max_shard_size)
     return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype)
@@ -235,7 +236,8 @@ def _kind(name: str, recipe: Recipe | None) -> str:
     kind = kind_of(recipe)
     if kind is None:
         known = any(type(other) is type(recipe) for other in KINDS.values()) or isinstance(recipe, Float8DelayedScaling)
-        why = 'engines read element="e4m3" only' if known else f"no layout has {type(recipe).__name__} yet"
+        only = 'element="e4m3"' if getattr(recipe, "element", "e4m3") != "e4m3" else 'blocks="square"'
+        why = f"engines read {only} only" if known else f"no layout has {type(recipe).__name__} yet"
         raise ValueError(f"{name} is quantized under {recipe}: {why}; convert it first")
     return kind
 

@@ -18,6 +18,7 @@ from dcp_adapters.hf.directory import Directory, FileTensor
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, SHAPE, Layout, Scheme, SchemeEntry, StoredAs
 from dcp_adapters.words import in_lines
 from qtensor.formats import PartSpec, column_multiple, specs_of
+from qtensor.recipes import Recipe
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -38,7 +39,7 @@ FOREIGN = {
     "groups in the order of activations (actorder)": ("weight_g_idx", "g_idx"),
     "inputs that are scaled before they are quantized (AWQ, SmoothQuant)": ("pre_quant_scale",),
     "a low-rank correction (SVDQuant)": ("svdquant_lora_a", "svdquant_lora_b"),
-    "FP8 in blocks of 128 x 128": ("weight_scale_inv",),
+    "FP8 in blocks (quant_method fp8)": ("weight_scale_inv",),
     "integers packed into int32 (GPTQ, AWQ)": ("qweight",),
     "quantized outputs": ("output_scale", "output_zero_point"),
     "sparse weights": ("bitmask", "compressed"),
@@ -70,13 +71,15 @@ class Contents:
     """What a directory holds.
 
     linears: the quantized ones, by module. scales: calibrated name of a scale of inputs or of the KV cache -> how it
-    is stored. dense: the other tensors, by name. layout: the name of the quantized ones' layout.
+    is stored. dense: the other tensors, by name. layout: the name of the quantized ones' layout. kinds: the recipe of
+    each kind, as far as the JSON tells it.
     """
 
     linears: Mapping[str, FileLinear] = field(default_factory=dict)
     scales: Mapping[str, tuple[StoredAs, FileTensor]] = field(default_factory=dict)
     dense: Mapping[str, FileTensor] = field(default_factory=dict)
     layout: str = ""
+    kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
 
 
 def is_quantized(directory: Directory) -> bool:
@@ -121,7 +124,9 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
                 scales[f"{module}.{INPUT_SCALE}".lstrip(".")] = found.parts[INPUT_SCALE]
     if refused:
         raise _refusal(directory, claims, refused)
-    return Contents(linears, scales, dense, "" if claims is None else claims.layout.name)
+    if claims is None:
+        return Contents(linears, scales, dense)
+    return Contents(linears, scales, dense, claims.layout.name, claims.kinds)
 
 
 def _modules(tensors: Mapping[str, FileTensor], claims: Claims | None) -> dict[str, dict[str, FileTensor]]:
@@ -167,7 +172,7 @@ def _codes(
 
 def _names(layouts: Iterable[Layout]) -> set[str]:
     """The own names of all tensors of quantized linears."""
-    return {stored.name for layout in layouts for entry in layout.schemes.values() for stored in entry.stored}
+    return {stored.name for layout in layouts for _, entry in layout.readable for stored in entry.stored}
 
 
 def _holds_codes(tensor: FileTensor, counts: Collection[str]) -> bool:
@@ -182,11 +187,16 @@ def _linear_from(module: str, codes: Mapping[str, FileTensor], claims: Claims | 
     found = ", ".join(f"{name} {tensor}" for name, tensor in sorted(codes.items()))
     if claims is None:
         return None, f"{found}: it is quantized, and config.json has no quantization_config that says how"
-    for scheme, entry in claims.layout.schemes.items():
+    problems = []
+    for scheme, entry in claims.layout.readable:
         linear = _fitting(module, codes, scheme, entry)
         if linear is not None:
             problem = claims.problem(module, scheme)
-            return (linear, "") if problem is None else (None, f"{found}: {scheme}, and {problem}")
+            if problem is None:
+                return linear, ""
+            problems.append(f"{found}: {scheme}, and {problem}")
+    if problems:
+        return None, problems[0]
     guess, said = _guess(codes), claims.said_of(module)
     return None, found + (f": {guess}" if guess else "") + (f" (the JSON says {said})" if said else "")
 
@@ -214,7 +224,7 @@ def _fitting(module: str, codes: Mapping[str, FileTensor], scheme: Scheme, entry
 def _is_part(tensor: FileTensor, stored: StoredAs, spec: PartSpec, shape: Sequence[int]) -> bool:
     if stored.part == SHAPE:
         return tensor.dtype in {"I64", "I32"} and tensor.shape == (2,)
-    if tensor.dtype not in STORED_AS[stored.form.dtype or spec.dtype]:
+    if tensor.dtype not in STORED_AS[stored.form.dtype or spec.dtype] | stored.also:
         return False
     if not spec.per_row:
         return _is_one(tensor)
@@ -238,14 +248,16 @@ def _guess(codes: Mapping[str, FileTensor]) -> str:
         "integers packed into int32 (pack-quantized), of other bits or in other groups": dtype == "I32",
         "MXFP4": dtype == "U8" and scaled_by == "U8",
         "4-bit integers": dtype == "U8" and scaled_by in FP32,
-        "FP8 in blocks of 128 x 128, or of another size": dtype == "F8_E4M3" and scaled_by in FP32 and blocks,
+        "FP8 in blocks that this layout does not have": dtype == "F8_E4M3" and scaled_by in FP32 and blocks,
     }
     return next((words for words, holds in guesses.items() if holds), "")
 
 
 def _refusal(directory: Directory, claims: Claims | None, refused: Mapping[str, str]) -> ValueError:
     layouts: list[Layout] = list(LAYOUTS.values()) if claims is None else [claims.layout]
-    have = "; ".join(f"{layout.name}: {', '.join(map(str, layout.schemes))}" for layout in layouts)
+    have = "; ".join(
+        f"{layout.name}: {', '.join(dict.fromkeys(str(scheme) for scheme, _ in layout.readable))}" for layout in layouts
+    )
     return ValueError(
         f"{directory.path}: quantized in ways that the library does not read ({have}); nothing has been loaded:"
         + in_lines(f"{module}: {problem}" for module, problem in refused.items())

@@ -3,6 +3,7 @@
 Each rank of a load reads slices through `reader.py`; here whole tensors are read, one at a time, in one process.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,8 +54,8 @@ class StoredDirectory(Stored):
         sizes: dict[str, int] = {}
         for placed in self._made.placed.values():
             for chunk in placed.chunks:
-                file, count = chunk.held.tensor.file, placed.dtype.itemsize
-                for extent in chunk.sizes:
-                    count *= extent
-                sizes[file] = sizes.get(file, 0) + count
+                held = chunk.held
+                extents = chunk.sizes if held.rows == 1 else held.tensor.shape
+                count = math.prod(extents) * placed.dtype.itemsize
+                sizes[held.tensor.file] = sizes.get(held.tensor.file, 0) + count
         return sizes

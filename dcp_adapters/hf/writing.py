@@ -127,9 +127,30 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
         if piece is not None and tensor.ndim:
             first, last = piece.rows
             tensor = (tensor if piece.expert is None else tensor[piece.expert])[first:last]
+        _check_rows(written, tensor)
     tensor = written.form.write(tensor).contiguous()
     assert (tensor.dtype, tuple(tensor.shape)) == (written.dtype, written.shape), written
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _check_rows(written: Written, tensor: Tensor) -> None:
+    """Refuse rows that the file has as one, and that differ."""
+    rows, piece = written.form.rows, written.piece
+    if rows == 1:
+        return
+    spread = written.form.write(tensor).repeat_interleave(rows, dim=0)[: len(tensor)]
+    differs = (spread != tensor).any(dim=-1)
+    if bool(differs.any()):
+        block = int(differs.float().argmax()) // rows
+        why = (
+            "they begin inside of a block of the weight of all experts: quantize each linear of an expert by itself, "
+            "or convert the weight to scales of rows"
+            if piece is not None and piece.rows[0] % rows
+            else "shards that cut the block were written apart: call fsdp_hooks.sync_scales on the model first, or "
+            "quantize the weight again"
+        )
+        last = min((block + 1) * rows, len(tensor)) - 1
+        raise ValueError(f"{written.name}: rows {block * rows} to {last} are one block with different scales; {why}")
 
 
 def _renewed(recipe: Recipe, parts: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ def _codes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 F8 = torch.float8_e4m3fn
 UP = (64, DIM)
-METHOD = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+METHOD = {"quant_method": "fbgemm_fp8"}
 # Of layers.1.up what stands there instead of its weight; config.json's quantization_config; what the refusal says.
 UNKNOWN: dict[str, tuple[dict[str, Tensor], Any, str]] = {
     "float8 alone": ({"weight": _codes(UP, F8)}, None, "layers.1.up: weight F8_E4M3 [64, 32]: it is quantized, and"),
@@ -102,7 +102,7 @@ UNKNOWN: dict[str, tuple[dict[str, Tensor], Any, str]] = {
     "float8 by an unknown method": (
         {"weight": _codes(UP, F8), "weight_scale_inv": torch.ones(1, 1)},
         METHOD,
-        "its quant_method is 'fp8', which the library does not read; it reads compressed-tensors, modelopt",
+        "its quant_method is 'fbgemm_fp8', which the library does not read; it reads compressed-tensors, ",
     ),
     "float8 of a norm": ({"weight": torch.ones(UP), "bias": _codes((64,), F8)}, None, "layers.1.up: bias F8_E4M3 [64]"),
     "int8": ({"weight": _codes(UP, torch.int8), "SCB": torch.ones(64)}, None, "layers.1.up: weight I8 [64, 32]"),

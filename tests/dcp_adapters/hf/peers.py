@@ -62,7 +62,7 @@ def compressed_tensors(out: Path, presets: list[str]) -> None:
         for name, child in linears.items():
             how = child.quantization_scheme
             known = how.weights.type == "float" or "weight_shape" in own(child)
-            if known and how.weights.symmetric and how.weights.strategy != "block":
+            if known and how.weights.symmetric:
                 expected[f"{name}.weight"] = values_of(own(child), how.weights)
         target = out / preset
         target.mkdir(parents=True)
@@ -112,7 +112,10 @@ def calibrate(module: Any, amax: float) -> None:
     if args.strategy == "tensor":
         grouped = weight.reshape(1, -1)
     elif args.strategy == "block":
-        grouped = weight.amax().expand(tuple(module.weight_scale.shape)).unsqueeze(-1)
+        high, wide = args.block_structure
+        short = (0, -columns % wide, 0, -rows % high)
+        tiles = torch.nn.functional.pad(weight, short).unflatten(0, (-1, high)).unflatten(-1, (-1, wide))
+        grouped = tiles.transpose(1, 2).flatten(2)
     else:
         grouped = weight.reshape(rows, -1, args.group_size or columns)
     low, high = grouped.amin(-1), grouped.amax(-1)

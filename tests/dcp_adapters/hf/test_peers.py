@@ -26,6 +26,7 @@ READ = {
     "compressed-tensors": {
         "FP8": "fp8_tensor",
         "FP8_DYNAMIC": "fp8_row",
+        "FP8_BLOCK": "fp8_block",
         "MXFP8": "mxfp8",
         "MXFP8A16": "mxfp8",
         "MXFP4": "mxfp4",
@@ -46,7 +47,6 @@ READ = {
 }
 REFUSED = {
     "compressed-tensors": {
-        "FP8_BLOCK": "FP8 in blocks of 128 x 128",
         "MXFP4xFP8": "config.json says inputs of num_bits 8, expected 4",
         "W6A16": "integers packed into int32 (pack-quantized), of other bits or in other groups",
         "W4A16_ASYM": "zero points",
@@ -54,15 +54,17 @@ REFUSED = {
         "W8A8": "int8",
     },
     "modelopt": {
-        "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "FP8 in blocks of 128 x 128",
+        "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "FP8 in blocks that this layout does not have",
         "INT8_DEFAULT_CFG": "int8",
         "W4A8_NVFP4_FP8_CFG": "(the JSON says 'W4A8_NVFP4_FP8')",
     },
 }
 WHOLE = {
-    "compressed-tensors": {"MXFP8", "FP8", "FP8_DYNAMIC", "MXFP8A16", "MXFP4", "MXFP4A16", "W4A16", "W4A16+32"},
+    "compressed-tensors": {
+        "MXFP8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8A16", "MXFP4", "MXFP4A16", "W4A16", "W4A16+32",
+    },
     "modelopt": set(READ["modelopt"]),
-}
+}  # fmt: skip
 MODULES = {"compressed-tensors": "compressed_tensors", "modelopt": "modelopt"}
 PARTS = {  # part -> its names in a file
     "payload": ("weight", "weight_packed"),
@@ -114,6 +116,8 @@ def test_bytes_and_values_are_the_peers_own(peer: str, scheme: str, made: Any) -
                 held = torch.stack([held >> 8 * byte & 255 for byte in range(4)], dim=-1).flatten(-2).to(torch.uint8)
             if part == "scale" and held.dtype == torch.bfloat16 and tensor.dtype == torch.float32:
                 held = held.float()  # engines compute with fp32
+            if part == "scale" and scheme == "FP8_BLOCK":  # one of a block; we have one for each of its rows
+                held = held.repeat_interleave(128, dim=0)[: q.shape[0]]
             assert bits(tensor) == bits(held), (name, part)
         if scheme in WHOLE[peer]:
             assert torch.equal(q.dequantize(torch.float32), expected[name]), name

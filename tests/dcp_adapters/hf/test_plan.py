@@ -10,6 +10,7 @@ import torch
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
+from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
 from dcp_adapters.hf.layout import (
     KINDS,
@@ -27,6 +28,7 @@ from dcp_adapters.hf.names import fused_sets, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.prefixes import weights_prefix
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
     Int4GroupScaling,
@@ -37,6 +39,7 @@ from qtensor import (
 
 ROWS = Float8CurrentScaling()
 TENSOR = Float8CurrentScaling(granularity="tensor")
+BLOCKS = Float8BlockScaling()
 MXFP8 = MXFP8BlockScaling()
 NVFP4 = NVFP4BlockScaling()
 PRODUCER = {"name": "qtensor", "version": "0"}
@@ -90,6 +93,7 @@ COMPRESSED = {
     ("fp8_tensor", True): (TENSOR, {"weight": (F8, (32, 64)), "weight_scale": (F32, (1,)), "input_scale": (F32, (1,))}),
     ("fp8_row", False): (ROWS, {"weight": (F8, (32, 64)), "weight_scale": (F32, (32, 1))}),
     ("fp8_row", True): (ROWS, {"weight": (F8, (32, 64)), "weight_scale": (F32, (32, 1)), "input_scale": (F32, (1,))}),
+    ("fp8_block", False): (BLOCKS, {"weight": (F8, (32, 64)), "weight_scale": (F32, (1, 1))}),
     ("mxfp8", False): (MXFP8, {"weight": (F8, (32, 64)), "weight_scale": (U8, (32, 2))}),
     ("nvfp4", False): (
         NVFP4,
@@ -127,7 +131,9 @@ OPT = {
         },
     ),
 }
-TABLES = [(COMPRESSED_TENSORS, *row) for row in COMPRESSED.items()] + [(MODELOPT, *row) for row in OPT.items()]
+BLOCK_FILES = {("fp8_block", False): (BLOCKS, {"weight": (F8, (32, 64)), "weight_scale_inv": (F32, (1, 1))})}
+BY_LAYOUT = ((COMPRESSED_TENSORS, COMPRESSED), (MODELOPT, OPT), (FP8, BLOCK_FILES))
+TABLES = [(layout, *row) for layout, table in BY_LAYOUT for row in table.items()]
 
 
 @pytest.mark.parametrize(("layout", "scheme", "expected"), TABLES, ids=[f"{t[0].name}-{t[1]}" for t in TABLES])
@@ -146,7 +152,7 @@ def test_tensors_of_a_linear_are_those_of_the_layout(layout: Layout, scheme: Any
 
 
 def test_every_scheme_of_a_layout_is_tested() -> None:
-    for layout, table in ((COMPRESSED_TENSORS, COMPRESSED), (MODELOPT, OPT)):
+    for layout, table in BY_LAYOUT:
         assert {Scheme.of(kind, calibrated=calibrated) for kind, calibrated in table} == set(layout.schemes)
 
 
@@ -157,6 +163,9 @@ def test_recipes_that_decode_alike_are_one_kind() -> None:
     assert kind_of(Float8CurrentScaling(power_of_two=True)) == "fp8_row"
     assert kind_of(Float8CurrentScaling(element="e5m2")) is None
     assert kind_of(MXFP8BlockScaling(element="e5m2")) is None
+    assert kind_of(Float8BlockScaling(power_of_two=True)) == "fp8_block"
+    assert kind_of(Float8BlockScaling(element="e5m2")) is None
+    assert kind_of(Float8BlockScaling(blocks="row")) is None
 
 
 def test_global_scales_survive_being_stored_as_reciprocals() -> None:
@@ -308,6 +317,48 @@ REFUSALS: dict[str, tuple[dict[str, Entry], Layout, dict[str, Any], str]] = {
         MODELOPT,
         {},
         'power_of_two=False): engines read element="e4m3" only; convert it first',
+    ),
+    "e5m2 in blocks": (
+        {"a.weight": weight(Float8BlockScaling(element="e5m2"))},
+        FP8,
+        {},
+        'power_of_two=False): engines read element="e4m3" only; convert it first',
+    ),
+    "blocks of one row": (
+        {"a.weight": weight(Float8BlockScaling(blocks="row"))},
+        FP8,
+        {},
+        "blocks='row', power_of_two=False): engines read blocks=\"square\" only; convert it first",
+    ),
+    "blocks in the layout of ModelOpt": (
+        {"a.weight": weight(BLOCKS)},
+        MODELOPT,
+        {},
+        "no fp8_block weights with dynamic inputs; it has such blocks for weights alone (FP8_PB_WO), use layout=",
+    ),
+    "inputs of blocks": (
+        {"a.weight": weight(BLOCKS), "a.input_scale": SCALE},
+        COMPRESSED_TENSORS,
+        {},
+        "no fp8_block weights with static inputs; its engines scale every 128 columns of an input anew: leave the",
+    ),
+    "rows in the layout of blocks": (
+        {"a.weight": weight(ROWS)},
+        FP8,
+        {},
+        "a: the layout fp8 has no fp8_row weights with dynamic inputs; it has fp8_block weights with dynamic inputs",
+    ),
+    "one scale in the layout of blocks": (
+        {"a.weight": weight(TENSOR)},
+        FP8,
+        {},
+        "the layout fp8 has no fp8_tensor weights with dynamic inputs; engines call such a scale by different names;",
+    ),
+    "a name that ends with an ignored one": (
+        {"m.gate.weight": weight(BLOCKS), "gate.weight": weight()},
+        FP8,
+        {},
+        "m.gate: engines that read the layout fp8 would take it for gate, which is not quantized, as its name ends",
     ),
     "MXFP4": (
         {"a.weight": weight(MXFP4BlockScaling())},
@@ -510,7 +561,7 @@ def test_a_third_layout_is_a_table() -> None:
             register_layout(mine)
     finally:
         del LAYOUTS["mine"]
-    with pytest.raises(ValueError, match=r"layout='mine' is not one of 'compressed-tensors', .*'modelopt'"):
+    with pytest.raises(ValueError, match=r"layout='mine' is not one of 'compressed-tensors', .*'fp8', .*'modelopt'"):
         layout_named("mine")
 
 

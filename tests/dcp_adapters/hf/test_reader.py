@@ -305,12 +305,12 @@ REFUSED = {
     "fp8 blocks, deepseek": (
         {"a.weight": fp8(), "a.weight_scale_inv": torch.ones(1, 1)},
         ct({**FP8_ROW, "strategy": "block"}),
-        "FP8 in blocks of 128 x 128",
+        "a: weight F8_E4M3 [32, 64], weight_scale_inv F32 [1, 1]: FP8 in blocks (quant_method fp8)",
     ),
     "fp8 blocks": (
-        {"a.weight": fp8(256), "a.weight_scale": torch.ones(2, 1)},
+        {"a.weight": fp8(256), "a.weight_scale": torch.ones(4, 1)},
         ct(FP8_ROW),
-        "FP8 in blocks of 128 x 128",
+        "FP8 in blocks that this layout does not have",
     ),
     "mxfp4": (
         {"a.weight_packed": codes(32, 32), "a.weight_scale": codes(32, 2)},
@@ -454,7 +454,7 @@ REFUSED = {
             {"quantization_config": {"quant_method": method}},
             f"its quant_method is {method!r}, which the library does not read; it reads compressed-tensors, ",
         )
-        for method in ("gptq", "awq", "fp8", "bitsandbytes")
+        for method in ("gptq", "awq", "fbgemm_fp8", "bitsandbytes")
     },
     "no object": (ROW, {"quantization_config": "fp8"}, "the quantization_config of config.json is 'fp8'"),
 }

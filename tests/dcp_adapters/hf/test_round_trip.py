@@ -1,4 +1,4 @@
-"""Export, import, export: the same files, in every scheme of both layouts, in one process and over sharded models."""
+"""Export, import, export: the same files, in every scheme of linears, in one process and over sharded models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import export_hf, import_hf
+from dcp_adapters.hf.layout import LAYOUTS
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
     Int4GroupScaling,
@@ -32,6 +34,8 @@ RECIPES = {
     "fp8_row, powers of two": Float8CurrentScaling(power_of_two=True),
     "fp8_tensor": Float8CurrentScaling(granularity="tensor"),
     "fp8_delayed": Float8DelayedScaling(),
+    "fp8_block": Float8BlockScaling(),
+    "fp8_block, powers of two": Float8BlockScaling(power_of_two=True),
     "mxfp8": MXFP8BlockScaling(),
     "mxfp8, square": MXFP8BlockScaling(blocks="square"),
     "nvfp4": NVFP4,
@@ -42,7 +46,6 @@ RECIPES = {
 }
 CONFIG = {"model_type": "tiny", "tie_word_embeddings": False}
 BETWEEN = "l.mlp.down_proj.input_scale"  # 0.7 is no fp32 number's reciprocal, and comes back as one that is
-ONE_LAYOUT = ("mxfp4", "int4")  # of linears, that of compressed-tensors
 STATIC = ("fp8_tensor", "fp8_delayed", "nvfp4", "nvfp4, square")
 
 
@@ -61,13 +64,20 @@ def state_of(recipe: Any, *, static: bool) -> dict[str, Any]:
     return state
 
 
+BLOCKS = ("fp8_block", "fp8_block, powers of two")
+GROUPS = tuple(name for name in RECIPES if name.startswith(("mxfp4", "int4")))
+ABSENT = {  # what a layout lacks: recipes without scales of inputs
+    "compressed-tensors": (),
+    "modelopt": ("fp8_tensor", "fp8_delayed", *BLOCKS, *GROUPS),
+    "fp8": (),
+}
+ALONE = {"fp8": BLOCKS, "mxfp4": ()}  # all that a layout has of linears
 CASES = [
     (layout, name, static)
-    for layout in ("compressed-tensors", "modelopt")
-    for name in RECIPES
-    if layout == "compressed-tensors" or not name.startswith(ONE_LAYOUT)
+    for layout in LAYOUTS
+    for name in ALONE.get(layout, RECIPES)
     for static in (True, False)
-    if (static <= (name in STATIC)) and (layout != "modelopt" or static or name not in ("fp8_tensor", "fp8_delayed"))
+    if static <= (name in STATIC) and (static or name not in ABSENT[layout])
 ]
 
 
@@ -96,6 +106,24 @@ def test_what_is_imported_is_exported_to_the_same_files(layout: str, name: str, 
         entry: value.recipe for entry, value in state.items() if hasattr(value, "recipe")
     }
     export_hf({entry: imported[entry] for entry in state}, tmp_path / "b", layout=layout, config=CONFIG)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_blocks_and_packed_codes_come_back_from_one_directory(tmp_path: Path) -> None:
+    state = state_of(RECIPES["fp8_block"], static=False)
+    state["l.self_attn.o_proj.weight"] = quantize(values((160, 128), 4), RECIPES["mxfp4"])
+    state["l.mlp.down_proj.weight"] = quantize(values((32, 128), 3), RECIPES["int4, 64"])
+    export_hf(state, tmp_path / "a", config=CONFIG)
+    told = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
+    assert told["format"] == "mixed-precision"
+    assert [group["format"] for group in told["config_groups"].values()] == [
+        "float-quantized",
+        "pack-quantized",
+        "mxfp4-pack-quantized",
+    ]
+    imported = import_hf(tmp_path / "a")
+    assert all(same(imported[entry], value) for entry, value in state.items())
+    export_hf({entry: imported[entry] for entry in state}, tmp_path / "b", config=CONFIG)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 

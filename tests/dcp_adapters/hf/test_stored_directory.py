@@ -15,6 +15,7 @@ from dcp_adapters.cli.main import main
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Int4GroupScaling,
     MXFP4BlockScaling,
@@ -27,6 +28,7 @@ from tests.dcp_adapters.cases import save
 
 RECIPES = {
     "float8-row": Float8CurrentScaling(),
+    "float8-block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
     "mxfp4": MXFP4BlockScaling(),
@@ -92,7 +94,7 @@ def test_the_commands_read_packed_codes(tmp_path: Path, capsys: Any, recipe: str
     assert json_of(capsys, "inspect", directory)["tensors"] == json_of(capsys, "inspect", checkpoint)["tensors"]
     assert main(["diff", checkpoint, directory]) == 0
     assert main(["verify", directory]) == 0
-    assert main(["report", directory]) == 0
+    assert main(["report", directory, "--output", str(tmp_path / "page.html")]) == 0
     assert main(["convert", directory, str(tmp_path / "out"), "--to", "bfloat16"]) == 0
     found, before = StoredCheckpoint(tmp_path / "out", check=True), StoredDirectory(directory).read(WEIGHT)
     assert isinstance(before, QuantizedTensor)
