@@ -111,7 +111,11 @@ class CutBlocks:
 
 
 def cut_blocks_of(param: Tensor, recipe: Recipe) -> CutBlocks | None:
-    """How the shards of a parameter cut the square blocks of a recipe; None where no block is cut."""
+    """How the shards of a parameter cut the square blocks of a recipe; None where no block is cut.
+
+    Raises:
+        NotImplementedError: a rank holds several runs of rows.
+    """
     block = row_multiple(recipe)
     if block == 1 or not isinstance(param, DTensor) or param.ndim < 2:
         return None
@@ -169,6 +173,13 @@ def _cuts_along(dim: int, ndim: int, mesh: Sequence[int], placements: Sequence[o
         if hasattr(placement, "dim") and placement.dim % ndim == dim and mesh[axis] > 1
     ]
     strided = [axis for axis in own if hasattr(placements[axis], "split_factor")]
+    for axis in strided:
+        factor = getattr(placements[axis], "split_factor", 1)
+        if factor != math.prod(mesh[later] for later in own if later > axis):
+            raise NotImplementedError(
+                f"a weight of square blocks is placed as {tuple(placements)} on a mesh of {tuple(mesh)}: a rank's rows "
+                "are several runs; redistribute it to Shard() first"
+            )
     return [axis for axis in own if axis not in strided] + strided[::-1]
 
 

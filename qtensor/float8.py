@@ -71,11 +71,7 @@ class Float8:
 
     def grid(self, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """1 / scale and scale, shaped like the amax."""
-        _, largest = ELEMENTS[recipe.element]
-        enc = encoding_scale(largest, quantizer["amax"])
-        if recipe.power_of_two:
-            enc = power_of_two_floor(enc)
-        return enc, quotient(1.0, enc)
+        return grid_of(quantizer["amax"], recipe.element, power_of_two=recipe.power_of_two)
 
     def encode_with(
         self, x: Tensor, recipe: Float8CurrentScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
@@ -108,6 +104,14 @@ class Float8:
     def decode(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
         """`payload * scale`."""
         return parts["payload"].float().mul_(parts["scale"])
+
+
+def grid_of(amax: Tensor, element: str, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """1 / scale and scale, for amaxes of any shape."""
+    enc = encoding_scale(ELEMENTS[element][1], amax)
+    if power_of_two:
+        enc = power_of_two_floor(enc)
+    return enc, quotient(1.0, enc)
 
 
 class Float8Tensor(QuantizedTensor):

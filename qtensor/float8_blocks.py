@@ -21,7 +21,7 @@ from qtensor.codecs import fp8
 from qtensor.codecs.fp8 import ELEMENTS
 from qtensor.codecs.rounding import power_of_two_floor
 from qtensor.fineness import Fineness, fineness, fits
-from qtensor.float8 import Float8Tensor
+from qtensor.float8 import Float8Tensor, grid_of
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 
@@ -65,11 +65,7 @@ class _Float8Blocks:
         return {"amax": block_amax(x, BLOCK, square=recipe.blocks == "square") if blocks is None else blocks.amax}
 
     def grid(self, recipe: Float8BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        _, largest = ELEMENTS[recipe.element]
-        enc = encoding_scale(largest, quantizer["amax"])
-        if recipe.power_of_two:
-            enc = power_of_two_floor(enc)
-        return enc, quotient(1.0, enc)
+        return grid_of(quantizer["amax"], recipe.element, power_of_two=recipe.power_of_two)
 
     def encode_with(
         self, x: Tensor, recipe: Float8BlockScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None

@@ -101,7 +101,7 @@ class HighPrecisionWeight(Tensor):
     def _agreed(self) -> Tensor | None:
         """fp32 [n]: what was agreed on, where this shard's values still claim what they did then; else their claim."""
         claims, cut = self.agreement.claims, self.agreement.cut
-        if claims is None:
+        if claims is None or (cut is not None and cut.rows != self.shape[-2]):  # some rows of the shard
             return None
         own = claim_of(self.dense.detach(), self.recipe, cut)
         if claims.shape[1] != own.numel():

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -77,7 +78,7 @@ def merge_(
             finite; a weight that is gathered, on the meta device, or no floating one. On all ranks; nothing has been
             written.
         RuntimeError: on all ranks of a group, where they have different updates, or one of them failed; nothing has
-            been written.
+            been written, unless a callable failed at its second call, which the error says.
 
     Warns:
         UserWarning: less than a tenth of an update survived, or the weight is farther from weight + update than before,
@@ -90,7 +91,11 @@ def merge_(
         raise ValueError(f"merge_: {'; '.join(problems)}. No weight was written")
     with torch.no_grad():
         moves, agreed = exchange.agree()
-        sums = [weight.merged(one, moves=yes) for weight, one, yes in zip(weights, agreed, moves, strict=True)]
+        try:
+            sums = [weight.merged(one, moves=yes) for weight, one, yes in zip(weights, agreed, moves, strict=True)]
+        except Exception:
+            exchange.summed(None)
+            raise
         count_writes(weight.param for weight, yes in zip(weights, moves, strict=True) if yes)
         report = MergeReport(tuple(exchange.lines(sums)))
     _warn(report)
@@ -227,8 +232,27 @@ class _Exchange:
 
     def lines(self, sums: Sequence[Tensor]) -> Iterator[Any]:
         """The entries of the report, from what this rank's pieces add up to."""
-        for weight, one in zip(self.weights, sum_over_groups(self.labels, sums, self.groups), strict=True):
-            yield line(weight.name, weight.param.numel(), one.tolist())
+        for weight, one in zip(self.weights, self.summed(sums), strict=True):
+            yield line(weight.name, weight.param.numel(), one)
+
+    def summed(self, sums: Sequence[Tensor] | None) -> list[list[float]]:
+        """Sums over all pieces; None on a rank that failed while it wrote, so that the others do not wait for it.
+
+        Raises:
+            RuntimeError: on those others.
+        """
+        if sums is None:
+            devices = [weight.local.device for weight in self.weights]
+            flagged = [torch.ones(COLUMNS + 1, dtype=torch.float64, device=device) for device in devices]
+        else:
+            flagged = [F.pad(one, (0, 1)) for one in sums]
+        total = [one.tolist() for one in sum_over_groups(self.labels, flagged, self.groups)]
+        if sums is not None and any(one[-1] for one in total):
+            raise RuntimeError(
+                "merge_: another rank failed while weights were written, see its error: some weights hold the merged "
+                "values and some do not; load them again"
+            )
+        return [one[:-1] for one in total]
 
 
 def _named(model_or_named_params: nn.Module | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

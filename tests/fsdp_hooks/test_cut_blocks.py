@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_adapters import expand
 from fsdp_hooks import sync_scales
 from fsdp_hooks.scale_sync import scales_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_like
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
-from qtensor.cut_blocks import cut_blocks_of
+from qtensor.cut_blocks import _cut_blocks, cut_blocks_of
 from tests import recipes
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_each
@@ -291,6 +292,33 @@ def _whole_blocks_need_no_agreement() -> None:
 
 def test_shards_of_whole_blocks_agree_on_nothing() -> None:
     run_ranks(2, _whole_blocks_need_no_agreement)
+
+
+def _some_rows_of_an_agreed_shard(name: str) -> None:
+    """They are a weight of their own, whose blocks begin with its first row."""
+    net = sharded(name, (2,), storage="high_precision")
+    sync_scales(net)
+    shard = local(net.up.weight)
+    part = shard[:8]
+    assert part.agreement is shard.agreement
+    for found, expected in zip(
+        part.quantized().parts().values(), quantize(part.dense, RECIPES[name]).parts().values(), strict=True
+    ):
+        assert_same_bytes(found, expected, name)
+
+
+def test_some_rows_of_an_agreed_shard_are_quantized_by_themselves() -> None:
+    recipes_of_8_rows = [name for name in RECIPES if recipes.facts(RECIPES[name]).ragged]
+    assert recipes_of_8_rows
+    run_ranks_each(2, recipes_of_8_rows, _some_rows_of_an_agreed_shard)
+
+
+def test_runs_of_rows_are_refused() -> None:
+    """FSDP over TP cuts what TP left; a strided placement of another factor leaves a rank several runs of rows."""
+    after_tp, scattered = (_StridedShard(0, split_factor=factor) for factor in (2, 3))
+    assert _cut_blocks((96, 64), (2, 2), (0, 0), (after_tp, Shard(0)), 32, wide=False) is not None
+    with pytest.raises(NotImplementedError, match="a rank's rows are several runs; redistribute it to"):
+        _cut_blocks((96, 64), (2, 2), (0, 0), (scattered, Shard(0)), 32, wide=False)
 
 
 def _places_agree_with_torch() -> None:

@@ -268,6 +268,28 @@ def test_a_rank_that_differs_or_fails_stops_all(case: str) -> None:
         assert "update of rank 5 times 2.0" in first
 
 
+def _fails_while_weights_are_written() -> None:
+    net, calls = sharded("nvfp4", (2,)), 0
+
+    def once(index: tuple[slice, ...]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and dist.get_rank() == 1:
+            raise OSError("the adapter is gone")
+        return torch.ones([place.stop - place.start for place in index])
+
+    merge_(net, {"up.weight": once})
+
+
+def test_a_rank_that_fails_while_weights_are_written_lets_no_other_wait() -> None:
+    first, second = run_ranks_catching(2, _fails_while_weights_are_written)
+    assert first == (
+        "RuntimeError: merge_: another rank failed while weights were written, see its error: some weights hold the "
+        "merged values and some do not; load them again"
+    )
+    assert second == "OSError: the adapter is gone"
+
+
 def _gives_sharded_factors() -> None:
     net = sharded("nvfp4", (2,))
     table: Any = net.table.weight
