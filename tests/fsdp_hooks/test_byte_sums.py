@@ -78,7 +78,7 @@ def test_pieces_add_up_wherever_they_are_cut(data: Any) -> None:
 
 @pytest.mark.parametrize("limit", [8, 64])
 def test_pieces_read_in_parts_have_the_same_sum(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits far below the sizes of the tensors: rows and columns are read in parts, small tensors in several stacks."""
+    """Limits far below the sizes of the tensors: they are read in parts of rows and columns, and in several stacks."""
     monkeypatch.setattr(module, "EAGER_CPU", limit)
     monkeypatch.setattr(module, "STACK", 4 * limit)
     for shape in [(7, 45), (3, 3, 17), (301,)]:
