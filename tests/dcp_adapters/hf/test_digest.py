@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dcp_adapters import digest, export_hf, import_hf, tensor_digests
 from dcp_adapters.cli.main import main
+from dcp_adapters.digests.engine import unfused
 from dcp_adapters.weight_sums import Difference, first_difference
-from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize, quantize_
 from tests import weight_digests
 from tests.dcp_adapters.cases import arbitrary, save, values
 from tests.dcp_adapters.hf.exports import llama
@@ -111,3 +112,53 @@ def test_experts_are_put_together_as_the_model_has_them(tmp_path: Path, capsys: 
     save(model.state_dict(), tmp_path / "c")
     assert main(["digest", f"{tmp_path}/a", f"{tmp_path}/c"]) == 0
     assert capsys.readouterr().out.count(digest(model)) == 2
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def joined(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """What vLLM makes of a file's tensors, written from its documentation: rows joined, equal single values kept."""
+    held = dict(tensors)
+    for layer in range(layers):
+        for parent, fused, members in (
+            ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
+        ):
+            prefix = f"model.layers.{layer}.{parent}."
+            for own in {name.rpartition(".")[2] for name in tensors if name.startswith(f"{prefix}{members[0]}.")}:
+                pieces = [held.pop(f"{prefix}{member}.{own}") for member in members]
+                held[f"{prefix}{fused}.{own}"] = pieces[0] if pieces[0].numel() == 1 else torch.cat(pieces)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("modelopt", "nvfp4"), ("compressed-tensors", "fp8_row"), ("fp8", "fp8_block")]
+)
+def test_tensors_that_an_engine_joined_have_the_digest_of_the_model(layout: str, name: str, tmp_path: Path) -> None:
+    model = llama()
+    rows = {module: part.out_features for module, part in model.named_modules() if isinstance(part, nn.Linear)}
+    quantize_(model, RECIPES[name], exclude=("lm_head",))
+    export_hf(model.state_dict(), tmp_path / "a", layout=layout, config=model.config)
+    tensors, config = received(tmp_path / "a")
+    engine = joined(tensors, 2)
+    assert engine.keys() != tensors.keys()
+    turned = [one for one in engine if one.endswith("_proj.weight")]
+    engine |= {one: engine[one].t().contiguous() for one in turned}
+    found = unfused(engine, rows, turned=turned)
+    assert digest(found, config=config) == digest(model)
+
+
+def test_what_is_joined_in_another_way_is_refused() -> None:
+    rows = {"l.gate_proj": 4, "l.up_proj": 6}
+    each = unfused({"l.gate_up_proj.weight_scale": torch.tensor([1.0, 2.0])}, rows)
+    assert {name: float(value) for name, value in each.items()} == {
+        "l.gate_proj.weight_scale": 1.0,
+        "l.up_proj.weight_scale": 2.0,
+    }
+    with pytest.raises(ValueError, match=r"l.gate_up_proj.weight: \(8, 10\) is cut neither by the rows \[4, 6\] of l"):
+        unfused({"l.gate_up_proj.weight": torch.zeros(8, 10)}, rows)
+    with pytest.raises(ValueError, match=r"it joins linears of which rows= lacks l.q_proj, l.k_proj, l.v_proj"):
+        unfused({"l.qkv_proj.weight": torch.zeros(8, 10)}, rows)
+    whole = {"l.gate_up_proj.weight": torch.zeros(10, 8)}
+    assert unfused(whole, {"l.gate_up_proj": 10}) == whole  # the model's own linear
