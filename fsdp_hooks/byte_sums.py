@@ -136,7 +136,7 @@ class _Kind:
         missing = max(-start, 0), max(end - self.row_bytes, 0)
         if any(missing):
             inside = pad(inside, missing)
-        elif inside.storage_offset() % WORD or (len(inside) > 1 and inside.stride(0) % WORD):
+        elif inside.storage_offset() % WORD or inside.stride(0) % WORD:
             inside = inside.clone(memory_format=torch.contiguous_format)
         return inside.view(torch.int32)
 

@@ -106,8 +106,10 @@ class Shares:
         wholes, specs = digested_parts(entry), {spec.name: spec for spec in entry.specs()}
         places = []
         for part in sorted(wholes):
-            counted = box is not None and self._counts(specs[part], value)
-            places.append(_Place(part, wholes[part], part_box(specs[part], *box) if box and counted else None))
+            own = None if box is None or not self._counts(specs[part], value) else box
+            if own is not None and entry.recipe is not None:
+                own = part_box(specs[part], *own)
+            places.append(_Place(part, wholes[part], own))
         return places
 
     def _counts(self, spec: PartSpec, value: Tensor) -> bool:
