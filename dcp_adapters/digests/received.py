@@ -41,7 +41,8 @@ class ReceivedSource(Source):
             if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.dtype not in WORDS:
                 dtype = f" of {tensor.dtype}" if isinstance(tensor, Tensor) else ""
                 raise ValueError(
-                    f"{name} is a {type(tensor).__name__}{dtype}; with config=..., expected plain tensors under the names of an export's files"
+                    f"{name} is a {type(tensor).__name__}{dtype}; with config=..., expected plain tensors under "
+                    "the names of an export's files"
                 )
         self._tensors, wanted = tensors, wanted or {}
         held = {

@@ -45,7 +45,7 @@ def test_an_export_has_the_digest_of_its_state(layout: str, name: str, static: b
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 def test_scales_without_a_reciprocal_show_where_the_layout_stores_that(layout: str, tmp_path: Path) -> None:
     weight = quantize(values((32, 64), 0), NVFP4BlockScaling())
-    weight.parts()["global_scale"].fill_(0.7)
+    weight.parts()["global_scale"].fill_(0.00348132895)  # no fp32 number has this one as its reciprocal
     state = {"l.down_proj.weight": weight, "norm.weight": values((64,), 1)}
     export_hf(state, tmp_path / "a", layout=layout, config=CONFIG)
     found = first_difference(tensor_digests(state), tensor_digests(tmp_path / "a"))
