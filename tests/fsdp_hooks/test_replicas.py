@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.recipes import Recipe
 from qtensor.replicas import _who
 from tests.fsdp_hooks.cases import Collectives, Net, batch, bits, build, local, mesh_of, shard, snapshot
 from tests.ranks import run_ranks, run_ranks_catching
+
+if TYPE_CHECKING:
+    from qtensor.recipes import Recipe
 
 ROWS = (64, 33)
 
