@@ -17,6 +17,7 @@ from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.sources import live_tensors
 from dcp_adapters.weight_sums import PartSum, tensor_digest, whole_digest
 from fsdp_hooks.across_ranks import is_first
+from fsdp_hooks.torch_private import without_torch_function
 
 
 def digest(
@@ -94,8 +95,10 @@ def tensor_digests(
 
 def _live_digests(weights: Any, prefix: str | None, group: dist.ProcessGroup | None) -> dict[str, str]:
     try:
-        tensors = live_tensors(_state_dict(weights), prefix, what="a digest")
-        shares = Shares(first=is_first(group)).of(tensors)
+        state_dict = _state_dict(weights)
+        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+            tensors = live_tensors(state_dict, prefix, what="a digest")
+            shares = Shares(first=is_first(group)).of(tensors)
     except Exception:
         tell_failure(group)
         raise
