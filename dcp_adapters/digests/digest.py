@@ -48,8 +48,8 @@ def digest(
         config: the content of the config.json that an export writes beside these tensors; {} where none is quantized.
             `weights` is then a mapping from the names in the export's files to plain tensors on any device.
         like: a model or its state dict that a directory, or received tensors, are compared with. Weights of all experts
-            that it has are put together from the experts' linears, and a name that only `like` has gets the digest of
-            the tensor it is tied to there.
+            that it has are put together from the experts' linears. A name that only a model (not its state dict) has
+            gets the digest of the tensor that it is tied to there.
         prefix: take only names that begin with it, and cut it off; None: find the subtree of a nested state dict or of
             a checkpoint that holds the quantized weights.
         group: the ranks that hold a live model; None: all.
