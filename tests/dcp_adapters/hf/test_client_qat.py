@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dcp_adapters import export_hf
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Int4GroupScaling,
     MXFP4BlockScaling,
@@ -39,6 +40,7 @@ NVFP4 = NVFP4BlockScaling()
 WEIGHTS = {
     "float8_tensor": Float8CurrentScaling(granularity="tensor"),
     "float8_row": Float8CurrentScaling(),
+    "float8_block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "mxfp4": MXFP4BlockScaling(),
     "int4": Int4GroupScaling(),
