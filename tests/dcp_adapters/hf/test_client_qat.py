@@ -30,10 +30,12 @@ from qtensor import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
+    quantize,
     quantized_model_init,
 )
 from qtensor.high_precision import HighPrecisionWeight
 from tests.dcp_adapters.hf.exports import assert_equal, linears, llama, loaded, raw
+from tests.qtensor.test_products import accumulation_bound
 
 TOKENS = (torch.arange(16) * torch.arange(1, 5)[:, None]) % 128
 NVFP4 = NVFP4BlockScaling()
@@ -154,3 +156,28 @@ def test_the_loss_of_trained_inputs_is_that_of_the_exported_ones(tmp_path: Path)
         weights_alone = built(MXFP8BlockScaling(), "high_precision", torch.float32)
         weights_alone.load_state_dict(model.state_dict())
         assert not torch.equal(loss_of(client), loss_of(weights_alone)), "the client does not quantize inputs"
+
+
+def test_in_bf16_each_linear_with_trained_inputs_differs_by_the_order_of_its_sums(tmp_path: Path) -> None:
+    """Of equal operands, so that two fp32 sums in any order, rounded to bf16, bound the difference."""
+    recipe = MXFP8BlockScaling(activations="dynamic")
+    model, _ = trained(recipe)
+    exported(model, recipe, tmp_path / "out")
+    client, seen = loaded(tmp_path / "out", dequantize=False), {}
+
+    def note(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+        seen[module] = inputs[0].flatten(0, -2), output.flatten(0, -2)  # [tokens, K], [tokens, N]
+
+    names = [name for name in linears(model) if name != "lm_head"]
+    for name in names:
+        client.get_submodule(name).register_forward_hook(note)
+    with torch.no_grad():
+        loss_of(client)
+        for name in names:
+            x, y = seen[client.get_submodule(name)]
+            layer = model.get_submodule(name)
+            operands = quantize(x, MXFP8BlockScaling()), layer.weight.quantized()
+            bound = accumulation_bound(*(operand.dequantize(torch.float32) for operand in operands), torch.bfloat16)
+            assert bool(((layer(x).double() - y.double()).abs() <= bound).all()), name
+            unrounded = x @ layer.weight.quantized().dequantize().T
+            assert not bool(((unrounded.double() - y.double()).abs() <= bound).all()), name
