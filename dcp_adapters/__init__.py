@@ -21,6 +21,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     save/                  the save planner, and what is written in which order
     load/                  the load planner: compare, read in place, convert
     hf/                    Hugging Face directories: export and import
+    delta/                 exact deltas between two states of the same tensors
     cli/                   the command line, `python -m dcp_adapters`
 """
 

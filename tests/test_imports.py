@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parent.parent
 ALLOWED: dict[str, set[str]] = {
     "fsdp_hooks": set(),
     "qtensor": {"fsdp_hooks"},
-    "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "jinja2", "rich", "tqdm", "xxhash"},
+    "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "jinja2", "rich", "tqdm", "xxhash"},  # zstd: by name
     "layerwise": {"fsdp_hooks", "qtensor", "dcp_adapters", "safetensors", "rich", "tqdm", "xxhash", "matplotlib"},
 }
 
@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
 FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
     "qtensor": ("codecs", "."),
-    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "cli.report", "cli"),
+    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "delta", "cli.report", "cli"),
     "layerwise": (
         *("algorithms", "stages", "weights", "statistics", "inputs", "folding", "report", "resume", "running"),
         ".",

@@ -1,4 +1,4 @@
-"""The command line: python -m dcp_adapters inspect | report | verify | diff | convert | export CHECKPOINT ...
+"""The command line: python -m dcp_adapters inspect | report | verify | diff | convert | delta | apply | export ...
 
 Arguments in, text or JSON out; other modules do the work. Exit status: 0, all is well; 1, something was
 found (an error by verify, a difference by diff); 2, the command could not do its work (no such path, no checkpoint, an
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
+from dcp_adapters.cli.deltas import patch, write_delta
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.help_texts import HELP, MAIN
 from dcp_adapters.cli.report.measure import measure_checkpoint
@@ -130,6 +131,24 @@ def _convert(arguments: argparse.Namespace) -> int:
     return FINE
 
 
+def _delta(arguments: argparse.Namespace) -> int:
+    made = write_delta(
+        arguments.old,
+        arguments.new,
+        arguments.out,
+        verify_checksums=arguments.checksums,
+        progress=arguments.progress,
+    )
+    _show(made.to_json() if arguments.json else made.render())
+    return FINE
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    done = patch(arguments.base, arguments.deltas, arguments.out, progress=arguments.progress)
+    _show(done.to_json() if arguments.json else done.render())
+    return FINE
+
+
 def _export(arguments: argparse.Namespace) -> int:
     out = export_hf(
         arguments.source,
@@ -208,6 +227,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(_command(commands, "diff"))
     _add_convert(_command(commands, "convert"))
     _add_export(_command(commands, "export"))
+    _add_delta(_command(commands, "delta"))
+    _add_apply(_command(commands, "apply"))
     return parser
 
 
@@ -292,6 +313,25 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_checksums(parser)
     _add_progress(parser)
     parser.set_defaults(run=_export)
+
+
+def _add_delta(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", metavar="OLD", help="the state that receivers have")
+    parser.add_argument("new", metavar="NEW", help="the state that they should get")
+    parser.add_argument("out", metavar="OUT", help="the file to write; must not exist")
+    _add_checksums(parser)
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_delta)
+
+
+def _add_apply(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", metavar="BASE", help="the state to start from")
+    parser.add_argument("deltas", metavar="DELTA", nargs="+", help="files, in the order in which they were made")
+    parser.add_argument("out", metavar="OUT", help="the directory to write; must not exist, or be empty")
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_apply)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
