@@ -86,9 +86,9 @@ def test_the_file_depends_on_the_changes_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_many_frames_are_one_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (codec, encoder):
         monkeypatch.setattr(module, "MOST_CHANGES", 50)
-    old, new = state(0), state(1)
+    old, new = every_dtype(0), every_dtype(1)
     made = between(old, new)
-    assert len(made.frames) > 100
+    assert len(made.frames) > 12
     assert max(frame.coded.count for frame in made.frames) == 50
     target = copied(old)
     apply_deltas(target, [from_bytes(to_bytes(made))])
@@ -190,7 +190,7 @@ def test_a_file_cut_off_anywhere_is_refused() -> None:
 def test_a_changed_byte_anywhere_is_refused_or_harmless() -> None:
     old, new = small(0), small(1)
     data = to_bytes(between(old, new))
-    for at in range(len(data)):
+    for at in range(0, len(data), 3):
         changed = bytearray(data)
         changed[at] ^= 1 << (at % 8)
         opened_or_refused(bytes(changed), old, new)
