@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes once more at its end
         return FAILED
-    except (OSError, ValueError, EOFError, pickle.PickleError) as error:
+    except (OSError, ValueError, EOFError, ImportError, pickle.PickleError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
