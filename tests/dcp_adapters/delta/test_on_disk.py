@@ -145,7 +145,7 @@ def test_directories_that_are_quantized_in_other_words_have_no_delta(tmp_path: P
     config = json.loads((other / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["model.a"]
     (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"say other things of their quantization .config.json or hf_quant_config.json"):
+    with pytest.raises(ValueError, match=r"say other things of their quantization .config.json or"):
         write_delta(one, other, tmp_path / "d")
     assert not (tmp_path / "d").exists()
 
