@@ -18,11 +18,12 @@ from benchmarks.report import at_most
 from benchmarks.timing import Contender, interleaved, ratio
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.make import delta_between
-from dcp_adapters.delta.patch_format import from_bytes, to_bytes
+from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes
 from dcp_adapters.delta.stored_states import InMemory
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 LR, BETAS, EPSILON = 1e-6, (0.9, 0.999), 1e-8
+LAYERS = 1  # without `full`
 WARM_UP = 10  # steps before the one that is measured; the first alone would move every weight by the learning rate
 REPEATS = 3
 FORMATS: dict[str, Any] = {
@@ -35,12 +36,12 @@ MOST_BITS = {"float8_row": 0.025, "mxfp8": 0.013, "nvfp4": 0.006}
 TIMED = "mxfp8"
 
 
-def run() -> dict[str, Any]:
-    """A row for each format, after the first step and after some."""
+def run(*, full: bool = False) -> dict[str, Any]:
+    """A row for each format, after the first step and after some; of the first layers, or of all of them."""
     states = {name: ({}, {}) for name in FORMATS}  # type: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]
     first = {name: ({}, {}) for name in FORMATS}  # type: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]
     weights = 0
-    for number, (name, start) in enumerate(_linears()):
+    for number, (name, start) in enumerate(_linears(None if full else LAYERS)):
         weights += start.numel()
         masters = list(_steps(start, number))
         for form, recipe in FORMATS.items():
@@ -59,12 +60,13 @@ def run() -> dict[str, Any]:
     return {"weights": weights, "lr": LR, "warm_up": WARM_UP, "rows": rows, "speed": speed, "targets": targets}
 
 
-def _linears() -> Iterator[tuple[str, Tensor]]:
+def _linears(layers: int | None) -> Iterator[tuple[str, Tensor]]:
+    """The linear weights of the first layers, or of all."""
     sys.path.append(str(Path(__file__).parents[1] / "examples"))  # scripts, which import one another by bare name
     import smollm2  # type: ignore[import-not-found, unused-ignore]
 
     for name, weight in smollm2.iter_weights():
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") and (layers is None or int(name.split(".")[2]) < layers):
             yield name, _dithered(weight)
 
 
@@ -89,14 +91,14 @@ def _steps(master: Tensor, seed: int) -> Iterator[Tensor]:
 
 def _row(old: dict[str, Tensor], new: dict[str, Tensor], weights: int) -> dict[str, Any]:
     delta = delta_between(InMemory(old), InMemory(new))
-    nbytes = len(to_bytes(delta))
+    nbytes = len(delta_to_bytes(delta))
     full = 8 * delta.layout.nbytes / weights
     return {"bits": 8 * nbytes / weights, "bytes": nbytes, "changed": delta.changed / weights, "full_bits": full}
 
 
 def _speed(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Any]:
     """Times of a copy of the same bytes."""
-    deltas = [from_bytes(to_bytes(delta_between(InMemory(old), InMemory(new))))]
+    deltas = [delta_from_bytes(delta_to_bytes(delta_between(InMemory(old), InMemory(new))))]
     parts = InMemory(new)
     source = [part for name in parts.entries for part in parts.parts(name).values()]
     target = [torch.empty_like(part) for part in source]
@@ -112,7 +114,7 @@ def _speed(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Any]:
     seconds = interleaved(
         {
             "copy": Contender(call=copy),
-            "make": Contender(call=lambda: to_bytes(delta_between(InMemory(old), InMemory(new)))),
+            "make": Contender(call=lambda: delta_to_bytes(delta_between(InMemory(old), InMemory(new)))),
             "apply": Contender(call=lambda: apply_deltas(live, deltas), before=fresh),
         },
         REPEATS,

@@ -25,6 +25,12 @@ imports only what stands above it, qtensor and fsdp_hooks:
     cli/                   the command line, `python -m dcp_adapters`
 """
 
+from dcp_adapters.cli.deltas import patched_copy, write_delta
+from dcp_adapters.delta.apply import apply_deltas
+from dcp_adapters.delta.chain import Anchors, removable
+from dcp_adapters.delta.live import HeldVersion
+from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.expand import expand
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.importing import import_hf
@@ -38,15 +44,26 @@ from dcp_adapters.staging.stager import QuantizedStager
 from dcp_adapters.stored.read_manifest import read_manifest
 
 __all__ = [
+    "Anchors",
     "AtomicFileSystemWriter",
+    "Delta",
+    "HeldVersion",
     "Manifest",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
     "QuantizedStager",
     "SafeFileSystemReader",
+    "apply_deltas",
+    "delta_from_bytes",
+    "delta_to_bytes",
     "expand",
     "export_hf",
     "import_hf",
+    "open_delta",
+    "patched_copy",
     "read_manifest",
+    "removable",
     "remove_replaced",
+    "save_delta",
+    "write_delta",
 ]

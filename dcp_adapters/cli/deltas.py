@@ -1,7 +1,7 @@
 """Deltas between checkpoints or directories on disk: made, and applied.
 
     write_delta     OLD, NEW -> a file
-    patch           BASE, deltas -> OUT: everything is read and checked, then OUT is written beside its name, and gets
+    patched_copy    BASE, deltas -> OUT: everything is read and checked, then OUT is written beside its name, and gets
                     it when it is complete
 
 A checkpoint is written anew by the save planner, with checksums of its own. A Hugging Face directory is copied, and the
@@ -137,7 +137,7 @@ def write_delta(
     return Made(str(old), str(new), str(out), delta, out.stat().st_size)
 
 
-def patch(
+def patched_copy(
     base: str | os.PathLike[str],
     deltas: Sequence[str | os.PathLike[str] | Delta],
     out: str | os.PathLike[str],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
-from dcp_adapters.cli.deltas import patch, write_delta
+from dcp_adapters.cli.deltas import patched_copy, write_delta
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.help_texts import HELP, MAIN
 from dcp_adapters.cli.report.measure import measure_checkpoint
@@ -144,7 +144,7 @@ def _delta(arguments: argparse.Namespace) -> int:
 
 
 def _apply(arguments: argparse.Namespace) -> int:
-    done = patch(arguments.base, arguments.deltas, arguments.out, progress=arguments.progress)
+    done = patched_copy(arguments.base, arguments.deltas, arguments.out, progress=arguments.progress)
     _show(done.to_json() if arguments.json else done.render())
     return FINE
 

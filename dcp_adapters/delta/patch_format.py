@@ -43,7 +43,7 @@ MOST_BLOB = 2**31
 DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def to_bytes(delta: Delta) -> bytes:
+def delta_to_bytes(delta: Delta) -> bytes:
     """The file's bytes; the same for the same delta and version of zstd."""
     table = compressed(_json(_table(delta)).encode(), LEVEL)
     header = {
@@ -60,8 +60,8 @@ def to_bytes(delta: Delta) -> bytes:
     return bytes(save(tensors, {METADATA: _json({"header": header, "checksum": checksum(_json(header).encode())})}))
 
 
-def from_bytes(data: bytes, where: str = "the delta") -> Delta:
-    """The inverse of `to_bytes`.
+def delta_from_bytes(data: bytes, where: str = "the delta") -> Delta:
+    """The inverse of `delta_to_bytes`.
 
     Raises:
         ValueError: it is no delta, of another format version, or damaged.
@@ -87,7 +87,7 @@ def save_delta(delta: Delta, path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
     begun = hidden_name(final)
     try:
-        begun.write_bytes(to_bytes(delta))
+        begun.write_bytes(delta_to_bytes(delta))
         sync(begun)
         begun.rename(final)
     except BaseException:

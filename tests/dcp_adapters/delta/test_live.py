@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dcp_adapters.delta import live
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.live import HeldVersion
-from dcp_adapters.delta.patch_format import from_bytes, to_bytes
+from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes
 from dcp_adapters.delta.stored_states import InMemory
 from dcp_adapters.expand import expand
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
@@ -50,12 +50,12 @@ def file_of_ranks(bucket: int) -> bytes | None:
     assert base.version == 5
     nothing = base.since(shards(1), 6)
     assert nothing is None or (nothing.frames, nothing.base) == ((), nothing.result)
-    return None if first is None else to_bytes(first)
+    return None if first is None else delta_to_bytes(first)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_file_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
-    expected = to_bytes(between(whole(0), whole(1), versions=(4, 5)))
+    expected = delta_to_bytes(between(whole(0), whole(1), versions=(4, 5)))
     first, *others = run_ranks(ranks, file_of_ranks, 2**10 if ranks == 2 else 2**26)
     assert first == expected
     assert others == [None] * (ranks - 1)
@@ -93,11 +93,11 @@ def whole_of(state: dict[str, Any]) -> dict[str, Any]:
 def through_a_mesh() -> tuple[bytes | None, dict[str, bytes], dict[str, bytes]]:
     base = HeldVersion(state_on_a_mesh(0))
     made = base.since(state_on_a_mesh(1), 1)
-    sent = [None if made is None else to_bytes(made)]
+    sent = [None if made is None else delta_to_bytes(made)]
     dist.broadcast_object_list(sent, src=0)
     assert sent[0] is not None
     target = state_on_a_mesh(0)
-    delta = from_bytes(sent[0])
+    delta = delta_from_bytes(sent[0])
     assert apply_deltas(target, [delta]) == 1
     assert apply_deltas(target, [delta]) == 0
     found, expected = (
@@ -116,7 +116,7 @@ def test_a_model_of_one_process_takes_what_ranks_made() -> None:
     data = run_ranks(2, file_of_ranks, 2**26)[0]
     assert data is not None
     target = whole(0)
-    apply_deltas(target, [from_bytes(data)])
+    apply_deltas(target, [delta_from_bytes(data)])
     assert_same(target, whole(1))
 
 
@@ -163,7 +163,7 @@ def test_live_weights_that_are_not_contiguous() -> None:
     base = HeldVersion(old)
     made = base.since(new, 1)
     assert made is not None
-    assert to_bytes(made) == to_bytes(between(copied(old), new, versions=(0, 1)))
+    assert delta_to_bytes(made) == delta_to_bytes(between(copied(old), new, versions=(0, 1)))
     assert apply_deltas(old, [made]) == 1
     assert torch.equal(module.weight.detach().t(), new["w"])
     assert torch.equal(InMemory(old).part("b", ""), new["b"])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from dcp_adapters.cli import deltas as commands
-from dcp_adapters.cli.deltas import patch, write_delta
+from dcp_adapters.cli.deltas import patched_copy, write_delta
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.main import main
 from dcp_adapters.delta.patch_format import open_delta
@@ -63,7 +63,7 @@ def test_the_result_is_the_new_state(states: list[Path], tmp_path: Path) -> None
     for number in (0, 1):
         write_delta(states[number], states[number + 1], tmp_path / f"d{number}")
     out = tmp_path / "out"
-    done = patch(states[0], [tmp_path / "d0", tmp_path / "d1"], out)
+    done = patched_copy(states[0], [tmp_path / "d0", tmp_path / "d1"], out)
     assert (done.applied, done.deltas, done.written) == (2, 2, True)
     if (out / ".metadata").exists():
         assert diff(StoredCheckpoint(out), StoredCheckpoint(states[2])).differences == []
@@ -76,21 +76,21 @@ def test_the_result_is_the_new_state(states: list[Path], tmp_path: Path) -> None
 
 def test_applying_again_changes_nothing(states: list[Path], tmp_path: Path) -> None:
     write_delta(states[0], states[1], tmp_path / "d")
-    patch(states[0], [tmp_path / "d"], tmp_path / "out")
+    patched_copy(states[0], [tmp_path / "d"], tmp_path / "out")
     before = contents(tmp_path / "out")
-    done = patch(states[0], [tmp_path / "d"], tmp_path / "out")
+    done = patched_copy(states[0], [tmp_path / "d"], tmp_path / "out")
     assert (done.written, done.applied) == (False, 0)
     assert contents(tmp_path / "out") == before
-    past = patch(states[1], [tmp_path / "d"], tmp_path / "past")  # the base is the result already
+    past = patched_copy(states[1], [tmp_path / "d"], tmp_path / "past")  # the base is the result already
     assert (past.written, past.applied) == (True, 0)
 
 
 def test_other_bases_are_refused_and_nothing_is_written(states: list[Path], tmp_path: Path) -> None:
     write_delta(states[0], states[1], tmp_path / "d")
     with pytest.raises(ValueError, match=r"v2 has digest [0-9a-f]{32}, and .*d applies to [0-9a-f]{32} alone"):
-        patch(states[2], [tmp_path / "d"], tmp_path / "out")
+        patched_copy(states[2], [tmp_path / "d"], tmp_path / "out")
     with pytest.raises(FileExistsError, match="v2 exists already; choose another name, nothing is overwritten"):
-        patch(states[0], [tmp_path / "d"], states[2])
+        patched_copy(states[0], [tmp_path / "d"], states[2])
     with pytest.raises(FileExistsError, match="d exists already; choose another name, nothing is overwritten"):
         write_delta(states[0], states[1], tmp_path / "d")
     assert not (tmp_path / "out").exists()
@@ -102,7 +102,7 @@ def test_a_damaged_delta_leaves_nothing_behind(states: list[Path], tmp_path: Pat
     data[-3] ^= 1  # the table's, or a frame's
     (tmp_path / "d").write_bytes(bytes(data))
     with pytest.raises(ValueError, match=r"d is damaged: .* checksum"):
-        patch(states[0], [tmp_path / "d"], tmp_path / "out")
+        patched_copy(states[0], [tmp_path / "d"], tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "v0", "v1", "v2"]
 
 
@@ -118,7 +118,7 @@ def test_a_write_that_fails_leaves_base_and_target_as_they_were(
     monkeypatch.setattr(commands, "give_name", fail)
     monkeypatch.setattr("dcp_adapters.cli.convert_checkpoint.give_name", fail)
     with pytest.raises(OSError, match="disk full"):
-        patch(states[0], [tmp_path / "d"], tmp_path / "out")
+        patched_copy(states[0], [tmp_path / "d"], tmp_path / "out")
     assert contents(states[0]) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "v0", "v1", "v2"]
 
@@ -156,7 +156,7 @@ def test_dense_directories_of_stock_files(tmp_path: Path) -> None:
         tensors = {"w": nudged(seed, (8, 8)), "odd": torch.arange(3, dtype=torch.int8) + seed}
         save_file(tensors, tmp_path / f"v{seed}" / "model.safetensors", metadata={"format": "pt"})
     write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d")
-    patch(tmp_path / "v0", [tmp_path / "d"], tmp_path / "out")
+    patched_copy(tmp_path / "v0", [tmp_path / "d"], tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "v1")
 
 

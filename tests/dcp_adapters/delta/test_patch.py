@@ -19,7 +19,7 @@ from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.layout import Layout
 from dcp_adapters.delta.make import delta_between, layout_of, summed
 from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.patch_format import METADATA, from_bytes, open_delta, save_delta, to_bytes
+from dcp_adapters.delta.patch_format import METADATA, delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.delta.stored_states import InMemory
 from dcp_adapters.entry import parts_of
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
@@ -52,7 +52,7 @@ def test_every_recipe_and_dtype_comes_back_bit_for_bit() -> None:
     old, new = state(0), state(1)
     target = copied(old)
     made = between(old, new)
-    assert apply_deltas(target, [from_bytes(to_bytes(made))]) == 1
+    assert apply_deltas(target, [delta_from_bytes(delta_to_bytes(made))]) == 1
     assert_same(target, new)
     assert made.changed > 0
     assert len(made.layout.entries) == len(TABLE) + len(every_dtype(0))
@@ -69,18 +69,18 @@ def test_nothing_changed_is_a_delta_without_frames() -> None:
     made = between(small(0), small(0))
     assert (made.frames, made.changed, made.base) == ((), 0, made.result)
     target = small(0)
-    assert apply_deltas(target, [from_bytes(to_bytes(made))]) == 0
+    assert apply_deltas(target, [delta_from_bytes(delta_to_bytes(made))]) == 0
     assert_same(target, small(0))
 
 
 def test_the_file_depends_on_the_changes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = state(0), state(1)
-    expected = to_bytes(between(old, new))
+    expected = delta_to_bytes(between(old, new))
     backwards = [dict(reversed(side.items())) for side in (old, new)]
-    assert to_bytes(between(*backwards)) == expected
-    assert to_bytes(from_bytes(expected)) == expected
+    assert delta_to_bytes(between(*backwards)) == expected
+    assert delta_to_bytes(delta_from_bytes(expected)) == expected
     monkeypatch.setattr("dcp_adapters.delta.changes.PIECE", 1024)
-    assert to_bytes(between(old, new)) == expected
+    assert delta_to_bytes(between(old, new)) == expected
 
 
 def test_many_frames_are_one_delta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_many_frames_are_one_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made.frames) > 12
     assert max(frame.coded.count for frame in made.frames) == 50
     target = copied(old)
-    apply_deltas(target, [from_bytes(to_bytes(made))])
+    apply_deltas(target, [delta_from_bytes(delta_to_bytes(made))])
     assert_same(target, new)
 
 
@@ -173,7 +173,7 @@ def opened_or_refused(data: bytes, old: dict[str, Any], new: dict[str, Any]) -> 
     """A clear error before anything is written, or the right bytes."""
     target = copied(old)
     try:
-        apply_deltas(target, [from_bytes(data, "the file")])
+        apply_deltas(target, [delta_from_bytes(data, "the file")])
     except ValueError:
         assert_same(target, old)
     else:
@@ -181,15 +181,15 @@ def opened_or_refused(data: bytes, old: dict[str, Any], new: dict[str, Any]) -> 
 
 
 def test_a_file_cut_off_anywhere_is_refused() -> None:
-    data = to_bytes(between(small(0), small(1)))
+    data = delta_to_bytes(between(small(0), small(1)))
     for length in [*range(0, len(data), 37), *range(16), len(data) - 1]:
         with pytest.raises(ValueError, match="the file is damaged or no delta"):
-            from_bytes(data[:length], "the file")
+            delta_from_bytes(data[:length], "the file")
 
 
 def test_a_changed_byte_anywhere_is_refused_or_harmless() -> None:
     old, new = small(0), small(1)
-    data = to_bytes(between(old, new))
+    data = delta_to_bytes(between(old, new))
     for at in range(0, len(data), 3):
         changed = bytearray(data)
         changed[at] ^= 1 << (at % 8)
@@ -204,7 +204,7 @@ def rewritten(made: Delta, change: Any) -> bytes:
     from dcp_adapters.delta.patch_format import _bytes, _json, _tensor
     from dcp_adapters.delta.zstd import compressed, decompressed
 
-    data = to_bytes(made)
+    data = delta_to_bytes(made)
     tensors = load(data)
     table = json.loads(decompressed(_bytes(tensors["table"], "", ""), 2**20, ""))
     header = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][METADATA])[
@@ -255,14 +255,14 @@ def test_a_table_that_does_not_fit_is_refused(change: Any, message: str) -> None
     old = small(0)
     data = rewritten(between(old, small(1)), change)
     with pytest.raises(ValueError, match=message):
-        apply_deltas(old, [from_bytes(data, "the file")])
+        apply_deltas(old, [delta_from_bytes(data, "the file")])
     assert_same(old, small(0))
 
 
 def test_files_are_written_once_and_read_lazily(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = between(small(0), small(1))
     path = save_delta(made, tmp_path / "delta")
-    assert path.read_bytes() == to_bytes(made)
+    assert path.read_bytes() == delta_to_bytes(made)
     found = open_delta(path)
     assert (found.base, found.result, found.frames) == (made.base, made.result, made.frames)
     found.check()
@@ -301,7 +301,7 @@ GOLDEN = (
 
 
 def test_a_file_of_this_format_version_stays_readable() -> None:
-    found = from_bytes(base64.b64decode(GOLDEN))
+    found = delta_from_bytes(base64.b64decode(GOLDEN))
     assert found.layout == Layout.of(InMemory(golden(0)).entries.values())
     target = golden(0)
     assert apply_deltas(target, [found]) == 1
