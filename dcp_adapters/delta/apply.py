@@ -87,6 +87,8 @@ def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], 
 
 def _of_shard(shard: Shard, delta: Delta) -> list[Changes]:
     """What a delta changes in a shard, by positions in it."""
+    if not shard.piece.data.numel():
+        return []
     dtype, shape = delta.layout.parts[shard.key]
     per = unit_shape(dtype, ())[0]
     offsets = (*shard.piece.offsets[:-1], shard.piece.offsets[-1] * per) if shape else (0,)
