@@ -69,5 +69,17 @@ def first_difference(a: Mapping[str, str], b: Mapping[str, str]) -> Difference |
     return next((Difference(name, "only_in_b") for name in b if name not in a), None)
 
 
+def with_twins(tensors: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """The tensors, and those that `other` alone has where another tensor there holds the same, and both sides have it.
+
+    So a tied weight is found where a file leaves it out.
+    """
+    names = {own: name for name, own in other.items() if name in tensors}
+    return {
+        **tensors,
+        **{name: tensors[names[own]] for name, own in other.items() if name not in tensors and own in names},
+    }
+
+
 def _hashed(record: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(record, separators=(",", ":")).encode())

@@ -136,7 +136,7 @@ class _Kind:
         missing = max(-start, 0), max(end - self.row_bytes, 0)
         if any(missing):
             inside = pad(inside, missing)
-        elif inside.storage_offset() % WORD or (len(inside) > 1 and inside.stride(0) % WORD):
+        elif inside.storage_offset() % WORD or inside.stride(0) % WORD:
             inside = inside.clone(memory_format=torch.contiguous_format)
         return inside.view(torch.int32)
 
@@ -146,9 +146,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _rows_of(
-    offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device
-) -> Tensor:
+def _rows_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
     """int64 [rows]: the row-major numbers, in the whole, of the rows of a box; arguments without the last dim."""
     numbers = torch.zeros(1, dtype=torch.int64, device=device)
     for offset, size, extent in zip(offsets, sizes, shape, strict=True):
@@ -162,12 +160,12 @@ def _weights(numbers: Tensor) -> Tensor:
     x = numbers * GOLDEN
     x = (x ^ _shifted(x, 30)) * MIX_FIRST
     x = (x ^ _shifted(x, 27)) * MIX
-    return (x ^ _shifted(x, 31)) | 1
+    return (x ^ _shifted(x, 31)).bitwise_or(1)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """Logical shift to the right."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
+    return (x >> bits).bitwise_and(2 ** (64 - bits) - 1)
 
 
 def _row_dots(words: Tensor, weights: Tensor) -> Tensor:

@@ -26,7 +26,10 @@ ALLOWED: dict[str, set[str]] = {
 FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
     "qtensor": ("codecs", "."),
-    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "delta", "cli.report", "cli"),
+    "dcp_adapters": (
+        *(".", "reading", "stored", "save", "load", "staging", "hf", "digests", "delta"),
+        *("cli.report", "cli"),
+    ),
     "layerwise": (
         *("algorithms", "stages", "weights", "statistics", "inputs", "folding", "report", "resume", "running"),
         ".",
@@ -75,6 +78,7 @@ PUBLIC: dict[str, list[str]] = {
         "apply_deltas",
         "delta_from_bytes",
         "delta_to_bytes",
+        "digest",
         "expand",
         "export_hf",
         "import_hf",
@@ -84,6 +88,7 @@ PUBLIC: dict[str, list[str]] = {
         "removable",
         "remove_replaced",
         "save_delta",
+        "tensor_digests",
         "write_delta",
     ],
     "layerwise": [
