@@ -28,7 +28,7 @@ BUCKET = 2**26  # bytes of changes that a rank sends at a time, unless one tenso
 
 
 class HeldVersion:
-    """The bytes of this rank's shards at one version.
+    """The bytes of this rank's shards at one version; of replicas, one rank keeps them.
 
     Args:
         state_dict: tensors, nested or flat: whole ones or DTensors, quantized or dense. It is copied to the host.
@@ -45,7 +45,11 @@ class HeldVersion:
         self.version, self.group = version, whole_group(group)
         shards = self._shards(state_dict)
         self.layout = shards.layout
-        self._kept = {key: shard.piece.data.to("cpu", copy=True) for key, shard in shards.held.items()}
+        self._kept = {
+            key: shard.piece._replace(data=shard.piece.data.to("cpu", copy=True))
+            for key, shard in shards.held.items()
+            if shard.counts
+        }
 
     def since(self, state_dict: Mapping[str, Any], version: int) -> Delta | None:
         """What changed since the held version, on rank 0, and None elsewhere; a collective. The held version stays.
@@ -58,7 +62,8 @@ class HeldVersion:
             refuse_other_layout(self.layout, shards.layout, ("the held version", "the state dict"))
             self._refuse_other_shards(shards)
             changes = {key: self._changes(shard) for key, shard in shards.held.items()}
-            sums = torch.stack([shards.sums(self._kept), shards.sums(shards.data)])
+            kept = {key: piece.data for key, piece in self._kept.items()}
+            sums = torch.stack([shards.sums(kept), shards.sums(shards.data)])
         before, after = (shards.named(row) for row in added_up(sums, self.group))
         digests = state_digest(self.layout, before, {}), state_digest(self.layout, after, {})
         encoder = Encoder(self.layout)
@@ -85,8 +90,8 @@ class HeldVersion:
         with raise_together(self.group):
             refuse_other_layout(self.layout, shards.layout, ("the held version", "the state dict"))
             self._refuse_other_shards(shards)
-        for key, shard in shards.held.items():
-            self._kept[key].copy_(shard.piece.data)
+        for key, piece in self._kept.items():
+            piece.data.copy_(shards.held[key].piece.data)
         self.version = version
 
     def _shards(self, state_dict: Mapping[str, Any]) -> Shards:
@@ -95,10 +100,15 @@ class HeldVersion:
 
     def _refuse_other_shards(self, shards: Shards) -> None:
         for key, shard in shards.held.items():
-            if shard.piece.data.shape != self._kept[key].shape:
+            places = [
+                None if piece is None else (tuple(piece.data.shape), piece.offsets)
+                for piece in (shard.piece if shard.counts else None, self._kept.get(key))
+            ]
+            if places[0] != places[1]:
+                told = ["nothing" if place is None else f"{place[0]} at {place[1]}" for place in places]
                 raise ValueError(
-                    f"{key}: this rank holds a shard of {tuple(shard.piece.data.shape)}, the held version one of "
-                    f"{tuple(self._kept[key].shape)}; hold a version again after changing how weights are sharded"
+                    f"{key}: this rank's shard is {told[0]}, that of the held version {told[1]}; hold a version "
+                    "anew after weights were sharded otherwise"
                 )
 
     def _changes(self, shard: Shard) -> Changes:
@@ -107,7 +117,7 @@ class HeldVersion:
         if not shard.counts:
             return joined([], unit_of(dtype))
         now = shard.piece.data.to("cpu")
-        local = joined(changes_between(self._kept[shard.key], now), unit_of(dtype))
+        local = joined(changes_between(self._kept[shard.key].data, now), unit_of(dtype))
         per = unit_shape(dtype, ())[0]
         offsets = (*shard.piece.offsets[:-1], shard.piece.offsets[-1] * per) if shape else (0,)
         return global_changes(local, unit_shape(dtype, shape), offsets, unit_shape(dtype, now.shape))

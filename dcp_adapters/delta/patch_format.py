@@ -109,7 +109,7 @@ def open_delta(path: str | os.PathLike[str]) -> Delta:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        opened = safe_open(path, "pt")
+        opened: Any = safe_open(path, "pt")
         names, metadata = set(opened.keys()), opened.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or no delta: {error}") from error

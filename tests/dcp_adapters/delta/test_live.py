@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_adapters.delta import live
@@ -143,6 +143,22 @@ def test_a_rank_with_other_bytes_keeps_all_from_writing() -> None:
     for error in run_ranks_catching(2, applied_where_one_rank_differs):
         assert "the target has digest " in error
         assert "it is another state, or its bytes have changed" in error
+
+
+def held_on_another_mesh() -> None:
+    full = nudged(0, (8, 4))
+    there, back = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [1, 0]))
+    base = HeldVersion({"w": placed(full, there, Shard(0))})
+    base.since({"w": placed(full, back, Shard(0))}, 1)
+
+
+def test_shards_that_moved_are_refused() -> None:
+    own, other = run_ranks_catching(2, held_on_another_mesh)
+    assert "w: this rank's shard is (4, 4) at (4, 0), that of the held version (4, 4) at (0, 0); hold a v" in own
+    assert (
+        "w: this rank's shard is (4, 4) at (0, 0), that of the held version (4, 4) at (4, 0); hold a version anew"
+        in other
+    )
 
 
 def test_live_states_that_do_not_fit_are_refused() -> None:
