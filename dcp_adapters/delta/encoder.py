@@ -23,6 +23,7 @@ class Encoder:
         self._run = 0
         self._next = 0  # the position after the last one coded
         self._held: list[Changes] = []
+        self._count = 0  # of changes held
 
     def add(self, key: str, changes: Changes) -> None:
         """Changes of a tensor, ascending, by positions in it.
@@ -43,6 +44,7 @@ class Encoder:
         if int(positions[0]) <= last:
             raise ValueError(f"{key}: changes at {int(positions[0])} after some at {last}; expected ascending ones")
         self._held.append(Changes(positions, changes.steps))
+        self._count += len(changes)
         self._flush(everything=False)
 
     def frames(self) -> list[tuple[int, Coded]]:
@@ -51,10 +53,10 @@ class Encoder:
         return self._frames
 
     def _flush(self, *, everything: bool) -> None:
-        while sum(map(len, self._held)) >= (1 if everything else MOST_CHANGES):
+        while self._count >= (1 if everything else MOST_CHANGES):
             held = joined(self._held, self._runs[self._run].unit)
             frame = Changes(held.positions[:MOST_CHANGES], held.steps[:MOST_CHANGES])
             self._frames.append((self._run, encoded(frame, self._next)))
             self._next = int(frame.positions[-1]) + 1
             rest = Changes(held.positions[MOST_CHANGES:], held.steps[MOST_CHANGES:])
-            self._held = [rest] if len(rest) else []
+            self._held, self._count = [rest] if len(rest) else [], len(rest)

@@ -1,5 +1,6 @@
 """A delta: from which state to which, and the changes between them. patch_format.py says how it looks as bytes."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -96,11 +97,12 @@ class Delta:
         run = self.layout.runs[number]
         first, end = run.starts[at], run.end(at)
         frames = self._frames_of.get(number, [])
-        for place, (index, frame) in enumerate(frames):
-            following = _following(frames, place)
-            if frame.coded.start >= end or (following is not None and following <= first):
-                continue
-            found = self._decoded(index, following)
+        begin = bisect_right(frames, first, key=lambda held: held[1].coded.start) - 1
+        for place in range(max(begin, 0), len(frames)):
+            index, frame = frames[place]
+            if frame.coded.start >= end:
+                break
+            found = self._decoded(index, _following(frames, place))
             low, high = (int(torch.searchsorted(found.positions, edge)) for edge in (first, end))
             if high > low:
                 yield Changes(found.positions[low:high] - first, found.steps[low:high])
