@@ -48,14 +48,14 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
         refuse_other_layout(deltas[0].layout, shards.layout, (deltas[0].where, "the target"))
         sums = shards.sums(shards.data)
     with raise_together(group):
-        digest = state_digest(shards.layout, shards.named(added_up(sums, group)), {})
+        digest = _digest(shards, sums, group)
         left = deltas_left(deltas, digest, "the target")
     if not left:
         return 0
     with raise_together(group):
         written, sums = _made(shards, left)
     with raise_together(group):
-        digest = state_digest(shards.layout, shards.named(added_up(sums, group)), {})
+        digest = _digest(shards, sums, group)
         if digest != left[-1].result:
             raise ValueError(
                 f"{left[-1].where} leads to digest {digest}, and says {left[-1].result}: it is damaged, or made by "
@@ -66,8 +66,14 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
     return len(left)
 
 
+def _digest(shards: Shards, sums: Tensor, group: dist.ProcessGroup | None) -> str:
+    totals = added_up(sums, group)
+    shards.refuse_other_replicas(totals)
+    return state_digest(shards.layout, shards.named(totals[0]), {})
+
+
 def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], Tensor]:
-    """Key -> what will be written; and the sums of the shards afterwards, int64 [keys]."""
+    """Key -> what will be written; and the sums of the shards afterwards, int64 [2, keys]."""
     written: dict[str, Written] = {}
     sums = []
     for key, shard in shards.held.items():
@@ -82,7 +88,7 @@ def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], 
             written[key] = positions, flat[positions]
         one = Shards(shards.layout, {key: shard})
         sums.append(one.sums({key: data}))
-    return written, torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")
+    return written, torch.cat(sums, dim=1) if sums else torch.zeros(2, 0, dtype=torch.int64, device="cpu")
 
 
 def _of_shard(shard: Shard, delta: Delta) -> list[Changes]:

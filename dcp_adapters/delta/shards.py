@@ -1,9 +1,11 @@
 """The shards that a rank has of a state dict, as plain boxes of plain global tensors.
 
 Whatever several ranks hold alike, one of them counts: the first along each mesh dim on which a part is replicated, and
-rank 0 for what is no DTensor. So each unit of the state is counted once, by exactly one rank.
+rank 0 for what is no DTensor. So each unit of the state is counted once, by exactly one rank. All copies are summed,
+and copies that differ are refused.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,18 +20,22 @@ from dcp_adapters.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
 from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.torch_private import flatten_state_dict
-from fsdp_hooks.across_ranks import device_of, rank_of
+from fsdp_hooks.across_ranks import device_of, rank_of, ranks_of
 from fsdp_hooks.byte_sums import Piece, byte_sums
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's box of one part; it aliases the live bytes. counts: no other rank counts it."""
+    """This rank's box of one part; it aliases the live bytes.
+
+    counts: no other rank counts it. copies: how many of the whole part there are on all ranks.
+    """
 
     key: str
     piece: Piece
     counts: bool
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -70,17 +76,32 @@ class Shards:
         return {key: shard.piece.data for key, shard in self.held.items()}
 
     def sums(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """int64 [keys]: what this rank adds to the byte sum of each part; `tensors`: the local bytes of each key."""
-        sums = torch.zeros(len(self.held), dtype=torch.int64, device="cpu")
+        """int64 [2, keys]: what this rank adds to the byte sum of each part, where it counts, and in any case.
+
+        tensors: the local bytes of each key; keys that are missing add nothing.
+        """
+        sums = torch.zeros(2, len(self.held), dtype=torch.int64, device="cpu")
         by_device: dict[torch.device, list[tuple[int, Piece]]] = {}
         for number, (key, shard) in enumerate(self.held.items()):
-            if shard.counts:
-                data = tensors[key]
+            data = tensors.get(key)
+            if data is not None and data.numel():
                 by_device.setdefault(data.device, []).append((number, shard.piece._replace(data=data)))
         for pieces in by_device.values():
-            found = byte_sums([piece for _, piece in pieces]).to("cpu")
-            sums[[number for number, _ in pieces]] = found
+            sums[1, [number for number, _ in pieces]] = byte_sums([piece for _, piece in pieces]).to("cpu")
+        counts = torch.tensor([shard.counts for shard in self.held.values()], dtype=torch.bool, device="cpu")
+        sums[0] = sums[1] * counts
         return sums
+
+    def refuse_other_replicas(self, sums: Tensor) -> None:
+        """Raise ValueError where copies of a part differ, from the sums of all ranks, int64 [2, keys]."""
+        copies = torch.tensor([shard.copies for shard in self.held.values()], dtype=torch.int64, device="cpu")
+        wrong = (sums[0] * copies != sums[1]).nonzero().flatten().tolist()
+        if wrong:
+            key = list(self.held)[wrong[0]]
+            raise ValueError(
+                f"{key}: ranks hold {int(copies[wrong[0]])} copies of it that differ; give all replicas the same bytes "
+                "(a broadcast, or fsdp_hooks.sync_scales for scales)"
+            )
 
     def named(self, sums: Tensor) -> dict[str, int]:
         """Key -> the sum of the whole part, from the sums of all ranks, int64 [keys]."""
@@ -105,9 +126,10 @@ def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
     local = local_of(tensor)
     shape = tuple(tensor.shape)
     offsets: Sequence[int] = (0,) * len(shape)
-    counts = group is None or rank_of(group) == 0
+    counts, copies = group is None or rank_of(group) == 0, ranks_of(group)
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
+        copies = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_replicate())
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             counts = False
@@ -120,4 +142,4 @@ def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
     problem = without_bytes(local)
     if problem is not None:
         raise ValueError(f"{key}: {problem}")
-    return Shard(key, Piece(local, shape, tuple(offsets)), counts and local.numel() > 0)
+    return Shard(key, Piece(local, shape, tuple(offsets)), counts and local.numel() > 0, copies)

@@ -145,6 +145,25 @@ def test_a_rank_with_other_bytes_keeps_all_from_writing() -> None:
         assert "it is another state, or its bytes have changed" in error
 
 
+def replicas_that_differ(how: str) -> None:
+    old = {"w": torch.zeros(4), "norm": torch.ones(3)}
+    made = between(old, {**old, "w": torch.ones(4)})
+    base = HeldVersion(old)
+    own = copied(old)
+    if dist.get_rank() == 1:
+        own["norm"][1] = 2.0
+    if how == "since":
+        base.since(own, 1)
+    else:
+        apply_deltas(own, [made])
+
+
+@pytest.mark.parametrize("how", ["since", "apply"])
+def test_replicas_that_differ_are_refused(how: str) -> None:
+    for error in run_ranks_catching(2, replicas_that_differ, how):
+        assert "norm: ranks hold 2 copies of it that differ; give all replicas the same bytes" in error
+
+
 def held_on_another_mesh() -> None:
     full = nudged(0, (8, 4))
     there, back = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [1, 0]))
