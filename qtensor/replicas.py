@@ -59,6 +59,7 @@ class Replicas:
             if shards < ranks_of(None)  # else each rank has a shard of its own
         ]
         self.values: list[Tensor] = []
+        self._found = torch.zeros(0, dtype=torch.int64, device="cpu")  # digests of the parameters, kind by kind
 
     @property
     def labels(self) -> list[Label]:
@@ -79,9 +80,9 @@ class Replicas:
         """Digest what the parameters hold now."""
         if not self._kinds:
             return
-        found = digests(
-            [[part for _, param in kind.params for part in bytes_of(local_of(param))] for kind in self._kinds]
-        )
+        params = [param for kind in self._kinds for _, param in kind.params]
+        self._found = digests([bytes_of(local_of(param)) for param in params])
+        found = digests([[own] for own in self._found.split([len(kind.params) for kind in self._kinds])])
         shifts = torch.arange(0, 16 * PIECES, 16, dtype=torch.int64, device="cpu").to(found.device, non_blocking=True)
         pieces = ((found[:, None] >> shifts) & 0xFFFF).to(torch.float32)  # [kinds, PIECES]
         self.values = []
@@ -108,10 +109,9 @@ class Replicas:
         ]
 
     def _told(self) -> str:
-        """What differs, found by comparing the digest of every parameter; a collective."""
-        named = [(label, kind.own, param) for kind in self._kinds for label, param in kind.params]
-        found = digests([bytes_of(local_of(param)) for _, _, param in named]).tolist()
-        own = [(label, shard, value) for (label, shard, _), value in zip(named, found, strict=True)]
+        """What differs, found by comparing the digests of all parameters; a collective."""
+        named = [(label, kind.own) for kind in self._kinds for label, _ in kind.params]
+        own = [(label, shard, value) for (label, shard), value in zip(named, self._found.tolist(), strict=True)]
         everywhere: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks_of(None))]
         dist.all_gather_object(everywhere, own)
         held: dict[tuple[str, int], dict[int, int]] = {}
@@ -119,8 +119,6 @@ class Replicas:
             for label, shard, value in records:
                 held.setdefault((label, shard), {})[rank] = value
         apart = {key: by_rank for key, by_rank in held.items() if len(set(by_rank.values())) > 1}
-        if not apart:
-            return "MasterWeightOptimizer.step: replicas held different bytes while the step began, and now agree"
         (label, _), by_rank = next(iter(apart.items()))
         also = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
         return (

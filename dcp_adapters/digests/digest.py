@@ -17,6 +17,7 @@ from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.sources import live_tensors
 from dcp_adapters.weight_sums import PartSum, tensor_digest, whole_digest
 from fsdp_hooks.across_ranks import is_first
+from fsdp_hooks.torch_private import without_torch_function
 
 
 def digest(
@@ -47,8 +48,8 @@ def digest(
         config: the content of the config.json that an export writes beside these tensors; {} where none is quantized.
             `weights` is then a mapping from the names in the export's files to plain tensors on any device.
         like: a model or its state dict that a directory, or received tensors, are compared with. Weights of all experts
-            that it has are put together from the experts' linears, and a name that only `like` has gets the digest of
-            the tensor it is tied to there.
+            that it has are put together from the experts' linears. A name that only a model (not its state dict) has
+            gets the digest of the tensor that it is tied to there.
         prefix: take only names that begin with it, and cut it off; None: find the subtree of a nested state dict or of
             a checkpoint that holds the quantized weights.
         group: the ranks that hold a live model; None: all.
@@ -94,8 +95,10 @@ def tensor_digests(
 
 def _live_digests(weights: Any, prefix: str | None, group: dist.ProcessGroup | None) -> dict[str, str]:
     try:
-        tensors = live_tensors(_state_dict(weights), prefix, what="a digest")
-        shares = Shares(first=is_first(group)).of(tensors)
+        state_dict = _state_dict(weights)
+        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+            tensors = live_tensors(state_dict, prefix, what="a digest")
+            shares = Shares(first=is_first(group)).of(tensors)
     except Exception:
         tell_failure(group)
         raise

@@ -292,7 +292,7 @@ def test_the_command_prints_and_compares(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{expected}  {tmp_path}/a\n{expected}  {tmp_path}/b\n"
     with torch.no_grad():
         local_of(net.layers[1].weight).parts()["scale"].view(torch.uint8)[0, 0] ^= 1
-        net.norm[0] += 1
+        net.norm[0] *= -1
     save(net.state_dict(), tmp_path / "c")
     assert main(["digest", f"{tmp_path}/b", f"{tmp_path}/c"]) == 1
     lines = capsys.readouterr().out.splitlines()
