@@ -144,6 +144,19 @@ def how_to_shard(path: Path) -> None:
     train(names["model"], names["optimizer"])
 
 
+def deltas(path: Path) -> None:
+    with qtensor.quantized_model_init(MXFP8BlockScaling()):
+        model = Model()
+    optimizer = qtensor.MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    receiver = {name: value.clone() for name, value in model.state_dict().items()}
+    names = namespace(model=model, receiver=receiver, optimizer=optimizer, train=train)
+    names = page("deltas.md").run(names, dots=("train(model, optimizer)",))
+    assert names["applied"] == 1
+    for name, value in model.state_dict().items():
+        if isinstance(value, QuantizedTensor):
+            assert torch.equal(receiver[name].payload, value.payload)
+
+
 def index(path: Path) -> None:
     names = page("index.md").run(namespace(build_model=Model, path=path, shard=shard, fill=fill, train=train))
     assert isinstance(local(names["model"].layers[0].mlp.up_proj.weight), QuantizedTensor)
@@ -185,6 +198,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/checkpoint_format.md": (1, checkpoint_format),
     "docs/checkpoints.md": (1, checkpoints),
     "docs/compatibility.md": (1, compatibility),
+    "docs/deltas.md": (1, deltas),
     "docs/faults.md": (1, faults),
     "docs/export.md": (1, export),
     "docs/guide.md": (2, guide),
