@@ -102,9 +102,11 @@ def _lists(case: tuple[str, bool]) -> Outcome:
 
 def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
     """Two ranks with tokens for some of them, one with no batch; FSDP modules of their own are gathered on all."""
-    cases = [(method, index % 2 == 1) for index, method in enumerate(METHODS)]
+    methods = ["Max", "SmoothQuant", "AWQ", "GPTQ"]  # Mse has no more statistics than Max; LocalHessian is below
+    cases = [(method, index % 2 == 1) for index, method in enumerate(methods)]
     expected = {}
-    for method, (algorithm, recipe) in METHODS.items():
+    for method in methods:
+        algorithm, recipe = METHODS[method]
         model = expert_lists()
         expected[method] = outcome(model, run(model, DATA, recipe, algorithm, inputs=static(recipe)))
         assert sorted(expected[method]["starved"]) == sorted(STARVED)
