@@ -4,7 +4,8 @@
     saved     a checkpoint of each of them
     matrix    every layout of training (FSDP, HSDP, FSDP over tensor parallelism) loads what each of them saved into
               shards full of other bytes; one of them, and one process, loads what plain DTensors saved, too. Weights
-              are read each by itself: all recipes from two of the layouts, from the others a hand of them in turn
+              are read each by itself, so all recipes come from the same layout and from FSDP on 3 ranks, and from each
+              other layout a hand of them in turn
 
 The bytes are none a quantizer makes, so that a load that decodes, encodes or leaves anything as it was is seen. Larger
 meshes are in test_plans.py, which needs no ranks.

@@ -184,7 +184,7 @@ def _on_ranks(case: tuple[str, str, str, bool]) -> Any:
 
 
 def test_layerwise_is_the_whole_model_on_ranks_with_uneven_data() -> None:
-    cases = [  # two of the shares for each, so that each share has two of them and one is at once
+    cases = [  # two of the shares for each, and two for each of the shares; with the first the model is taken at once
         (*one, how, index == 0)
         for number, one in enumerate(WHOLE)
         for index, how in enumerate(SHARES)
