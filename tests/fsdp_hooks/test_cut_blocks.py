@@ -145,7 +145,11 @@ def test_all_these_meshes_cut_blocks(shape: Any) -> None:
 # -- loads -------------------------------------------------------------------------------------------------------------
 
 
-def _loads(name: str, shape: tuple[int, ...], storage: str, *, broken: bool = False) -> None:
+CASES = [(name, storage) for storage in ("quantized", "high_precision") for name in RECIPES]
+
+
+def _loads(case: tuple[str, str], shape: tuple[int, ...], *, broken: bool = False) -> None:
+    name, storage = case
     net = sharded(name, shape, storage=storage)
     full = {fqn: value.bfloat16() for fqn, value in full_values(7, net).items()}
     if broken:  # one element of a cut block
@@ -170,16 +174,14 @@ def assert_parts_of_piece(q: QuantizedTensor, whole: QuantizedTensor, param: Any
         assert_same_bytes(q.parts()[part], tensor, f"{what}.{part}")
 
 
-@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 @pytest.mark.parametrize("shape", ALL, ids=[*MESHES, "FSDP x TP"])
-def test_dense_loads_give_the_bytes_of_one_process(shape: Any, storage: str) -> None:
+def test_dense_loads_give_the_bytes_of_one_process(shape: Any) -> None:
     ranks = shape[0] if len(shape) == 1 else 4
-    run_ranks_each(ranks, RECIPES, _loads, shape, storage)
+    run_ranks_each(ranks, CASES, _loads, shape)
 
 
-@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
-def test_an_element_that_is_not_finite_marks_its_block_on_all_ranks(storage: str) -> None:
-    run_ranks_each(4, RECIPES, _loads, (4,), storage, broken=True)
+def test_an_element_that_is_not_finite_marks_its_block_on_all_ranks() -> None:
+    run_ranks_each(4, CASES, _loads, (4,), broken=True)
 
 
 # -- gathers of dense shards -------------------------------------------------------------------------------------------
