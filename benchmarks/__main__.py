@@ -52,12 +52,13 @@ QUESTIONS = {  # cheap ones first
     "linear": Question(20),
     "staging": Question(25),
     "exports": Question(25),
+    "deltas": Question(15, full=True),
     "overhead": Question(55),
     "optimizer": Question(45),
     "plan_scaling": Question(50, full=True),
     "checkpoints": Question(160),
     "gather": Question(145),
-    "growth": Question(310),
+    "growth": Question(295),
     "calibration": Question(300, full=True),
 }
 
