@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_adapters import expand
-from fsdp_hooks import sync_scales
+from fsdp_hooks import sync_scales, unsharded
 from fsdp_hooks.scale_sync import scales_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_like
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
@@ -203,6 +203,23 @@ def _dense_steps(name: str, shape: tuple[int, ...]) -> None:
 def test_gathers_of_agreed_dense_shards_have_the_bytes_of_one_process(shape: Any) -> None:
     ranks = shape[0] if len(shape) == 1 else 4
     run_ranks_each(ranks, RECIPES, _dense_steps, shape)
+
+
+# -- writes into gathered weights --------------------------------------------------------------------------------------
+
+
+def _writes_back(name: str, shape: tuple[int, ...]) -> None:
+    net = sharded(name, shape)
+    full = {fqn: value.bfloat16() for fqn, value in full_values(9, net).items()}
+    with torch.no_grad(), unsharded(net, writeback=True):
+        for fqn, param in net.named_parameters():
+            param.copy_(full[fqn])
+    assert_bytes_of(net, {fqn: quantize(value, RECIPES[name]) for fqn, value in full.items()}, f"{name} on {shape}")
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "replicas"])
+def test_what_is_written_into_gathered_weights_has_the_bytes_of_one_process(shape: Any) -> None:
+    run_ranks_each(shape[0] if len(shape) == 1 else 4, RECIPES, _writes_back, shape)
 
 
 # -- sync_scales -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Ordinary torch optimizers on sharded quantized weights: plain sharded state, and the bytes of one process.
 
-Formats whose every scale belongs to rows or blocks give the bytes of one process on any number of ranks. Where a scale
-is tensor-wide every shard chooses its own in an ordinary optimizer's step; gathers stay exact, since scales travel with
-the bytes, and sync_scales makes them agreed.
+Formats whose every scale belongs to rows, or to blocks that no shard boundary cuts, give the bytes of one process on
+any number of ranks. Where a scale is tensor-wide every shard chooses its own in an ordinary optimizer's step; gathers
+stay exact, since scales travel with the bytes, and sync_scales makes them agreed.
 """
 
 from __future__ import annotations

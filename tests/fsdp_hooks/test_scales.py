@@ -358,6 +358,8 @@ def _syncs_after_an_eval(storage: str) -> None:
         ValueError, match=r"^sync_scales: the parameters are those gathered for a forward, not the shards"
     ):
         sync_scales([net.head.weight])
+    with pytest.raises(ValueError, match=r"^MasterWeightOptimizer: the parameters are those gathered for a forward"):
+        MasterWeightOptimizer(torch.optim.AdamW, [net.head.weight], lr=0.1)
     assert sync_scales(net) == 1
     with unsharded(net):
         assert bool((net.head.weight.scale == net.head.weight.scale[0]).all())
