@@ -21,6 +21,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     save/                  the save planner, and what is written in which order
     load/                  the load planner: compare, read in place, convert
     hf/                    Hugging Face directories: export and import
+    streams/               the tensors of an export into engines that are running
     cli/                   the command line, `python -m dcp_adapters`
 """
 
@@ -35,17 +36,30 @@ from dcp_adapters.save.overwrite import remove_replaced
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.staging.stager import QuantizedStager
 from dcp_adapters.stored.read_manifest import read_manifest
+from dcp_adapters.streams.process_group import GroupReceiver, GroupSender, join_group
+from dcp_adapters.streams.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from dcp_adapters.streams.transport import WeightStreamError
+from dcp_adapters.streams.vllm_source import vllm_source
+from dcp_adapters.streams.weight_stream import WeightStream
 
 __all__ = [
     "AtomicFileSystemWriter",
+    "GroupReceiver",
+    "GroupSender",
     "Manifest",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
     "QuantizedStager",
     "SafeFileSystemReader",
+    "SharedMemoryReceiver",
+    "SharedMemorySender",
+    "WeightStream",
+    "WeightStreamError",
     "expand",
     "export_hf",
     "import_hf",
+    "join_group",
     "read_manifest",
     "remove_replaced",
+    "vllm_source",
 ]

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
 FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
     "qtensor": ("codecs", "."),
-    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "cli.report", "cli"),
+    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "streams", "cli.report", "cli"),
     "layerwise": (
         *("algorithms", "stages", "weights", "statistics", "inputs", "folding", "report", "resume", "running"),
         ".",
@@ -64,16 +64,24 @@ PUBLIC: dict[str, list[str]] = {
     ],
     "dcp_adapters": [
         "AtomicFileSystemWriter",
+        "GroupReceiver",
+        "GroupSender",
         "Manifest",
         "QuantizedLoadPlanner",
         "QuantizedSavePlanner",
         "QuantizedStager",
         "SafeFileSystemReader",
+        "SharedMemoryReceiver",
+        "SharedMemorySender",
+        "WeightStream",
+        "WeightStreamError",
         "expand",
         "export_hf",
         "import_hf",
+        "join_group",
         "read_manifest",
         "remove_replaced",
+        "vllm_source",
     ],
     "layerwise": [
         "AWQ",
