@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_hooks.across_ranks import device_of
 from fsdp_hooks.torch_private import local_of
 
+# torch 2.13 renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 ALIGNED = 16  # bytes; each shard begins at a multiple, so that its bytes can be viewed as any dtype
 
 
@@ -32,6 +34,11 @@ class Cut:
 
     group: dist.ProcessGroup
     dim: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
 
 
 def cut_of(tensor: Tensor) -> Cut | None:
@@ -61,18 +68,19 @@ class Gathering:
     """Tensors on their way to where they are kept; made by all ranks alike, for the same tensors in the same order.
 
     Args:
-        tensors: DTensors with plain shards, all cut over the ranks of `group`. None of them may be written until
-            `wait`.
-        group: of their cuts.
+        tensors: DTensors with plain shards, at least one, all cut over the same ranks (`Cut.ranks`). None of them may
+            be written until `wait`.
         to: the global rank that keeps them; None: all of the group.
 
     Attributes:
         kept: whether this rank keeps them.
     """
 
-    def __init__(self, tensors: Mapping[Hashable, Tensor], group: dist.ProcessGroup, to: int | None) -> None:
+    def __init__(self, tensors: Mapping[Any, Tensor], to: int | None) -> None:
+        first = cut_of(next(iter(tensors.values())))
+        assert first is not None
         self.kept = to is None or to == dist.get_rank()
-        self._ranks = dist.get_world_size(group)
+        self._ranks = len(first.ranks)
         self._places: dict[Hashable, _Place] = {}
         self._rows: Tensor | None = None
         self._work: Any = None
@@ -80,12 +88,12 @@ class Gathering:
         size = 0
         for key, tensor in tensors.items():
             cut = cut_of(tensor)
-            assert cut is not None
+            assert cut is not None and cut.ranks == first.ranks  # noqa: PT018 - one condition
             self._places[key] = _Place(size, tuple(tensor.shape), cut.dim, tensor.dtype)
             longest = math.prod(_piece(tensor.shape, cut.dim, self._ranks, 0)) * tensor.dtype.itemsize
             size += -(-longest // ALIGNED) * ALIGNED
-        if to is None or to in dist.get_process_group_ranks(group):
-            self._begin([local_of(tensor) for tensor in tensors.values()], size, group, to)
+        if to is None or to in first.ranks:
+            self._begin([local_of(tensor) for tensor in tensors.values()], size, first.group, to)
 
     @torch.no_grad()
     def _begin(self, shards: list[Tensor], size: int, group: dist.ProcessGroup, to: int | None) -> None:
@@ -99,7 +107,7 @@ class Gathering:
             self._rows = torch.empty(self._ranks, size, dtype=torch.uint8, device=device)
         if to is None:
             assert self._rows is not None
-            self._work = dist.all_gather_into_tensor(self._rows.view(-1), own, group=group, async_op=True)
+            self._work = _all_gather(self._rows.view(-1), own, group=group, async_op=True)
         else:
             rows = None if self._rows is None else list(self._rows.unbind(0))
             self._work = dist.gather(own, rows, dst=to, group=group, async_op=True)

@@ -125,15 +125,15 @@ class _LiveGroup(Group):
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], keep: Keep) -> None:
         self._tensors, self._keep = tensors, keep
-        alike: dict[Any, dict[Any, Tensor]] = {}
+        alike: dict[tuple[int, ...], dict[Any, Tensor]] = {}
         for name, parts in tensors.items():
             for part, tensor in parts.items():
                 cut = cut_of(tensor)
-                if cut is not None and cut.group.size() > 1:
-                    alike.setdefault(cut.group, {})[name, part] = tensor
+                if cut is not None and len(cut.ranks) > 1:
+                    alike.setdefault(cut.ranks, {})[name, part] = tensor
         self._of: dict[Any, Gathering] = {}
-        for group, those in alike.items():
-            self._of |= dict.fromkeys(those, Gathering(those, group, keep.rank))
+        for those in alike.values():
+            self._of |= dict.fromkeys(those, Gathering(those, keep.rank))
 
     def parts(self, name: str) -> dict[str, Tensor] | None:
         """Those that are cut in several ways are gathered here, one by one."""

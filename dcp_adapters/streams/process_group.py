@@ -118,7 +118,7 @@ class GroupSender:
         assert self._announcement is not None
         return WeightStreamError(
             f"version {self._announcement.version} of the weights: {why}, after {len(self._digests)} of "
-            f"{len(self._announcement.buckets)} buckets; the model is as it was. Make the group anew where a process of "
+            f"{len(self._announcement.buckets)} buckets; the model is as it was. Make the group anew if a process of "
             "it died, and send again"
         )
 
@@ -236,15 +236,15 @@ class _Link:
         """uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def broadcast(self, tensor: Tensor) -> Any:
-        """Begin to send or receive."""
+    def broadcast(self, tensor: Tensor, timeout: dt.timedelta | None = None) -> Any:
+        """Begin to send or receive; what is late breaks the group, so that no thread of it waits for longer."""
         options: Any = dist.BroadcastOptions()
-        options.rootRank = self._root
+        options.rootRank, options.timeout = self._root, timeout or self.timeout
         return self._group.broadcast([tensor], options)
 
-    def wait(self, work: Any, timeout: dt.timedelta | None = None) -> None:
+    def wait(self, work: Any) -> None:
         """Wait for what was begun."""
-        work.wait(timeout or self.timeout)
+        work.wait()
 
     def header(self, kind: int, first: int, second: int) -> Any:
         """Begin to send three numbers."""
@@ -253,7 +253,7 @@ class _Link:
     def heard(self, timeout: dt.timedelta) -> tuple[int, int, int]:
         """The sender's next three numbers."""
         told = torch.zeros(3, dtype=torch.int64, device=self.device)
-        self.wait(self.broadcast(told), timeout)
+        self.wait(self.broadcast(told, timeout))
         kind, first, second = told.tolist()
         return kind, first, second
 
@@ -274,7 +274,9 @@ class _Link:
         own = text.encode()[:ANSWER].ljust(ANSWER, b"\0")
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
         got = [self.room(ANSWER) for _ in range(self._group.size())]
-        self.wait(self._group.allgather([got], [sent]))
+        options: Any = dist.AllgatherOptions()
+        options.timeout = self.timeout
+        self.wait(self._group.allgather([got], [sent], options))
         return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in got]
 
     def errors(self, told: Any) -> "_Errors":

@@ -201,6 +201,12 @@ class SharedMemoryReceiver(Receiver):
             self._wire.close()
         self._wire = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _begun(self) -> Incoming:
         deadline = None if self._patience is None else time.monotonic() + self._patience
         wire = self._wire = self._wire or _connected(self._address, deadline, self._timeout)

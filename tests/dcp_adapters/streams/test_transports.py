@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,33 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def both(kind: str, where: Path, *, late: float = SOON) -> tuple[Any, Any]:
-    """A sender and a receiver of a transport."""
-    if kind == "shared memory":
-        address = where / "weights"
-        return SharedMemorySender(address, timeout=late), SharedMemoryReceiver(address, timeout=late, patience=SOON)
-    address_, groups = f"127.0.0.1:{free_port()}", {}
-    with in_thread(lambda: groups.update(sender=join_group(address_, 0, 2, timeout=SOON))):
-        groups["receiver"] = join_group(address_, 1, 2, timeout=SOON)
-    return GroupSender(groups["sender"], timeout=late), GroupReceiver(groups["receiver"], timeout=late, patience=SOON)
+class Ends:
+    """Senders and receivers, which are closed when a test ends."""
+
+    def __init__(self, where: Path, opened: ExitStack) -> None:
+        self.address, self._opened = where / "weights", opened
+
+    def __call__(self, kind: str, *, late: float = SOON) -> tuple[Any, Any]:
+        """A sender and a receiver of a transport."""
+        if kind == "shared memory":
+            return self.sender(timeout=late), self.receiver(timeout=late, patience=SOON)
+        address, groups = f"127.0.0.1:{free_port()}", {}
+        with in_thread(lambda: groups.update(sender=join_group(address, 0, 2, timeout=SOON))):
+            groups["receiver"] = join_group(address, 1, 2, timeout=SOON)
+        receiver = GroupReceiver(groups["receiver"], timeout=late, patience=SOON)
+        return GroupSender(groups["sender"], timeout=late), receiver
+
+    def sender(self, **options: Any) -> SharedMemorySender:
+        return self._opened.enter_context(SharedMemorySender(self.address, **options))
+
+    def receiver(self, **options: Any) -> SharedMemoryReceiver:
+        return self._opened.enter_context(SharedMemoryReceiver(self.address, **options))
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    with ExitStack() as opened:
+        yield Ends(tmp_path, opened)
 
 
 def take(receiver: Any) -> dict[str, Tensor]:
@@ -95,8 +113,8 @@ every_transport = pytest.mark.parametrize("kind", ["shared memory", "process gro
 
 
 @every_transport
-def test_versions_arrive_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    sender, receiver = both(kind, tmp_path)
+def test_versions_arrive_bit_for_bit(kind: str, ends: Ends) -> None:
+    sender, receiver = ends(kind)
     weights = stream()
     with in_thread(lambda: [weights.send(sender) for _ in range(2)]) as sent:
         for version in (1, 2):
@@ -113,8 +131,8 @@ def test_versions_arrive_bit_for_bit(kind: str, tmp_path: Path) -> None:
     assert weights.version == 2
 
 
-def test_what_is_received_from_shared_memory_is_that_memory(tmp_path: Path) -> None:
-    sender, receiver = both("shared memory", tmp_path)
+def test_what_is_received_from_shared_memory_is_that_memory(ends: Ends, tmp_path: Path) -> None:
+    sender, receiver = ends("shared memory")
     with in_thread(lambda: stream().send(sender)), receiver.receive() as incoming:
         for tensors in incoming:
             storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
@@ -125,9 +143,9 @@ def test_what_is_received_from_shared_memory_is_that_memory(tmp_path: Path) -> N
 
 
 @every_transport
-def test_a_slow_receiver_is_waited_for(kind: str, tmp_path: Path) -> None:
+def test_a_slow_receiver_is_waited_for(kind: str, ends: Ends) -> None:
     """The sender is never more than the ring, or one bucket under way and one in the making, ahead."""
-    sender, receiver = both(kind, tmp_path)
+    sender, receiver = ends(kind)
     weights, ahead, handed = stream(1), [], 0
 
     class Counting:
@@ -153,8 +171,8 @@ def test_a_slow_receiver_is_waited_for(kind: str, tmp_path: Path) -> None:
 
 
 @every_transport
-def test_a_receiver_that_fails_is_an_error_on_both_sides(kind: str, tmp_path: Path) -> None:
-    sender, receiver = both(kind, tmp_path)
+def test_a_receiver_that_fails_is_an_error_on_both_sides(kind: str, ends: Ends) -> None:
+    sender, receiver = ends(kind)
     weights = stream()
 
     def load() -> None:
@@ -174,8 +192,8 @@ def test_a_receiver_that_fails_is_an_error_on_both_sides(kind: str, tmp_path: Pa
 
 
 @every_transport
-def test_a_block_that_ends_early_makes_no_version(kind: str, tmp_path: Path) -> None:
-    sender, receiver = both(kind, tmp_path)
+def test_a_block_that_ends_early_makes_no_version(kind: str, ends: Ends) -> None:
+    sender, receiver = ends(kind)
     left = "the receiver left the block before it had taken everything, after [01] of"
 
     def leave() -> None:
@@ -189,8 +207,8 @@ def test_a_block_that_ends_early_makes_no_version(kind: str, tmp_path: Path) -> 
 
 
 @every_transport
-def test_a_sender_that_gives_up_says_why(kind: str, tmp_path: Path) -> None:
-    sender, receiver = both(kind, tmp_path)
+def test_a_sender_that_gives_up_says_why(kind: str, ends: Ends) -> None:
+    sender, receiver = ends(kind)
     weights = stream()
 
     class Failing:
@@ -214,8 +232,8 @@ def test_a_sender_that_gives_up_says_why(kind: str, tmp_path: Path) -> None:
 
 
 @every_transport
-def test_bytes_that_changed_on_the_way_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender, receiver = both(kind, tmp_path)
+def test_bytes_that_changed_on_the_way_are_refused(kind: str, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = ends(kind)
     module = sys.modules[type(sender).__module__]
     told = module.bytes_digest
     counted = iter(range(10**6))
@@ -236,8 +254,8 @@ def test_bytes_that_changed_on_the_way_are_refused(kind: str, tmp_path: Path, mo
 
 
 @every_transport
-def test_a_receiver_that_hangs_is_waited_for_no_longer_than_said(kind: str, tmp_path: Path) -> None:
-    sender, receiver = both(kind, tmp_path, late=NOW)
+def test_a_receiver_that_hangs_is_waited_for_no_longer_than_said(kind: str, ends: Ends) -> None:
+    sender, receiver = ends(kind, late=NOW)
     with in_thread(lambda: stream().send(sender)) as sent, suppress(WeightStreamError), receiver.receive() as incoming:
         next(iter(incoming))
         while not sent:
@@ -247,8 +265,8 @@ def test_a_receiver_that_hangs_is_waited_for_no_longer_than_said(kind: str, tmp_
 
 
 @every_transport
-def test_a_sender_that_hangs_is_waited_for_no_longer_than_said(kind: str, tmp_path: Path) -> None:
-    sender, receiver = both(kind, tmp_path, late=NOW)
+def test_a_sender_that_hangs_is_waited_for_no_longer_than_said(kind: str, ends: Ends) -> None:
+    sender, receiver = ends(kind, late=NOW)
     weights, go = stream(), threading.Event()
 
     def hang(tensors: Any) -> None:
@@ -269,9 +287,9 @@ def test_a_sender_that_hangs_is_waited_for_no_longer_than_said(kind: str, tmp_pa
 # -- shared memory alone -----------------------------------------------------------------------------------------------
 
 
-def test_several_engines_take_every_version(tmp_path: Path) -> None:
-    sender = SharedMemorySender(tmp_path / "weights", receivers=2, timeout=SOON)
-    receivers = [SharedMemoryReceiver(tmp_path / "weights", timeout=SOON) for _ in range(2)]
+def test_several_engines_take_every_version(ends: Ends) -> None:
+    sender = ends.sender(receivers=2, timeout=SOON)
+    receivers = [ends.receiver(timeout=SOON) for _ in range(2)]
     expected = streamed(stream())
     with in_thread(lambda: stream().send(sender)), in_thread(lambda: take(receivers[0])) as first:
         assert_same(take(receivers[1]), expected)
@@ -302,8 +320,8 @@ def test_an_address_is_taken_once_and_left_behind_by_the_dead(tmp_path: Path) ->
         SharedMemorySender(tmp_path / ("x" * 100))
 
 
-def test_a_receiver_that_was_lost_may_come_back(tmp_path: Path) -> None:
-    sender, receiver = both("shared memory", tmp_path)
+def test_a_receiver_that_was_lost_may_come_back(ends: Ends) -> None:
+    sender, receiver = ends("shared memory")
 
     def lose() -> None:
         with suppress(WeightStreamError), receiver.receive() as incoming:
@@ -350,39 +368,47 @@ with end.receive() as weights:
 """
 
 
-@pytest.mark.parametrize("role", ["sender", "receiver"])
-@every_transport
-def test_the_death_of_the_other_process_is_an_error(kind: str, role: str, tmp_path: Path) -> None:
-    address = str(tmp_path / "weights") if kind == "shared memory" else f"127.0.0.1:{free_port()}"
+@contextmanager
+def other_process(*arguments: str) -> Iterator[None]:
+    """A process that kills itself in the middle of a version."""
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    other = subprocess.Popen([sys.executable, "-c", OTHER, kind, role, address], env=environment, cwd=REPO)
-    late = 90.0  # the other process imports torch first
+    other = subprocess.Popen([sys.executable, "-c", OTHER, *arguments], env=environment, cwd=REPO)
     try:
-        if kind == "process group":
-            group = join_group(address, 1 if role == "sender" else 0, 2, timeout=late)
-        if role == "sender":
-            receiver = (
-                SharedMemoryReceiver(address, timeout=late, patience=late)
-                if kind == "shared memory"
-                else GroupReceiver(group, timeout=late, patience=late)
-            )
-            with pytest.raises(WeightStreamError, match=r"version 1 .*gone or late.*, after [23] of \d+ buckets; what"):
-                take(receiver)
-            assert receiver.version == 0
-        else:
-            sender = (
-                SharedMemorySender(address, timeout=late)
-                if kind == "shared memory"
-                else GroupSender(group, timeout=late)
-            )
-            weights = stream()
-            with pytest.raises(WeightStreamError, match=r"version 1 .*gone.*; the model is as it was"):
-                weights.send(sender)
-            assert weights.version == 0
+        yield
         assert other.wait(SOON) == -signal.SIGKILL
     finally:
         other.kill()
         other.wait()
+
+
+LONG = 90.0  # the other process imports torch first
+
+
+@every_transport
+def test_the_death_of_the_sender_is_an_error(kind: str, ends: Ends) -> None:
+    address = str(ends.address) if kind == "shared memory" else f"127.0.0.1:{free_port()}"
+    with other_process(kind, "sender", address):
+        if kind == "shared memory":
+            receiver: Any = ends.receiver(timeout=LONG, patience=LONG)
+        else:
+            receiver = GroupReceiver(join_group(address, 1, 2, timeout=LONG), timeout=LONG, patience=LONG)
+        with pytest.raises(WeightStreamError, match=r"version 1 .* is gone or late.*, after [23] of \d+ buckets; what"):
+            take(receiver)
+        assert receiver.version == 0
+
+
+@every_transport
+def test_the_death_of_the_receiver_is_an_error(kind: str, ends: Ends) -> None:
+    address = str(ends.address) if kind == "shared memory" else f"127.0.0.1:{free_port()}"
+    with other_process(kind, "receiver", address):
+        if kind == "shared memory":
+            sender: Any = ends.sender(timeout=LONG)
+        else:
+            sender = GroupSender(join_group(address, 0, 2, timeout=LONG), timeout=LONG)
+        weights = stream()
+        with pytest.raises(WeightStreamError, match=r"version 1 .* is gone.*; the model is as it was"):
+            weights.send(sender)
+        assert weights.version == 0
 
 
 # -- two trainer ranks -------------------------------------------------------------------------------------------------
@@ -398,15 +424,15 @@ def _trainer_and_engine(path: str) -> str:
             weights.send(None)
         assert weights.version == 1
         return str(caught.value)
-    sender, receiver = both("shared memory", Path(path))
     found: list[Any] = []
 
     def engine() -> None:
-        found.append(take(receiver))
-        with receiver.receive() as incoming:
-            next(iter(incoming))
+        with SharedMemoryReceiver(f"{path}/weights", timeout=SOON) as receiver:
+            found.append(take(receiver))
+            with receiver.receive() as incoming:
+                next(iter(incoming))
 
-    with in_thread(engine) as ended:
+    with SharedMemorySender(f"{path}/weights", timeout=SOON) as sender, in_thread(engine) as ended:
         weights.send(sender)
         with pytest.raises(WeightStreamError, match="a receiver failed") as caught:
             weights.send(sender)

@@ -368,14 +368,8 @@ def _disagrees(what: str) -> str:
 
 def test_ranks_that_differ_are_told_before_anything_is_gathered() -> None:
     scales = run_ranks(2, _disagrees, "scales")
-    assert (
-        scales
-        == [
-            "WeightStream: ranks 0 and 1 differ in the values of tensor-wide scales; call fsdp_hooks.sync_scales on the "
-            "model first"
-        ]
-        * 2
-    )
+    text = "differ in the values of tensor-wide scales; call fsdp_hooks.sync_scales on the model first"
+    assert scales == [f"WeightStream: ranks 0 and 1 {text}"] * 2
     arguments = run_ranks(2, _disagrees, "arguments")
     assert len(set(arguments)) == 1
     assert "modelopt" in arguments[0] or "differ in what is to become of them" in arguments[0]
