@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import SharedMemoryReceiver, SharedMemorySender, WeightStream
@@ -230,7 +229,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/store", f"{folder}/weights", options)
-        torch.multiprocessing.start_processes(train, arguments, nprocs=RANKS, start_method="spawn")
+        multiprocessing.start_processes(train, arguments, nprocs=RANKS, start_method="spawn")
 
 
 if __name__ == "__main__":

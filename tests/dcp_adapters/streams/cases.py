@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtensor import quantize_, quantized_model_init
 from tests import recipes
@@ -129,24 +127,3 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 def raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-class BytesAlive(TorchDispatchMode):
-    """The most bytes alive at once in storages that operations inside have made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            if type(tensor) is Tensor and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                key = storage.data_ptr()
-                if storage.nbytes() and key not in self.alive:
-                    self.alive[key] = storage.nbytes()
-                    weakref.finalize(storage, self.alive.pop, key, None)
-        self.most = max(self.most, sum(self.alive.values()))
-        return result

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from benchmarks.sync_rank import BytesAlive
 from dcp_adapters import WeightStream, export_hf
 from dcp_adapters.hf.layout import LAYOUTS
 from fsdp_hooks import sync_scales, unsharded
@@ -30,7 +31,6 @@ from qtensor import (
 from tests.dcp_adapters.streams.cases import (
     CONFIG,
     EXPORTED,
-    BytesAlive,
     Model,
     assert_same,
     dense,
