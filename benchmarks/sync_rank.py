@@ -10,6 +10,7 @@ import tempfile
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,23 @@ class BytesAlive(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self.collectives[func.__name__.split(".")[0]] += 1
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            if type(tensor) is Tensor and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                key = storage.data_ptr()
-                if storage.nbytes() and key not in self.alive:
-                    self.alive[key] = storage.nbytes()
-                    weakref.finalize(storage, self.alive.pop, key, None)
+        given = {storage.data_ptr() for storage in _storages(args)}
+        for storage in _storages([result]):
+            key = storage.data_ptr()
+            if storage.nbytes() and key not in self.alive and key not in given:
+                self.alive[key] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, key, None)
         self.most = max(self.most, sum(self.alive.values()))
         return result
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Of the plain tensors among values, and in lists of them."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _storages(value)
+        elif isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter) and not value.is_meta:
+            yield value.untyped_storage()
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@
     header "begin", announcement            broadcasts         ->
     header "bucket i, digest", its bytes    broadcasts         ->  compare
     header "end, digest of all"             a broadcast        ->  compare
-    gathers a text of every receiver        an all-gather      <-  "" or what failed
+    hears a text of every receiver          broadcasts         <-  "" or what failed
 
 While a bucket travels, the next one is made; a broadcast waits for the receiver, so no more than that is under way. A
 receiver that fails goes on receiving and says so at the end: leaving would break the group for all. Over gloo the death
@@ -236,10 +236,11 @@ class _Link:
         """uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def broadcast(self, tensor: Tensor, timeout: dt.timedelta | None = None) -> Any:
+    def broadcast(self, tensor: Tensor, timeout: dt.timedelta | None = None, root: int | None = None) -> Any:
         """Begin to send or receive; what is late breaks the group, so that no thread of it waits for longer."""
         options: Any = dist.BroadcastOptions()
-        options.rootRank, options.timeout = self._root, timeout or self.timeout
+        options.rootRank = self._root if root is None else root
+        options.timeout = timeout or self.timeout
         return self._group.broadcast([tensor], options)
 
     def wait(self, work: Any) -> None:
@@ -270,14 +271,15 @@ class _Link:
         return bytes(data.tolist())
 
     def answers(self, text: str) -> list[str]:
-        """What all ranks say."""
+        """What each rank says, in rank order."""
         own = text.encode()[:ANSWER].ljust(ANSWER, b"\0")
-        sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
-        got = [self.room(ANSWER) for _ in range(self._group.size())]
-        options: Any = dist.AllgatherOptions()
-        options.timeout = self.timeout
-        self.wait(self._group.allgather([got], [sent], options))
-        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in got]
+        said = []
+        for rank in range(self._group.size()):
+            told = bytearray(own) if rank == self._group.rank() else bytearray(ANSWER)
+            sent = torch.frombuffer(told, dtype=torch.uint8).to(self.device)
+            self.wait(self.broadcast(sent, root=rank))
+            said.append(bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace"))
+        return said
 
     def errors(self, told: Any) -> "_Errors":
         """A block in which errors of the group become those of a stream, `told(why)`."""

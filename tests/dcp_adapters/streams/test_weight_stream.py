@@ -28,6 +28,8 @@ from qtensor import (
     quantize,
     quantize_,
 )
+from qtensor.high_precision import HighPrecisionWeight
+from tests.dcp_adapters.cases import values
 from tests.dcp_adapters.streams.cases import (
     CONFIG,
     EXPORTED,
@@ -45,6 +47,7 @@ from tests.dcp_adapters.streams.cases import (
 )
 from tests.fsdp_hooks.cases import Collectives
 from tests.ranks import agreed, run_ranks, run_ranks_each
+from tests.recipes import TABLE
 
 MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
 GROUPS = 4  # three layers and the root
@@ -163,6 +166,13 @@ def test_defaults_of_the_caller_do_not_matter() -> None:
             assert_same(streamed(on_the_way), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", [each.name for each in TABLE if each.tensor_wide and not each.history])
+def test_the_scale_that_a_plan_reads_is_that_of_the_gathered_weight(name: str) -> None:
+    weight = HighPrecisionWeight(values((32, 64), 3), next(each.recipe for each in TABLE if each.name == name))
+    wide = next(each.tensor_wide for each in TABLE if each.name == name)
+    assert torch.equal(weight.tensor_wide_scale(), weight.quantized().parts()[wide])
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
