@@ -266,7 +266,8 @@ class _IncomingViews(Incoming):
         """The sender's next word; what came before it is done with."""
         try:
             if self.came:
-                self._wire.send({"kind": "free", "done": self.came})
+                with suppress(BrokenPipeError):  # what it said before it went can still be read
+                    self._wire.send({"kind": "free", "done": self.came})
             told, _, _ = self._wire.receive()
         except OSError as error:
             raise self.broken(f"the sender is gone or late ({_text(error)})") from None
