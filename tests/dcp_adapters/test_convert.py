@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import weakref
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,8 +39,9 @@ COLUMNS = 512  # four column cuts of one block of 128
 ROWS = {"even": 64, "uneven": 96, "few": 32}  # on 3 and 4 ranks cuts fall inside of square blocks
 
 
+@cache
 def source(kind: str, rows: int) -> Tensor:
-    """A full tensor as the checkpoint holds it."""
+    """A full tensor as the checkpoint holds it; do not write to it."""
     x = values((rows, COLUMNS), rows, torch.float32)
     x[3, 40] = float("nan")  # one block, and one row, that is not finite
     x[rows // 2] = 0
@@ -53,6 +55,12 @@ def converted(full: Tensor, kind: str, rows: int) -> Tensor:
         target.copy_(full)
         return target
     return full.dequantize(DENSE[kind]) if isinstance(full, QuantizedTensor) else full.to(DENSE[kind])
+
+
+@cache
+def expected(a: str, b: str, rows: int) -> Tensor:
+    """The source of kind `a` as kind `b`."""
+    return converted(source(a, rows), b, rows)
 
 
 def empty_target(kind: str, rows: int) -> Tensor:
@@ -94,9 +102,7 @@ def every_pair(path: Path, layouts: list[str]) -> None:
         sizes = ROWS if layout == "fsdp" and world > 1 else {"uneven": ROWS["uneven"]}
         for kind in KINDS:
             full = {
-                f"{size}.{other}": converted(source(other, rows), kind, rows)
-                for size, rows in sizes.items()
-                for other in KINDS
+                f"{size}.{other}": expected(other, kind, rows) for size, rows in sizes.items() for other in KINDS
             }
             target: dict[str, Any] = {
                 name: placed(empty_target(kind, ROWS[name.split(".")[0]]), mesh, *placements) for name in full
