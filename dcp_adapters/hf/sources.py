@@ -58,24 +58,7 @@ class LiveSource(Source):
         *,
         as_gathered: bool = False,
     ) -> None:
-        flat, paths = flatten_state_dict(dict(state_dict))
-        quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
-        if as_gathered:
-            quantized |= {name for name, value in flat.items() if plain_leaf(value) is not value}
-        prefix = weights_prefix(paths, quantized, like) if prefix is None else prefix
-        self._values: dict[str, Tensor] = {}
-        for name, value in under(prefix, flat, "the state dict").items():
-            refuse_hidden(name, value)
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name} is a {type(value).__name__}; an export holds tensors only: leave it out")
-            if value.is_meta:
-                raise ValueError(f"{name} is on the meta device, it has no values; load the weights first")
-            self._values[name] = kept = (value if as_gathered else plain_leaf(value)).detach()
-            if quantized_local(value) is None and not is_plain(local_of(plain_leaf(kept))):
-                raise ValueError(
-                    f"{name} is a {type(local_of(value)).__name__}, of which an export knows no bytes; expected dense "
-                    "tensors and those of this library: dequantize it first"
-                )
+        self._values = live_tensors(state_dict, prefix, like, what="an export", as_gathered=as_gathered)
         self.entries = {name: entry_of(name, value) for name, value in self._values.items()}
         self._parts: dict[str, dict[str, Tensor]] = {}
         for name, value in self._values.items():
@@ -257,6 +240,47 @@ class _JoinedGroup(Group):
     def close(self) -> None:
         for group in self._groups.values():
             group.close()
+
+
+def live_tensors(
+    state_dict: Mapping[str, Any],
+    prefix: str | None,
+    like: Collection[str] | None = None,
+    *,
+    what: str,
+    as_gathered: bool = False,
+) -> dict[str, Tensor]:
+    """The tensors of a state dict, aliased, by the names that the plain model gives them.
+
+    Args:
+        state_dict: as of LiveSource.
+        prefix: as of LiveSource.
+        like: as of LiveSource.
+        what: who asks, for errors: "an export".
+        as_gathered: leave weights with storage="high_precision" as they are; else they become dense.
+
+    Raises:
+        ValueError: as of LiveSource.
+    """
+    flat, paths = flatten_state_dict(dict(state_dict))
+    quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
+    if as_gathered:
+        quantized |= {name for name, value in flat.items() if plain_leaf(value) is not value}
+    prefix = weights_prefix(paths, quantized, like) if prefix is None else prefix
+    values: dict[str, Tensor] = {}
+    for name, value in under(prefix, flat, "the state dict").items():
+        refuse_hidden(name, value)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; {what} holds tensors only: leave it out")
+        if value.is_meta:
+            raise ValueError(f"{name} is on the meta device, it has no values; load the weights first")
+        values[name] = (value if as_gathered else plain_leaf(value)).detach()
+        if quantized_local(value) is None and not is_plain(local_of(plain_leaf(values[name]))):
+            raise ValueError(
+                f"{name} is a {type(local_of(value)).__name__}, of which {what} knows no bytes; expected dense "
+                "tensors and those of this library: dequantize it first"
+            )
+    return values
 
 
 def source_of(

@@ -28,6 +28,9 @@ from fsdp_hooks.digest import digest
 class WeightStreamError(RuntimeError):
     """Weights did not arrive as a whole; the text says what came, and what to do."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
 
 class Sender(Protocol):
     """Takes the buckets of one version after the other; used by one rank, which calls in the order above."""
