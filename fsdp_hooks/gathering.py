@@ -46,9 +46,9 @@ def cut_of(tensor: Tensor) -> Cut | None:
     if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
         return None
     cuts = [(number, place) for number, place in enumerate(tensor.placements) if not place.is_replicate()]
-    if len(cuts) != 1 or type(cuts[0][1]) is not Shard:
+    number, place = cuts[0] if len(cuts) == 1 else (0, None)
+    if not isinstance(place, Shard) or type(place) is not Shard:  # a shard of strides is another cut
         return None
-    (number, place) = cuts[0]
     mesh = tensor.device_mesh
     expected = _piece(tensor.shape, place.dim, mesh.size(number), mesh.get_local_rank(number))
     return Cut(mesh.get_group(number), place.dim) if tuple(local_of(tensor).shape) == expected else None

@@ -104,7 +104,9 @@ class HighPrecisionWeight(Tensor):
         """fp32 []: that of `quantized`, for a recipe that has one, without the rest of the work."""
         agreed, x = self._agreed(), self.dense.detach()
         amax, _ = decided(x, self.recipe, self.agreement.cut if agreed is not None else None, agreed)
-        return wide_scale(shared_amax(x, self.recipe) if amax is None else amax.reshape(()), self.recipe)
+        found = shared_amax(x, self.recipe) if amax is None else amax.reshape(())
+        assert found is not None
+        return wide_scale(found, self.recipe)
 
     def _agreed(self) -> Tensor | None:
         """fp32 [n]: what was agreed on, where this shard's values still claim what they did then; else their claim."""
