@@ -57,7 +57,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., width] -> [.., width]."""
-        return x + self.down(F.relu(self.up(self.norm(x))))
+        changed: Tensor = self.down(F.relu(self.up(self.norm(x))))
+        return x + changed
 
 
 class Policy(nn.Module):
@@ -86,7 +87,7 @@ def load(model: Policy, tensors: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             module, _, own = name.rpartition(".")
-            weight = model.get_submodule(module)._parameters.get("weight") if own in NAMES else None
+            weight: Any = model.get_submodule(module).weight if own in NAMES else None
             if isinstance(weight, QuantizedTensor):
                 part, read = NAMES[own]
                 held = weight.parts()[part]
@@ -145,7 +146,8 @@ def policy(recipe: str, layers: int) -> Policy:
     model.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.bfloat16)
     for layer in model.layers:
         fully_shard(layer)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def step(model: Policy, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:

@@ -36,6 +36,7 @@ def fsdp_groups(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for fqn, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, FSDPModule):
+            assert isinstance(child, nn.Module)
             for tensors in (child.named_parameters, child.named_buffers):
                 names = (plain_name(name) for name, _ in tensors(prefix=fqn, remove_duplicate=False))
                 found |= dict.fromkeys(names, f"FSDP module {plain_name(fqn)}")

@@ -7,7 +7,7 @@ So a gather runs while the tensors of the group before it are written or sent. A
 does not stop the gathers, in which the other ranks wait for it: it is put on a list, and raised when all is gathered.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,7 @@ def in_groups(outputs: Iterable[Output], group_of: GroupOf) -> list[tuple[Output
 
 def made_tensors(
     source: Source, jobs: Sequence[Job], failed: list[Exception]
-) -> Iterator[tuple[Written, Tensor | None]]:
+) -> Generator[tuple[Written, Tensor | None], None, None]:
     """All tensors of the jobs in order: each where it is kept, None elsewhere, and None after an error.
 
     A collective, if anything is sharded: all ranks walk through it alike, or leave it alike.

@@ -305,4 +305,6 @@ def _device(group: Any) -> torch.device:
     """The CPU for gloo, the current GPU for NCCL."""
     if "gloo" in group.name():
         return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator() or "cpu", torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    return torch.device(kind, torch.accelerator.current_device_index())
