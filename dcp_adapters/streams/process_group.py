@@ -67,10 +67,11 @@ class GroupSender:
         self._digests: list[int] = []
         self._buffers: list[Tensor] = []
         self._under_way: list[Any] = []
+        self._ended = False  # whether the receivers have heard the end
 
     def begin(self, announcement: Announcement) -> None:
         """Tell the receivers what comes."""
-        self._announcement, self._digests, self._under_way = announcement, [], []
+        self._announcement, self._digests, self._under_way, self._ended = announcement, [], [], False
         if not self._buffers or self._buffers[0].numel() < announcement.largest:
             self._buffers = [self._link.room(announcement.largest) for _ in range(2)]
         with self._link.errors(self._error):
@@ -93,6 +94,7 @@ class GroupSender:
         """Wait until all receivers have compared everything."""
         with self._link.errors(self._error):
             self._arrived()
+            self._ended = True
             self._link.wait(self._link.header(END, len(self._digests), digest_of_all(self._digests)))
             answers = self._link.answers("")
         failed = next(filter(None, answers), None)
@@ -101,7 +103,7 @@ class GroupSender:
 
     def abort(self, error: BaseException) -> None:
         """Tell the receivers why no more comes, unless the group is broken or they have heard the end."""
-        if self._link.broken or self._announcement is None or len(self._digests) == len(self._announcement.buckets):
+        if self._link.broken or self._announcement is None or self._ended:
             return
         try:
             self._arrived()

@@ -10,6 +10,7 @@ a stream half-way leaves the model as it was. Memory is the group that is handed
 meanwhile, and a bucket, whatever the size of the model.
 """
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
@@ -114,8 +115,10 @@ class WeightStream:
         self._progress = progress
         self.version = 0
         _, plan = prepared(self._asked)
-        self._records = _records(self._groups(plan))
+        groups = self._groups(plan)
+        self._records = _records(groups)
         self.sizes = bucket_sizes(self._records, bucket_bytes)
+        _check_alike(groups, self.sizes, to)
         self.json: dict[str, Any] = described.json(plan.json, dtype_name(plan.dtype))
 
     def metadata(self) -> tuple[TensorRecord, ...]:
@@ -218,6 +221,18 @@ def _records(groups: list[tuple[Output, ...]]) -> tuple[TensorRecord, ...]:
         for output in group
         for written in output.written
     )
+
+
+def _check_alike(groups: list[tuple[Output, ...]], sizes: tuple[int, ...], to: str) -> None:
+    """Refuse ranks that would not gather alike."""
+    own = repr(([[output.source for output in group] for group in groups], sizes, to))
+    told = on_all(None, lambda: hashlib.sha256(own.encode()).hexdigest())
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"WeightStream: ranks 0 and {other} differ in group_of=, bucket_bytes= or to=; give all ranks the same "
+            "arguments"
+        )
 
 
 def _quantizing(

@@ -365,6 +365,8 @@ def _disagrees(what: str) -> str:
     options: dict[str, Any] = {}
     if what == "arguments" and dist.get_rank() == 1:
         options["layout"] = "modelopt"
+    if what == "buckets" and dist.get_rank() == 1:
+        options["bucket_bytes"] = 1000
     if what != "scales":
         sync_scales(model)
     with Collectives() as comms:
@@ -380,6 +382,8 @@ def test_ranks_that_differ_are_told_before_anything_is_gathered() -> None:
     scales = run_ranks(2, _disagrees, "scales")
     text = "differ in the values of tensor-wide scales; call fsdp_hooks.sync_scales on the model first"
     assert scales == [f"WeightStream: ranks 0 and 1 {text}"] * 2
+    text = "differ in group_of=, bucket_bytes= or to=; give all ranks the same arguments"
+    assert run_ranks(2, _disagrees, "buckets") == [f"WeightStream: ranks 0 and 1 {text}"] * 2
     arguments = run_ranks(2, _disagrees, "arguments")
     assert len(set(arguments)) == 1
     assert "modelopt" in arguments[0] or "differ in what is to become of them" in arguments[0]
