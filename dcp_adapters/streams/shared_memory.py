@@ -14,29 +14,22 @@ The kernel closes the socket of a process that dies, however it dies, so the oth
 the connection is closed; the next `receive` makes another.
 """
 
-import json
-import mmap
 import os
 import selectors
 import socket
-import struct
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import ALIGNED, fill, room_of, views
 from dcp_adapters.streams.transport import Incoming, Receiver, WeightStreamError, bytes_digest, digest_of_all
+from dcp_adapters.streams.wires import Ring, Wire
 
-HEADER = struct.Struct("<QQ")  # bytes of JSON, bytes that follow it
 LONGEST_PATH = 100  # bytes; the kernel's limit is 108
 
 
@@ -60,8 +53,8 @@ class SharedMemorySender:
     ) -> None:
         self._address, self._receivers, self._slots, self._timeout = Path(address), receivers, slots, timeout
         self._listener = _listening(self._address, receivers)
-        self._wires: list[_Wire] = []
-        self._ring: _Ring | None = None
+        self._wires: list[Wire] = []
+        self._ring: Ring | None = None
         self._announcement: Announcement | None = None
         self._digests: list[int] = []
 
@@ -71,7 +64,7 @@ class SharedMemorySender:
         while len(self._wires) < self._receivers:
             self._wires.append(self._accepted(deadline, announcement.version))
         if self._ring is None or self._ring.slot < announcement.largest:
-            self._ring = _Ring.made(max(announcement.largest, ALIGNED), self._slots)
+            self._ring = Ring.made(max(announcement.largest, ALIGNED), self._slots)
         told = {"kind": "begin", "slots": self._slots, "slot": self._ring.slot}
         self._announcement, self._digests = announcement, []
         for wire in self._wires:
@@ -119,11 +112,11 @@ class SharedMemorySender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accepted(self, deadline: float, version: int) -> "_Wire":
+    def _accepted(self, deadline: float, version: int) -> Wire:
         try:
             while True:
                 self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
-                wire = _Wire(self._listener.accept()[0], self._timeout)
+                wire = Wire(self._listener.accept()[0], self._timeout)
                 with suppress(OSError):
                     if wire.receive()[0]["kind"] == "hello":
                         return wire
@@ -134,13 +127,13 @@ class SharedMemorySender:
                 f"{self._address} within {self._timeout} s; start the others, or give the number that there are"
             ) from None
 
-    def _tell(self, wire: "_Wire", told: Mapping[str, Any], data: bytes = b"", files: list[int] | None = None) -> None:
+    def _tell(self, wire: Wire, told: Mapping[str, Any], data: bytes = b"", files: list[int] | None = None) -> None:
         try:
             wire.send(told, data, files or [])
         except OSError as error:
             raise self._lost(wire, error) from None
 
-    def _wait(self, done: Callable[["_Wire"], bool], what: str) -> None:
+    def _wait(self, done: Callable[[Wire], bool], what: str) -> None:
         """Read what receivers say until `done` of all of them."""
         deadline = time.monotonic() + self._timeout
         while waiting := [wire for wire in self._wires if not done(wire)]:
@@ -153,7 +146,7 @@ class SharedMemorySender:
             for key, _ in ready:
                 self._heard(key.data)
 
-    def _heard(self, wire: "_Wire") -> None:
+    def _heard(self, wire: Wire) -> None:
         try:
             told, _, _ = wire.receive()
         except OSError as error:
@@ -165,7 +158,7 @@ class SharedMemorySender:
         else:
             wire.accepted = told["kind"] == "accepted"
 
-    def _lost(self, wire: "_Wire", error: OSError) -> WeightStreamError:
+    def _lost(self, wire: Wire, error: OSError) -> WeightStreamError:
         with suppress(OSError, ValueError, KeyError):  # it may have said why before it went
             told, _, _ = wire.receive()
             if told["kind"] == "refused":
@@ -193,7 +186,7 @@ class SharedMemoryReceiver(Receiver):
         self, address: str | os.PathLike[str], *, timeout: float = 300.0, patience: float | None = None
     ) -> None:
         self._address, self._timeout, self._patience = Path(address), timeout, patience
-        self._wire: _Wire | None = None
+        self._wire: Wire | None = None
 
     def close(self) -> None:
         """Let go of the sender."""
@@ -217,7 +210,7 @@ class SharedMemoryReceiver(Receiver):
             if told["kind"] != "begin":
                 raise OSError(told.get("why", f"it said {told['kind']!r}"))
             return _IncomingViews(
-                Announcement.from_bytes(data), wire, _Ring.mapped(files[0], told["slot"], told["slots"])
+                Announcement.from_bytes(data), wire, Ring.mapped(files[0], told["slot"], told["slots"])
             )
         except (OSError, ValueError, KeyError, IndexError) as error:
             self.close()
@@ -242,7 +235,7 @@ class SharedMemoryReceiver(Receiver):
 
 
 class _IncomingViews(Incoming):
-    def __init__(self, announcement: Announcement, wire: "_Wire", ring: "_Ring") -> None:
+    def __init__(self, announcement: Announcement, wire: Wire, ring: Ring) -> None:
         super().__init__(announcement)
         self._wire, self._ring = wire, ring
         self._digests: list[int] = []
@@ -278,78 +271,6 @@ class _IncomingViews(Incoming):
         return told
 
 
-@dataclass
-class _Ring:
-    """Slots in shared memory that both sides have mapped. file: its descriptor."""
-
-    file: int
-    slot: int
-    slots: int
-    _bytes: Tensor = field(repr=False)
-
-    @staticmethod
-    def made(slot: int, slots: int) -> "_Ring":
-        """A new one."""
-        if sys.platform == "linux":
-            file = os.memfd_create("weights")
-        else:
-            with tempfile.TemporaryFile() as opened:  # without a name
-                file = os.dup(opened.fileno())
-        os.ftruncate(file, slot * slots)
-        return _Ring.mapped(file, slot, slots)
-
-    @staticmethod
-    def mapped(file: int, slot: int, slots: int) -> "_Ring":
-        """One that the sender made."""
-        mapping = mmap.mmap(file, slot * slots)
-        return _Ring(file, slot, slots, torch.frombuffer(mapping, dtype=torch.uint8))
-
-    def memory(self, number: int) -> Tensor:
-        """uint8 [slot], a view."""
-        return self._bytes[number * self.slot : (number + 1) * self.slot]
-
-    def __del__(self) -> None:
-        os.close(self.file)
-
-
-class _Wire:
-    """A connected socket and what its other end has said. done: buckets it is done with."""
-
-    def __init__(self, connected: socket.socket, timeout: float) -> None:
-        self.socket = connected
-        self.socket.settimeout(timeout)
-        self.done, self.accepted = 0, False
-
-    def send(self, told: Mapping[str, Any], data: bytes = b"", files: list[int] | None = None) -> None:
-        """One message, with descriptors of files. Raises OSError."""
-        text = json.dumps(told).encode()
-        head = HEADER.pack(len(text), len(data))
-        sent = socket.send_fds(self.socket, [head], files or [])
-        self.socket.sendall(head[sent:] + text + data)
-
-    def receive(self) -> tuple[dict[str, Any], bytes, list[int]]:
-        """One message. Raises OSError where the other side is gone, or late."""
-        head, files, _, _ = socket.recv_fds(self.socket, HEADER.size, 1)
-        if not head:
-            raise ConnectionResetError("it closed the connection")
-        size, more = HEADER.unpack(head + self._exactly(HEADER.size - len(head)))
-        told: dict[str, Any] = json.loads(self._exactly(size))
-        return told, self._exactly(more), files
-
-    def close(self) -> None:
-        """Close the socket."""
-        self.socket.close()
-
-    def _exactly(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            piece = self.socket.recv(min(size - len(data), 2**20))
-            if not piece:
-                raise ConnectionResetError("it closed the connection in the middle of a message")
-            data += piece
-        return bytes(data)
-
-
 def _listening(address: Path, receivers: int) -> socket.socket:
     if len(os.fsencode(address)) > LONGEST_PATH:
         raise ValueError(f"{address}: longer than the {LONGEST_PATH} bytes that a socket's path may have")
@@ -365,7 +286,7 @@ def _listening(address: Path, receivers: int) -> socket.socket:
     return listener
 
 
-def _connected(address: Path, deadline: float | None, timeout: float) -> _Wire:
+def _connected(address: Path, deadline: float | None, timeout: float) -> Wire:
     """A connection to the sender, as soon as it listens."""
     while True:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -374,7 +295,7 @@ def _connected(address: Path, deadline: float | None, timeout: float) -> _Wire:
         except (FileNotFoundError, ConnectionRefusedError):
             connected.close()
         else:
-            wire = _Wire(connected, timeout)
+            wire = Wire(connected, timeout)
             wire.send({"kind": "hello"})
             return wire
         if deadline is not None and time.monotonic() > deadline:
