@@ -52,13 +52,14 @@ QUESTIONS = {  # cheap ones first
     "linear": Question(20),
     "staging": Question(25),
     "exports": Question(25),
+    "deltas": Question(15, full=True),
     "overhead": Question(55),
     "optimizer": Question(45),
     "sync": Question(60, full=True),
     "plan_scaling": Question(50, full=True),
     "checkpoints": Question(160),
     "gather": Question(145),
-    "growth": Question(310),
+    "growth": Question(295),
     "calibration": Question(300, full=True),
 }
 

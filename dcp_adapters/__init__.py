@@ -13,6 +13,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     source.py              anything that has tensors: names at once, values one tensor at a time
     manifest.py            what a checkpoint says about its quantized tensors
     checksums.py           digests of what a checkpoint stores
+    weight_sums.py         what digests of weights are made of, wherever the weights are
     expand.py              quantized leaves of a state dict as their parts
 
     reading/               checkpoints read without executing anything in them
@@ -21,10 +22,19 @@ imports only what stands above it, qtensor and fsdp_hooks:
     save/                  the save planner, and what is written in which order
     load/                  the load planner: compare, read in place, convert
     hf/                    Hugging Face directories: export and import
+    digests/               one value for all weights: of a model, a checkpoint, a directory, received tensors
+    delta/                 exact deltas between two states of the same tensors
     streams/               the tensors of an export into engines that are running
     cli/                   the command line, `python -m dcp_adapters`
 """
 
+from dcp_adapters.cli.deltas import patched_copy, write_delta
+from dcp_adapters.delta.apply import apply_deltas
+from dcp_adapters.delta.chain import Anchors, removable
+from dcp_adapters.delta.live import HeldVersion
+from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
+from dcp_adapters.digests.digest import digest, tensor_digests
 from dcp_adapters.expand import expand
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.importing import import_hf
@@ -43,9 +53,12 @@ from dcp_adapters.streams.vllm_source import vllm_source
 from dcp_adapters.streams.weight_stream import WeightStream
 
 __all__ = [
+    "Anchors",
     "AtomicFileSystemWriter",
+    "Delta",
     "GroupReceiver",
     "GroupSender",
+    "HeldVersion",
     "Manifest",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
@@ -55,11 +68,21 @@ __all__ = [
     "SharedMemorySender",
     "WeightStream",
     "WeightStreamError",
+    "apply_deltas",
+    "delta_from_bytes",
+    "delta_to_bytes",
+    "digest",
     "expand",
     "export_hf",
     "import_hf",
     "join_group",
+    "open_delta",
+    "patched_copy",
     "read_manifest",
+    "removable",
     "remove_replaced",
+    "save_delta",
+    "tensor_digests",
     "vllm_source",
+    "write_delta",
 ]

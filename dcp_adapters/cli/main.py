@@ -1,7 +1,7 @@
-"""The command line: python -m dcp_adapters inspect | report | verify | diff | convert | export CHECKPOINT ...
+"""The command line, `python -m dcp_adapters COMMAND ...`; `HELP` in help_texts.py has the commands.
 
-Arguments in, text or JSON out; other modules do the work. Exit status: 0, all is well; 1, something was
-found (an error by verify, a difference by diff); 2, the command could not do its work (no such path, no checkpoint, an
+Arguments in, text or JSON out; other modules do the work. Exit status: 0, all is well; 1, something was found (an error
+by verify, a difference by diff or digest); 2, the command could not do its work (no such path, no checkpoint, an
 unknown recipe): one message on stderr.
 """
 
@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
+from dcp_adapters.cli.deltas import patched_copy, write_delta
 from dcp_adapters.cli.diff import diff
+from dcp_adapters.cli.digest import digest_of_each, opened
 from dcp_adapters.cli.help_texts import HELP, MAIN
 from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes once more at its end
         return FAILED
-    except (OSError, ValueError, EOFError, pickle.PickleError) as error:
+    except (OSError, ValueError, EOFError, ImportError, pickle.PickleError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -108,6 +110,16 @@ def _verify(arguments: argparse.Namespace) -> int:
     return FOUND if errors else FINE
 
 
+def _digest(arguments: argparse.Namespace) -> int:
+    paths = [arguments.a] if arguments.b is None else [arguments.a, arguments.b]
+    sources = opened(paths, arguments.prefix)
+    total = sum(tensor.nbytes for source in sources for tensor in source.entries.values())
+    with progress_bar("digesting", total, enabled=arguments.progress) as advance:
+        found = digest_of_each(paths, sources, advance=advance)
+    _show(found.to_json() if arguments.json else found.render())
+    return FOUND if found.difference is not None else FINE
+
+
 def _diff(arguments: argparse.Namespace) -> int:
     a, b = _opened(arguments.a), _opened(arguments.b)
     total = sum(tensor.nbytes for tensor in a.entries.values())
@@ -126,6 +138,24 @@ def _convert(arguments: argparse.Namespace) -> int:
     total = sum(tensor.nbytes for tensor in source.entries.values()) + sum(map(source.blob_size, source.blobs))
     with progress_bar("converting", total, enabled=arguments.progress) as advance:
         done = convert_checkpoint(source, arguments.destination, plan, advance=advance)
+    _show(done.to_json() if arguments.json else done.render())
+    return FINE
+
+
+def _delta(arguments: argparse.Namespace) -> int:
+    made = write_delta(
+        arguments.old,
+        arguments.new,
+        arguments.out,
+        verify_checksums=arguments.checksums,
+        progress=arguments.progress,
+    )
+    _show(made.to_json() if arguments.json else made.render())
+    return FINE
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    done = patched_copy(arguments.base, arguments.deltas, arguments.out, progress=arguments.progress)
     _show(done.to_json() if arguments.json else done.render())
     return FINE
 
@@ -205,9 +235,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(_command(commands, "inspect"))
     _add_report(_command(commands, "report"))
     _add_verify(_command(commands, "verify"))
+    _add_digest(_command(commands, "digest"))
     _add_diff(_command(commands, "diff"))
     _add_convert(_command(commands, "convert"))
     _add_export(_command(commands, "export"))
+    _add_delta(_command(commands, "delta"))
+    _add_apply(_command(commands, "apply"))
     return parser
 
 
@@ -248,6 +281,15 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
     _add_progress(parser)
     parser.set_defaults(run=_verify)
+
+
+def _add_digest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="a checkpoint or a Hugging Face directory")
+    parser.add_argument("b", metavar="B", nargs="?", help="what is compared with it")
+    parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in checkpoints")
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_digest)
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
@@ -292,6 +334,25 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_checksums(parser)
     _add_progress(parser)
     parser.set_defaults(run=_export)
+
+
+def _add_delta(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", metavar="OLD", help="the state that receivers have")
+    parser.add_argument("new", metavar="NEW", help="the state that they should get")
+    parser.add_argument("out", metavar="OUT", help="the file to write; must not exist")
+    _add_checksums(parser)
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_delta)
+
+
+def _add_apply(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", metavar="BASE", help="the state to start from")
+    parser.add_argument("deltas", metavar="DELTA", nargs="+", help="files, in the order in which they were made")
+    parser.add_argument("out", metavar="OUT", help="the directory to write; must not exist, or be empty")
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_apply)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ is read only by the rank that needs the tensor.
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Group, Keep, Source, Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.torch_private import flatten_state_dict
+from fsdp_hooks.byte_sums import Piece
 from fsdp_hooks.gathering import Gathering, cut_of
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor.high_precision import HighPrecisionWeight
@@ -152,12 +153,20 @@ class StoredSource(Source):
     Args:
         stored: where they are.
         prefix, like: as of LiveSource.
+        what: who asks, for errors.
 
     Raises:
         ValueError: as of LiveSource.
     """
 
-    def __init__(self, stored: Stored, prefix: str | None = None, like: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        stored: Stored,
+        prefix: str | None = None,
+        like: Collection[str] | None = None,
+        *,
+        what: str = "an export",
+    ) -> None:
         self._stored = stored
         if prefix is None:
             places = {name: stored.paths.get(entry.part_keys()[0], (name,)) for name, entry in stored.entries.items()}
@@ -166,7 +175,7 @@ class StoredSource(Source):
         blobs = [name for name in stored.blobs if name.startswith(prefix)]
         if blobs:
             raise ValueError(
-                f"{stored.path}: {blobs[0]} is an entry of bytes; an export holds tensors only: say by prefix=... "
+                f"{stored.path}: {blobs[0]} is an entry of bytes; {what} holds tensors only: say by prefix=... "
                 '(--prefix) under which name the weights are, for example "model."'
             )
         self._names = under(prefix, {name: name for name in stored.entries}, str(stored.path))
@@ -179,6 +188,10 @@ class StoredSource(Source):
     def part(self, name: str, part: str) -> Tensor:
         """From disk."""
         return self._stored.part(self._names[name], part)
+
+    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+        """From disk."""
+        return self._stored.pieces(self._names[name], part)
 
 
 class JoinedSources(Source):

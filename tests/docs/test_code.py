@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import qtensor
-from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, import_hf, read_manifest
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand, import_hf, read_manifest
 from layerwise import GPTQ, calibrate
 from qtensor import MXFP8BlockScaling, QuantizedTensor
 from tests.docs import small_models
@@ -186,9 +186,35 @@ def how_to_shard(path: Path) -> None:
     train(names["model"], names["optimizer"])
 
 
+def deltas(path: Path) -> None:
+    with qtensor.quantized_model_init(MXFP8BlockScaling()):
+        model = Model()
+    optimizer = qtensor.MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    receiver = {name: value.clone() for name, value in model.state_dict().items()}
+    names = namespace(model=model, receiver=receiver, optimizer=optimizer, train=train)
+    names = page("deltas.md").run(names, dots=("train(model, optimizer)",))
+    assert names["applied"] == 1
+    for name, value in model.state_dict().items():
+        if isinstance(value, QuantizedTensor):
+            assert torch.equal(receiver[name].payload, value.payload)
+
+
 def index(path: Path) -> None:
     names = page("index.md").run(namespace(build_model=Model, path=path, shard=shard, fill=fill, train=train))
     assert isinstance(local(names["model"].layers[0].mlp.up_proj.weight), QuantizedTensor)
+
+
+def qat(path: Path) -> None:
+    dots = ("shard(model); fill(model)", "train(model, optimizer)", "shard(deployed)")
+    names = namespace(build_model=Model, path=path, shard=shard, fill=fill, train=train)
+    names = page("qat.md").run(names, dots=dots)
+    exported = import_hf(path / "exported", progress=False)
+    trained = {name: value.full_tensor() for name, value in expand(names["model"].state_dict()).items()}
+    for name, value in exported.items():
+        assert isinstance(value, QuantizedTensor) == ("norm" not in name)
+        expected = qtensor.quantize(trained[name], value.recipe) if "norm" not in name else trained[name]
+        for part, kept in qtensor_parts(expected).items():
+            assert torch.equal(kept, qtensor_parts(value)[part]), name
 
 
 def readme(path: Path) -> None:
@@ -214,12 +240,14 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/checkpoint_format.md": (1, checkpoint_format),
     "docs/checkpoints.md": (1, checkpoints),
     "docs/compatibility.md": (1, compatibility),
+    "docs/deltas.md": (1, deltas),
     "docs/faults.md": (1, faults),
     "docs/engines.md": (2, engines),
     "docs/export.md": (1, export),
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),
     "docs/index.md": (2, index),
+    "docs/qat.md": (2, qat),
 }
 
 
