@@ -100,7 +100,7 @@ def engine(address: str, recipe: str, layers: int) -> None:
     """Serve until the trainer is gone: one line of JSON for every version."""
     model = Policy(layers)
     quantize_(model, RECIPES[recipe], include=["layers.*"])
-    with SharedMemoryReceiver(address, timeout=60) as receiver:
+    with SharedMemoryReceiver(address, timeout=300) as receiver:
         for line in sys.stdin:  # one for each version
             started = time.perf_counter()
             with receiver.receive() as weights:
@@ -133,6 +133,10 @@ def engine_process(address: str, recipe: str, layers: int) -> Iterator["subproce
         finally:
             assert process.stdin is not None
             process.stdin.close()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:  # it waits for a version that does not come
+                process.kill()
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
@@ -177,7 +181,7 @@ def train(rank: int, store: str, address: str, options: argparse.Namespace) -> N
     with ExitStack() as opened:
         sender = process = None
         if rank == 0:
-            sender = opened.enter_context(SharedMemorySender(address, timeout=60))
+            sender = opened.enter_context(SharedMemorySender(address, timeout=300))
             process = opened.enter_context(engine_process(address, options.recipe, options.layers))
         for update in range(options.updates):
             if process is not None:
