@@ -10,6 +10,7 @@ scale do not; engines and Hugging Face directories know nothing of them.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ import xxhash
 from dcp_adapters.entry import Entry, PartShape
 from dcp_adapters.recipe_names import dtype_name
 from qtensor.formats import PartSpec
+
+
+DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class PartSum(NamedTuple):

@@ -8,7 +8,6 @@ A checkpoint is written anew by the save planner, with checksums of its own. A H
 tensors that change are written over in the copy, so that everything else in it stays as it is.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -26,6 +25,8 @@ from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import open_delta, save_delta
 from dcp_adapters.delta.state_digest import blob_digest
 from dcp_adapters.delta.stored_states import Patched, StoredFiles, opened_state
+from dcp_adapters.hf.file_digests import DIGESTS, file_tensor_digest, renewed_note
+from dcp_adapters.hf.header import METADATA, read_header, write_header
 from dcp_adapters.plain_memory import memory_of
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, refuse_taken, sync
@@ -171,10 +172,10 @@ def patched_copy(
     left = deltas_left(opened, before.digest, str(base))
     patched = Patched(source, left)
     with progress_bar("checking", total, enabled=progress) as advance:
-        _check_result(patched, before, result, advance)
+        after = _check_result(patched, before, result, advance)
     with progress_bar("writing", total, enabled=progress) as advance:
         if isinstance(source, StoredFiles):
-            _write_files(source, patched, final, advance)
+            _write_files(patched, source, after, final, advance)
         else:
             convert_checkpoint(patched, final, ConversionPlan(torch.bfloat16, frozenset()), advance=advance)
     return Applied(str(base), str(out), len(opened), len(left), result, written=True)
@@ -201,8 +202,8 @@ def _changed(layout: Layout, deltas: Sequence[Delta]) -> list[str]:
     return [key for run in layout.runs for key in run.keys if any(any(delta.changes(key)) for delta in deltas)]
 
 
-def _check_result(patched: Patched, before: Summed, result: str, advance: Advance = unseen) -> None:
-    """Raise ValueError where the deltas, all of which are decoded here, do not lead to what they say."""
+def _check_result(patched: Patched, before: Summed, result: str, advance: Advance = unseen) -> Summed:
+    """The patched state. Raises ValueError where the deltas, all decoded here, do not lead to what they say."""
     layout = before.layout
     sums = dict(before.sums)
     for key in _changed(layout, patched.deltas):
@@ -210,24 +211,29 @@ def _check_result(patched: Patched, before: Summed, result: str, advance: Advanc
         sums[key] = sum_of(tensor)
         advance(tensor.nbytes)
     blobs = {name: blob_digest(patched.read_blob(name)) for name in layout.blobs}
-    found = Summed(layout, sums, blobs).digest
-    if found != result:
+    after = Summed(layout, sums, blobs)
+    if after.digest != result:
         raise ValueError(
-            f"the deltas lead to digest {found} from {patched.path}, and the last one says {result}: one of them is "
-            "damaged, or made by other code; nothing was written"
+            f"the deltas lead to digest {after.digest} from {patched.path}, and the last one says {result}: one of "
+            "them is damaged, or made by other code; nothing was written"
         )
+    return after
 
 
-def _write_files(source: StoredFiles, patched: Patched, final: Path, advance: Advance) -> None:
+def _write_files(patched: Patched, source: StoredFiles, after: Summed, final: Path, advance: Advance) -> None:
     begun = hidden_name(final)
     with gone_on_error(begun):
         shutil.copytree(source.path, begun)
         names = set(_changed(layout_of(source), patched.deltas))
+        digests = {name: file_tensor_digest(*after.layout.parts[name], total) for name, total in after.sums.items()}
         for file in source.file_bytes():
             here = [name for name, tensor in source.tensors.items() if tensor.file == file and name in names]
             with (begun / file).open("r+b") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(size))
+                size, header = read_header(stream)
+                metadata = header.get(METADATA, {})
+                if here and DIGESTS in metadata:
+                    metadata[DIGESTS] = renewed_note(metadata[DIGESTS], file, digests)
+                    write_header(stream, size, header)
                 for name in here:
                     tensor = patched.part(name, "")
                     stream.seek(8 + size + header[name]["data_offsets"][0])

@@ -45,14 +45,14 @@ class Directory:
     """What the directory says.
 
     config: of config.json, {} without one. quantization: hf_quant_config.json's, None without one. notes: what headers
-    say beside their tensors, a list for each key.
+    say beside their tensors: key -> file -> text.
     """
 
     path: Path
     tensors: Mapping[str, FileTensor]
     config: Mapping[str, Any] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
-    notes: Mapping[str, list[str]] = field(default_factory=dict)
+    notes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> Directory:
@@ -78,7 +78,7 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
         told = listed(missing, 20, last=", ")
         raise FileNotFoundError(f"{root}: {INDEX} names files that are not there: {told}")
     tensors: dict[str, FileTensor] = {}
-    notes: dict[str, list[str]] = {}
+    notes: dict[str, dict[str, str]] = {}
     problems: list[str] = []
     for file in files:
         for tensor in _header(root, file, notes):
@@ -134,14 +134,14 @@ def _listed_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     return files, assigned
 
 
-def _header(root: Path, file: str, notes: dict[str, list[str]]) -> list[FileTensor]:
+def _header(root: Path, file: str, notes: dict[str, dict[str, str]]) -> list[FileTensor]:
     """The tensors of one file; what else its header says is added to `notes`."""
     if not (root / file).is_file():
         raise ValueError(f"{root / file}: no ordinary file")
     try:
         with safe_open(root / file, "pt") as opened:
             for key, value in (opened.metadata() or {}).items():
-                notes.setdefault(key, []).append(value)
+                notes.setdefault(key, {})[file] = value
             found = []
             for name in opened.keys():  # noqa: SIM118 - no dict
                 piece = opened.get_slice(name)

@@ -14,7 +14,7 @@ from qtensor.recipes import Recipe
 def recorded_recipes(directory: Directory) -> dict[str, Recipe]:
     """The recipes in the metadata of the files."""
     recipes: dict[str, Recipe] = {}
-    for text in directory.notes.get(RECIPES, ()):
+    for text in directory.notes.get(RECIPES, {}).values():
         try:
             record = json.loads(text)
             found = {name: Recipe.from_json(value) for name, value in record.items()}

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.directory import FileTensor
 from dcp_adapters.hf.reader import HuggingFaceReader, OpenFiles
 from dcp_adapters.source import Stored
 from fsdp_hooks.byte_sums import Piece
@@ -50,6 +51,17 @@ class StoredDirectory(Stored):
     def file(self, name: str) -> str:
         """The file that the payload is in, or begins in."""
         return self._made.placed[self.entries[name].part_keys()[0]].chunks[0].held.tensor.file
+
+    def held(self, name: str) -> list[FileTensor]:
+        """The tensors of the files that make up a tensor."""
+        keys = self.entries[name].part_keys()
+        return [chunk.held.tensor for key in keys for chunk in self._made.placed[key].chunks]
+
+    def as_held(self, tensor: FileTensor) -> Tensor:
+        """A tensor of a file as it is."""
+        with cpu_by_default():
+            held: Tensor = self._files.piece(tensor)[...]
+        return held
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """From the files."""

@@ -1,22 +1,26 @@
 """Is a Hugging Face directory sound? Headers and JSON agree, every tensor can be read, no quantized weight holds NaN.
 
-There are no checksums in such a directory, so bytes that changed into other valid ones are not found; the report says
-so in a warning.
+Files that `export_hf` wrote say the digest of each of their tensors, and the tensors are compared with that. Files by
+others have nothing of the kind, so bytes that changed into other valid ones are not found in them; the report says so
+in a warning.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.directory import FileTensor, read_directory
+from dcp_adapters.hf.file_digests import DIGESTS, RecordedDigests
 from dcp_adapters.hf.stored_directory import StoredDirectory
 from dcp_adapters.stored.findings import Finding, Report
 from dcp_adapters.stored.part_values import value_fault
 from dcp_adapters.stored.progress_bar import Advance, unseen
+from dcp_adapters.words import listed
 
-NO_CHECKSUMS = "safetensors have no checksums: bytes that changed into other valid ones cannot be found"
+SHOWN = 3  # names in a sentence
 
 
 def verify_directory(path: str | os.PathLike[str], *, advance: Advance = unseen) -> Report:
@@ -27,20 +31,54 @@ def verify_directory(path: str | os.PathLike[str], *, advance: Advance = unseen)
         advance: told the bytes of each tensor that is done.
 
     Returns:
-        The report. What is wrong with the directory never raises.
+        The report; `checksums` counts the tensors of files whose digest agreed. What is wrong with the directory never
+        raises.
     """
     try:
-        directory = StoredDirectory(path)
+        stored, directory = StoredDirectory(path), read_directory(path)
+        recorded = RecordedDigests(directory)
     except (ValueError, OSError) as error:
         return Report(str(path), (Finding("error", "", "", str(error)),))
-    findings = [Finding("warning", "", "", NO_CHECKSUMS)]
-    chunks = nbytes = 0
-    for name, entry in directory.entries.items():
-        problems = _problems(entry, partial(directory.parts, name))
-        findings += [Finding("error", directory.file(name), key, message) for key, message in problems]
-        chunks, nbytes = chunks + directory.chunks(name), nbytes + entry.nbytes
+    findings = [*_lacking(recorded)]
+    left = dict(directory.tensors)
+    chunks = nbytes = agreed = 0
+
+    def compare(tensors: Iterable[FileTensor]) -> None:
+        nonlocal agreed
+        for tensor in tensors:
+            if left.pop(tensor.name, None) is None or not recorded.has(tensor):
+                continue
+            problem = _digest_problem(recorded, tensor, stored)
+            agreed += problem is None
+            if problem is not None:
+                findings.append(Finding("error", tensor.file, tensor.name, problem))
+
+    for name, entry in stored.entries.items():
+        compare(stored.held(name))
+        problems = _problems(entry, partial(stored.parts, name))
+        findings += [Finding("error", stored.file(name), key, message) for key, message in problems]
+        chunks, nbytes = chunks + stored.chunks(name), nbytes + entry.nbytes
         advance(entry.nbytes)
-    return Report(str(path), tuple(findings), len(directory.entries), chunks, nbytes)
+    compare([*left.values()])
+    return Report(str(path), tuple(findings), len(stored.entries), chunks, nbytes, agreed)
+
+
+def _lacking(recorded: RecordedDigests) -> Iterator[Finding]:
+    """Files without digests, and digests without a tensor."""
+    if recorded.lacking:
+        files = listed(recorded.lacking, SHOWN)
+        message = f"{files}: no {DIGESTS} in the metadata: bytes that changed into other valid ones cannot be found"
+        yield Finding("warning", "", "", message)
+    for file, name in recorded.lost:
+        yield Finding("error", file, name, f"the file's {DIGESTS} has a digest of it, and the file has no such tensor")
+
+
+def _digest_problem(recorded: RecordedDigests, tensor: FileTensor, stored: StoredDirectory) -> str | None:
+    """What is wrong with one tensor of a file."""
+    try:
+        return recorded.problem(tensor, stored.as_held(tensor))
+    except Exception as error:  # noqa: BLE001 - damaged files raise errors of all kinds
+        return f"it can not be read: {type(error).__name__}: {error}"
 
 
 def _problems(entry: Entry, read: Callable[[], dict[str, Tensor]]) -> list[tuple[str, str]]:

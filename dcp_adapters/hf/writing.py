@@ -20,6 +20,8 @@ from torch import Tensor
 
 from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
+from dcp_adapters.hf.file_digests import DIGESTS, digests_of, to_note
+from dcp_adapters.hf.header import METADATA, read_header, write_header
 from dcp_adapters.hf.layout import KINDS, RECIPES, kind_of
 from dcp_adapters.hf.making import GroupOf, Job, in_groups, made_tensors
 from dcp_adapters.hf.plan import ExportPlan, FilePlan
@@ -79,7 +81,9 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
         for output in file.outputs
         if output.recipe is not None and output.recipe != KINDS[str(kind_of(output.recipe))]
     }
-    kept = {"format": "pt", **({RECIPES: json.dumps(recipes)} if recipes else {})}
+    kept = {"format": "pt", DIGESTS: to_note(digests_of(tensors))}
+    if recipes:
+        kept[RECIPES] = json.dumps(recipes)
     path = directory / file.name
     save_file(_apart(tensors), path, metadata=kept)
     path.chmod(stat.S_IMODE((directory / CONFIG).stat().st_mode))  # safetensors makes files for their owner alone
@@ -90,13 +94,9 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
 def _settle_header(path: Path) -> None:
     """Sort the keys of the metadata, which safetensors writes in random order: equal exports give equal files."""
     with path.open("r+b") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= size, path
-        stream.seek(8)
-        stream.write(text.ljust(size))
+        size, header = read_header(stream)
+        header[METADATA] = dict(sorted(header[METADATA].items()))
+        write_header(stream, size, header)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
