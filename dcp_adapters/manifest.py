@@ -3,8 +3,10 @@
     {"format_version": 1,
      "recipes": [{"type": "MXFP8BlockScaling", ...all fields...}],
      "tensors": {fqn: {"recipe": 0, "shape": [N, K], "dtype": "bfloat16", "parts": {name: {"dtype": ..., "shape":
-     [...]}}}}}
+     [...]}}}},
+     "digests": {name: 32 hex digits}}
 
+`digests` is there where the save was asked for it: of all tensors, quantized or not, as in dcp_adapters/weight_sums.py.
 It is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch reads, and in
 the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused. Reading it needs
 neither the model nor a process group.
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.recipe_names import DTYPES, dtype_name
+from dcp_adapters.weight_sums import DIGEST
 from dcp_adapters.words import short
 from qtensor.formats import check_shape
 from qtensor.recipes import Recipe
@@ -32,9 +35,10 @@ MANIFEST_JSON = "qtensor.manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """All quantized tensors of a checkpoint, by state-dict name."""
+    """All quantized tensors of a checkpoint, by state-dict name; digests: of all tensors, where they were recorded."""
 
     tensors: Mapping[str, Entry] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
@@ -63,6 +67,7 @@ class Manifest:
             "format_version": self.format_version,
             "recipes": [recipe.to_json() for recipe in recipes],
             "tensors": tensors,
+            **({"digests": dict(sorted(self.digests.items()))} if self.digests else {}),
         }
 
     @staticmethod
@@ -70,8 +75,8 @@ class Manifest:
         """The manifest of a JSON object.
 
         Raises:
-            ValueError: an unknown format version or recipe type, parts that are not those of the recipe, or something
-                that is no manifest.
+            ValueError: an unknown format version or recipe type, parts that are not those of the recipe, digests that
+                are none, or something that is no manifest.
         """
         if not isinstance(record, Mapping):
             raise ValueError(
@@ -91,7 +96,7 @@ class Manifest:
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}"
             ) from error
-        return Manifest(tensors)
+        return Manifest(tensors, _parsed_digests(record.get("digests", {})))
 
     def to_tensor(self) -> Tensor:
         """uint8 [bytes]: UTF-8 JSON with sorted keys."""
@@ -130,6 +135,17 @@ def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) ->
             f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}"
         )
     return entry
+
+
+def _parsed_digests(value: Any) -> dict[str, str]:
+    digests = dict(value) if isinstance(value, Mapping) else {"": value}
+    wrong = [digest for digest in digests.values() if type(digest) is not str or not DIGEST.fullmatch(digest)]
+    if wrong:
+        raise ValueError(
+            f"the checkpoint's qtensor.manifest has {short(wrong[0])} among its digests, expected 32 hex digits for "
+            "each tensor"
+        )
+    return digests
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ needed, except that reading the shards of a live state dict is a collective.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ class Stored(Source):
         blobs: names of the entries that are bytes.
         has_checksums: whether a table of checksums was saved with it.
         paths: key -> path in the nested state dict; empty where it is flat.
+        digests: of tensors, by name, as they were recorded when it was saved.
     """
 
     path: Path
@@ -128,6 +130,7 @@ class Stored(Source):
     format_version: int | None = None
     blobs: list[str]
     has_checksums = False
+    digests: Mapping[str, str] = MappingProxyType({})
     paths: Mapping[str, tuple[Any, ...]]
 
     @property

@@ -1,11 +1,12 @@
 """What the `digest` command finds: one value for each side, and the first tensor that differs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_adapters.digests.stored import source_digests, stored_source
+from dcp_adapters.hf.sources import StoredSource
 from dcp_adapters.hf.stored_directory import is_directory
-from dcp_adapters.source import Source
 from dcp_adapters.stored.progress_bar import Advance, unseen
 from dcp_adapters.weight_sums import Difference, first_difference, whole_digest, with_twins
 
@@ -19,19 +20,38 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Side:
-    """A checkpoint or a directory, and the digest of each of its tensors."""
+    """A checkpoint or a directory, and the digest of each of its tensors.
+
+    recorded: what a checkpoint says of its own tensors; empty where it says nothing.
+    """
 
     path: str
     tensors: dict[str, str]
+    recorded: Mapping[str, str]
 
     @property
     def digest(self) -> str:
         """Of all tensors."""
         return whole_digest(self.tensors)
 
+    @property
+    def changed(self) -> str | None:
+        """The first tensor that is not what was recorded."""
+        return next((name for name, digest in self.recorded.items() if self.tensors[name] != digest), None)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"path": self.path, "digest": self.digest, "tensors": self.tensors}
+        as_recorded = {"as_recorded": self.changed is None} if self.recorded else {}
+        return {"path": self.path, "digest": self.digest, **as_recorded, "tensors": self.tensors}
+
+    def render(self) -> list[str]:
+        """For people: as sha256sum prints it, and what was recorded."""
+        lines = [f"{self.digest}  {self.path}"]
+        if self.changed is not None:
+            lines.append(f"{self.path}: {self.changed} is not what was recorded when it was saved")
+        elif self.recorded:
+            lines.append(f"{self.path}: as recorded when it was saved")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,11 @@ class Found:
         a, b = (side.tensors for side in self.sides)
         return first_difference(a, b)
 
+    @property
+    def sound(self) -> bool:
+        """Whether nothing differs, neither between the sides nor from what was recorded."""
+        return self.difference is None and all(side.changed is None for side in self.sides)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data; keys are only ever added under the same FORMAT."""
         first = self.difference
@@ -55,14 +80,14 @@ class Found:
         return {"format": FORMAT, "sides": [side.to_json() for side in self.sides], "first_difference": told}
 
     def render(self) -> str:
-        """For people: as sha256sum prints it."""
-        lines = [f"{side.digest}  {side.path}" for side in self.sides]
+        """For people."""
+        lines = [line for side in self.sides for line in side.render()]
         if self.difference is not None:
             lines.append(f"first difference: {self.difference.name}: {KINDS[self.difference.kind]}")
         return "\n".join(lines)
 
 
-def opened(paths: list[str], prefix: str | None) -> list[Source]:
+def opened(paths: list[str], prefix: str | None) -> list[StoredSource]:
     """One path or two, to be digested; a directory is opened as what it is compared with, see StoredDirectory."""
     prefixes = [None if is_directory(path) else prefix for path in paths]  # a directory has the weights alone
     sources = [stored_source(path, own) for path, own in zip(paths, prefixes, strict=True)]
@@ -74,7 +99,7 @@ def opened(paths: list[str], prefix: str | None) -> list[Source]:
     return sources
 
 
-def digest_of_each(paths: list[str], sources: list[Source], *, advance: Advance = unseen) -> Found:
+def digest_of_each(paths: list[str], sources: list[StoredSource], *, advance: Advance = unseen) -> Found:
     """The digests of what was opened.
 
     A directory leaves out a tensor that is tied to another one. Where the other side has both, and they hold the same
@@ -84,4 +109,4 @@ def digest_of_each(paths: list[str], sources: list[Source], *, advance: Advance 
     if len(paths) == 2:
         a, b = tensors
         tensors = [with_twins(a, b) if is_directory(paths[0]) else a, with_twins(b, a) if is_directory(paths[1]) else b]
-    return Found([Side(path, own) for path, own in zip(paths, tensors, strict=True)])
+    return Found([Side(path, own, source.recorded) for path, own, source in zip(paths, tensors, sources, strict=True)])

@@ -62,7 +62,8 @@ examples:
     "verify": HelpText(
         summary="check that nothing is missing or damaged",
         about="""\
-Read all of a checkpoint and check it: files missing or cut short, checksums, the manifest against what is stored.
+Read all of a checkpoint and check it: files missing or cut short, checksums and digests where it has some, the manifest
+against what is stored. Of a Hugging Face directory: NaN, and the digests in the files of an export.
 Exit status 1 if there is any error; warnings alone leave it 0.""",
         examples="""\
 examples:
@@ -75,7 +76,8 @@ examples:
 Print one value, 32 hex digits, for all weights of a checkpoint or a Hugging Face directory. It depends on the names,
 bytes, dtypes and shapes of the tensors alone: not on the number of ranks that wrote them, nor on the kind of directory.
 A live model has the same value in Python: dcp_adapters.digest(model). With B, tell the first tensor that differs, with
-exit status 1. Of a checkpoint, the subtree that holds the quantized weights counts; --prefix says another one.""",
+exit status 1. Of a checkpoint, the subtree that holds the quantized weights counts; --prefix says another one. Where
+it was saved with QuantizedSavePlanner(digest=True), tell whether the tensors are what was recorded, too.""",
         examples="""\
 examples:
   %(prog)s runs/step-1000

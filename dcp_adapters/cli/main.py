@@ -115,7 +115,7 @@ def _digest(arguments: argparse.Namespace) -> int:
     with progress_bar("digesting", total, enabled=arguments.progress) as advance:
         found = digest_of_each(paths, sources, advance=advance)
     _show(found.to_json() if arguments.json else found.render())
-    return FOUND if found.difference is not None else FINE
+    return FINE if found.sound else FOUND
 
 
 def _diff(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from fsdp_hooks.byte_sums import byte_sums
 
 def stored_source(
     path: str | os.PathLike[str], prefix: str | None = None, wanted: Mapping[str, Entry] | None = None
-) -> Source:
+) -> StoredSource:
     """The weights of a checkpoint, or of a directory.
 
     Args:

@@ -155,6 +155,9 @@ class StoredSource(Source):
         prefix, like: as of LiveSource.
         what: who asks, for errors.
 
+    Attributes:
+        recorded: digests of tensors, by the shorter names, as they were recorded when it was saved.
+
     Raises:
         ValueError: as of LiveSource.
     """
@@ -180,6 +183,7 @@ class StoredSource(Source):
             )
         self._names = under(prefix, {name: name for name in stored.entries}, str(stored.path))
         self.entries = {short: replace(stored.entries[name], name=short) for short, name in self._names.items()}
+        self.recorded = {short: stored.digests[name] for short, name in self._names.items() if name in stored.digests}
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """From disk."""

@@ -8,12 +8,13 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.manifest import Manifest
+from dcp_adapters.manifest import MANIFEST_JSON, Manifest
 from dcp_adapters.recipe_names import dtype_name
+from dcp_adapters.save.item_sums import Sums
 from qtensor.formats import PartSpec, specs_of
 from qtensor.recipes import Recipe
 
@@ -26,10 +27,12 @@ class Now:
 
     scales: bit patterns of the tensor-wide scales, one for each payload whose format has one, in item order.
     replicated: (part, offset, digest) of each part that several ranks hold; all holders must have equal bytes.
+    sums: with digest=True, the byte sum of each item.
     """
 
     scales: list[int]
     replicated: list[tuple[str, tuple[int, ...], int]]
+    sums: Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Record:
     """What a rank tells the coordinator: planner data of its local plan.
 
     mappings: flat name -> path in the nested state dict, of the entries this rank lists. kinds: for each item an index
-    into `recipes` where it is a payload, else PLAIN. checksums: whether it will digest what it writes.
+    into `recipes` where it is a payload, else PLAIN. checksums, digest: the planner's options of these names.
     """
 
     mappings: Any
@@ -45,6 +48,7 @@ class Record:
     kinds: bytes
     now: Now
     checksums: bool
+    digest: bool
 
 
 def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings: Any) -> list[SavePlan]:
@@ -69,11 +73,11 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
     entries: dict[str, tuple[Any, torch.Size]] = {}  # payload -> (kind, its global size)
     scales: dict[str, tuple[int, int]] = {}  # payload -> (bits, the rank they came from)
     digests: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # (part, offset) -> (digest, the rank)
-    digesting = {plan.planner_data.checksums for plan in all_plans}
-    if len(digesting) > 1:
-        raise ValueError(
-            "QuantizedSavePlanner: some ranks save with checksums=True, some with False; choose one for all"
-        )
+    for option in ("checksums", "digest"):
+        if len({getattr(plan.planner_data, option) for plan in all_plans}) > 1:
+            raise ValueError(
+                f"QuantizedSavePlanner: some ranks save with {option}=True, some with False; choose one for all"
+            )
     for rank, plan in enumerate(all_plans):
         record: Record = plan.planner_data
         kinds = [_Kind.of(recipe, dtype) for recipe, dtype in record.recipes]
@@ -102,6 +106,12 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
     _check_listed(all_plans, {_wide_part(payload, kind.wide) for payload, (kind, _) in entries.items() if kind.wide})
     names = {payload: payload.removesuffix(".payload") for payload in entries}
     return Manifest({names[payload]: kind.entry(names[payload], size) for payload, (kind, size) in entries.items()})
+
+
+def with_manifest(metadata: Metadata, manifest: Manifest) -> Metadata:
+    """The metadata, with the manifest in the planner data."""
+    planner_data = {**(metadata.planner_data or {}), MANIFEST_JSON: manifest.to_json()}
+    return dataclasses.replace(metadata, planner_data=planner_data)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,6 +128,7 @@ def _same_plan(one: SavePlan, other: SavePlan) -> bool:
     theirs: Record = other.planner_data
     return (
         mine.checksums == theirs.checksums
+        and mine.digest == theirs.digest
         and mine.kinds == theirs.kinds
         and mine.recipes == theirs.recipes
         and one.items == other.items

@@ -16,7 +16,7 @@ import dataclasses
 import io
 import threading
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.checksums import CHECKSUMS, ROW, Checksums
 from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
-from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON, Manifest
+from dcp_adapters.manifest import MANIFEST, Manifest
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.save import plan_cache
-from dcp_adapters.save.coordinator import PLAIN, Now, Record, merged_manifest, with_unlisted
+from dcp_adapters.save.coordinator import PLAIN, Now, Record, merged_manifest, with_manifest, with_unlisted
+from dcp_adapters.save.item_sums import Sums, item_sums, refuse_ranks_apart, with_digests
 from dcp_adapters.save.overwrite import clear, commit, make_room, own_names
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item
 from dcp_adapters.torch_private import Committed, prefix_of, writes_safetensors
@@ -55,24 +56,32 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             new one is complete, and its files stay until the next save into the directory (or `remove_replaced`).
             "delete_first": it is removed before anything is written, so the disk needs no room for two; an interrupted
             save then leaves none.
+        digest: record the digest of each tensor in the manifest, as `tensor_digests` gives them of the model.
+            The plans of the ranks carry the sums. Ranks that hold the same chunk must then hold the same bytes.
         **kwargs: those of DefaultSavePlanner. enable_plan_caching=True spares the exchange of plans while the state
             dict keeps its names, shapes, placements and formats.
 
     Raises:
         ValueError: while saving, on all ranks and before anything is written: ranks disagree on a recipe or a
-            tensor-wide scale; a name is taken; a column cut does not fall on block boundaries.
+            tensor-wide scale, with digest=True on any bytes that several hold; a name is taken; a column cut does not
+            fall on block boundaries; digest=True without the collectives that add the sums up.
         RuntimeError: the storage writer lost a chunk (a writing thread that failed, say); no `.metadata` is written.
     """
 
     def __init__(
-        self, *, checksums: bool = True, overwrite: Literal["keep", "delete_first"] = "keep", **kwargs: Any
+        self,
+        *,
+        checksums: bool = True,
+        overwrite: Literal["keep", "delete_first"] = "keep",
+        digest: bool = False,
+        **kwargs: Any,
     ) -> None:
         if overwrite not in ("keep", "delete_first"):
             raise ValueError(f'QuantizedSavePlanner: overwrite={overwrite!r} is not one of "keep", "delete_first"')
         self.caches_plans = kwargs.pop("enable_plan_caching", False)  # our own: stock's compares no formats
         super().__init__(**kwargs)
         self.overwrite = overwrite
-        self.with_checksums = checksums
+        self.with_checksums, self.with_digest = checksums, digest
         # an option of the calling thread, which the threads that write do not inherit
         self.crc32, self.built_by = torch.serialization.get_crc32_options(), threading.get_ident()
 
@@ -122,11 +131,12 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 if item.index.fqn in self.wide:
                     scales.append(self.wide[item.index.fqn])
         bits = torch.stack(scales).view(torch.int32).tolist() if scales else []  # read from the device at once
-        now = Now(bits, self._replicated(items))
+        sums, own = (self._sums(of) if self.with_digest else [] for of in (items, self.unlisted))
+        self.unlisted_sums = dict(zip((item.index for item in self.unlisted), own, strict=self.with_digest))
+        now = Now(bits, self._replicated(items), sums)
         paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
-        record = Record(
-            paths, [(recipe.to_json(), dtype) for recipe, dtype in numbers], bytes(kinds), now, self.with_checksums
-        )
+        recipes = [(recipe.to_json(), dtype) for recipe, dtype in numbers]
+        record = Record(paths, recipes, bytes(kinds), now, self.with_checksums, self.with_digest)
         self.plan = dataclasses.replace(stock, items=items, planner_data=record)
         self.cached = plan_cache.lookup_local(self.plan) if self.caches_plans else None
         if self.cached is None:
@@ -142,12 +152,18 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         all_plans, token = plan_cache.restored(all_plans)
         all_plans = with_unlisted(all_plans, self.unlisted, self.mappings)
         manifest = merged_manifest(all_plans)
+        if self.with_digest:
+            refuse_ranks_apart(apart=own is not None)
+            manifest = with_digests(manifest, all_plans, self.unlisted_sums)
         known = plan_cache.lookup_global(token) if token else None
-        if known is not None:
+        data = known.manifest if known is not None and not self.with_digest else manifest.to_tensor()
+        if known is not None and data.shape == known.manifest.shape:  # other unless a leaf changed its class
             plans, metadata = [SavePlan([], usable=False) for _ in all_plans], known.metadata
-            self.parts[MANIFEST] = known.manifest
+            if self.with_digest:
+                metadata = with_manifest(metadata, manifest)
+            self.parts[MANIFEST] = data
         else:
-            plans, metadata, data = self._planned(all_plans, manifest)
+            plans, metadata = self._planned(all_plans, manifest, data)
             if self.caches_plans:
                 token = plan_cache.remember_global(plan_cache.Global(all_plans, metadata, data))
         taken = (make_room if self.overwrite == "keep" else clear)(self.checkpoint_id, own=own)
@@ -205,19 +221,20 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 "give each save that may overlap another a QuantizedSavePlanner of its own"
             )
 
-    def _planned(self, all_plans: list[SavePlan], manifest: Manifest) -> tuple[list[SavePlan], Metadata, Tensor]:
-        """Stock's global plan with our two entries, and the manifest as a tensor."""
-        self.parts[MANIFEST] = data = manifest.to_tensor()
+    def _planned(self, all_plans: list[SavePlan], manifest: Manifest, data: Tensor) -> tuple[list[SavePlan], Metadata]:
+        """Stock's global plan with our two entries; `data` is the manifest as a tensor."""
+        self.parts[MANIFEST] = data
         plans = [dataclasses.replace(plan, planner_data=plan.planner_data.mappings) for plan in all_plans]
         plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, plain_item(MANIFEST, data)])
         plans, metadata = super().create_global_plan(plans)
-        planner_data = {**(metadata.planner_data or {}), MANIFEST: (MANIFEST,), MANIFEST_JSON: manifest.to_json()}
+        metadata = with_manifest(metadata, manifest)
+        planner_data = {**metadata.planner_data, MANIFEST: (MANIFEST,)}
         if self.with_checksums:
             plans, entry = _with_checksums(plans)
             metadata.state_dict_metadata[CHECKSUMS] = entry
             planner_data[CHECKSUMS] = (CHECKSUMS,)
         plans = [dataclasses.replace(plan, planner_data=None) for plan in plans]
-        return plans, dataclasses.replace(metadata, planner_data=planner_data), data
+        return plans, dataclasses.replace(metadata, planner_data=planner_data)
 
     def _keep_plain(self, name: str, value: Any) -> None:
         """A leaf that stock DCP saves."""
@@ -257,6 +274,11 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             for item in items
             if item.index.fqn in self.watched
         ]
+
+    def _sums(self, items: list[WriteItem]) -> Sums:
+        """What items add to the digests, from the very data that is about to be written."""
+        resolve = super().resolve_data
+        return item_sums(items, lambda item: cast("Tensor", resolve(item)))
 
     def _refuse_taken_names(self, entries: dict[str, dict[str, str]]) -> None:
         for name in (MANIFEST, CHECKSUMS):

@@ -60,6 +60,7 @@ class StoredCheckpoint(Stored):
         self.manifest = self._read_manifest()
         self.format_version = None if self.manifest is None else self.manifest.format_version
         self.entries = self._found_entries()
+        self.digests = {} if self.manifest is None else self.manifest.digests
         self.blobs = [
             name
             for name, entry in self.metadata.state_dict_metadata.items()

@@ -5,6 +5,7 @@
     manifest      both copies agree; every entry has its parts in the right dtype and shape; no part without an entry
     files         there, inside of the directory, long enough; chunks do not share bytes
     chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
+    digests       where the manifest has some: of each tensor, from the sums of its chunks
 
 Nothing stops at the first fault: what cannot be read becomes a finding, and the rest is read. One chunk at a time is
 in memory.
@@ -33,6 +34,7 @@ from dcp_adapters.reading.metadata_checks import (
 from dcp_adapters.reading.places import cut_off, look_at, other_than_said, shared_places, shares_bytes
 from dcp_adapters.reading.reader import read_metadata_file
 from dcp_adapters.reading.tensor_archive import FileSlice, read_header
+from dcp_adapters.stored.digest_check import DigestCheck
 from dcp_adapters.stored.findings import Finding, Report
 from dcp_adapters.stored.part_values import value_fault
 from dcp_adapters.words import listed
@@ -79,6 +81,7 @@ class _Verification:
         self.specs: dict[str, PartSpec] = {}  # name of a part -> what it is
         self.rows: dict[bytes, bytes] | None = None  # of the table of checksums
         self.kept: dict[MetadataIndex, Tensor] = {}  # the chunks of the checkpoint's own entries
+        self.digests = DigestCheck(self.records)
 
     def run(self) -> Report:
         """All checks, in the order of the module's docstring."""
@@ -91,6 +94,7 @@ class _Verification:
         self.found([fault for index, fault in length_faults(self.metadata).items() if not self.is_archive(index)])
         self.read_chunks([index for index in waiting if index.fqn not in own])
         self.compare_rows()
+        self.found(self.digests.faults())
         tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
         findings = tuple(self.findings)
         return Report(str(self.directory), findings, tensors, self.chunks, self.bytes, self.checksums)
@@ -204,6 +208,8 @@ class _Verification:
             self.kept[index] = data
         if self.rows is not None and index.fqn != CHECKSUMS:
             self.compare(index, info.relative_path, data)
+        if isinstance(data, Tensor):
+            self.digests.see(index, data)
         spec = self.specs.get(index.fqn)
         if spec is not None and isinstance(data, Tensor) and data.dtype == spec.dtype:
             message = value_fault(spec, data)
@@ -285,14 +291,14 @@ class _Verification:
         if not manifests and MANIFEST not in self.records:
             message = "there is none: the checkpoint was not saved with QuantizedSavePlanner"
             self.add("", MANIFEST, message, "warning")
+        names = sorted({name for manifest in manifests for name in (*manifest.tensors, *manifest.digests)})
         if len(manifests) == 2 and manifests[0] != manifests[1]:
-            tensors = [manifest.tensors for manifest in manifests]
-            differing = sorted(
-                name for name in tensors[0].keys() | tensors[1].keys() if tensors[0].get(name) != tensors[1].get(name)
-            )
+            said = [[(held.tensors.get(name), held.digests.get(name)) for name in names] for held in manifests]
+            differing = [name for name, one, other in zip(names, *said, strict=True) if one != other]
             message = f"the entry and the planner data in {METADATA} differ about {', '.join(differing[:SHOWN])}"
             self.add(METADATA, MANIFEST, message)
         for manifest in manifests[-1:] or [Manifest()]:
+            self.digests.manifest = manifest
             self.found(manifest_faults(manifest, self.metadata))
             for name, held in manifest.tensors.items():
                 self.specs |= {f"{name}.{spec.name}": spec for spec in specs_of(held.recipe)}

@@ -1,0 +1,111 @@
+"""digest=True: the digest of each tensor in the manifest, from sums of what the ranks are about to save.
+
+    a rank          the byte sum of each of its items, in its plan        8 bytes an item
+    coordinator     each chunk once, whichever ranks hold it; the sums of a part's chunks add up to the part's
+
+So the plan exchange that a save needs in any case carries them, and there is no collective besides.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from dcp_adapters.entry import Entry
+from dcp_adapters.manifest import Manifest
+from dcp_adapters.plain_memory import is_plain
+from dcp_adapters.weight_sums import PartSum, digested_parts, tensor_digest
+from fsdp_hooks.byte_sums import Piece, byte_sums
+
+Sums = list[int | None]  # of items, in their order; None for bytes, and for tensors of another library's class
+
+
+def item_sums(items: Sequence[WriteItem], tensor_of: Callable[[WriteItem], Tensor]) -> Sums:
+    """What each item adds to the byte sum of its entry, modulo 2^64."""
+    sums: Sums = [None] * len(items)
+    by_device: dict[torch.device, list[tuple[int, Piece]]] = {}
+    for number, item in enumerate(items):
+        if item.type == WriteItemType.BYTE_IO:
+            continue
+        data, placed = tensor_of(item), item.tensor_data
+        if placed is not None and is_plain(data):
+            piece = Piece(data.detach(), tuple(placed.size), tuple(placed.chunk.offsets))
+            by_device.setdefault(data.device, []).append((number, piece))
+    for pieces in by_device.values():  # one read for each device
+        totals = byte_sums([piece for _, piece in pieces]).tolist()
+        for (number, _), total in zip(pieces, totals, strict=True):
+            sums[number] = total
+    return sums
+
+
+def refuse_ranks_apart(*, apart: bool) -> None:
+    """Refuse digests where each rank plans for itself and knows its own sums alone."""
+    if apart:
+        raise ValueError(
+            "QuantizedSavePlanner: digest=True adds up the sums of all ranks, and here each rank saves for itself "
+            "(use_collectives=False); save with collectives, or with digest=False"
+        )
+
+
+def with_digests(
+    manifest: Manifest, all_plans: Sequence[SavePlan], own: Mapping[MetadataIndex, int | None]
+) -> Manifest:
+    """The manifest with the digest of each tensor whose bytes are known.
+
+    Args:
+        manifest: of all ranks.
+        all_plans: with the sums of their items in their records.
+        own: the sums of the items that the coordinator added to its plan.
+
+    Raises:
+        ValueError: ranks hold other bytes of the same chunk.
+    """
+    chunks = _chunks(all_plans, own)
+    totals: dict[str, int | None] = {}
+    like: dict[str, WriteItem] = {}
+    for index, (total, _, item) in chunks.items():
+        before = totals.get(index.fqn, 0)
+        totals[index.fqn] = None if total is None or before is None else before + total
+        like[index.fqn] = item
+    parts = {key for entry in manifest.tensors.values() for key in entry.part_keys()}
+    entries = {**manifest.tensors, **{key: _dense(key, item) for key, item in like.items() if key not in parts}}
+    digests = {}
+    for name, entry in sorted(entries.items()):
+        sums = [
+            PartSum(part, dtype, shape, total)
+            for part, (dtype, shape) in digested_parts(entry).items()
+            if (total := totals.get(entry.key(part))) is not None
+        ]
+        if len(sums) == len(digested_parts(entry)):
+            digests[name] = tensor_digest(sums)
+    return Manifest(manifest.tensors, digests)
+
+
+def _chunks(
+    all_plans: Sequence[SavePlan], own: Mapping[MetadataIndex, int | None]
+) -> dict[MetadataIndex, tuple[int | None, int, WriteItem]]:
+    """Each chunk of a tensor -> its sum, the first rank that holds it, and the item there."""
+    chunks: dict[MetadataIndex, tuple[int | None, int, WriteItem]] = {}
+    for rank, plan in enumerate(all_plans):
+        for item, sent in zip_longest(plan.items, plan.planner_data.now.sums):
+            if item.type == WriteItemType.BYTE_IO:
+                continue
+            total = own.get(item.index) if sent is None else sent
+            first, holder, _ = chunks.setdefault(item.index, (total, rank, item))
+            if first != total:
+                where = f" at {tuple(item.index.offset)}" if item.index.offset else ""
+                raise ValueError(
+                    f"{item.index.fqn}{where}: rank {holder} and rank {rank} hold other bytes, and one of them would "
+                    "be saved for both; give replicas the same bytes (a broadcast, or fsdp_hooks.sync_scales for "
+                    "scales), values of one rank a name of their own, or save with digest=False"
+                )
+    return chunks
+
+
+def _dense(key: str, item: WriteItem) -> Entry:
+    assert item.tensor_data is not None
+    return Entry(key, None, tuple(item.tensor_data.size), item.tensor_data.properties.dtype)

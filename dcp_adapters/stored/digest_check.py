@@ -1,0 +1,58 @@
+"""What `verify` makes of the digests that a manifest records: sums of chunks as they are read, then a comparison."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from dcp_adapters.entry import Entry
+from dcp_adapters.manifest import MANIFEST, Manifest
+from dcp_adapters.reading.metadata_checks import METADATA, Fault
+from dcp_adapters.weight_sums import PartSum, digested_parts, tensor_digest
+from fsdp_hooks.byte_sums import Piece, byte_sums
+
+
+class DigestCheck:
+    """The sums of one run.
+
+    Args:
+        records: of all entries, by name.
+    """
+
+    def __init__(self, records: Mapping[str, Any]) -> None:
+        self.records, self.manifest = records, Manifest()
+        self.read: dict[str, tuple[int, int]] = {}  # entry -> (sum of the bytes, elements) of the chunks read so far
+
+    def see(self, index: MetadataIndex, data: Tensor) -> None:
+        """Take a sound chunk of a tensor into account, where the manifest has digests."""
+        if self.manifest.digests:
+            total, counted = self.read.get(index.fqn, (0, 0))
+            piece = Piece(data, tuple(self.records[index.fqn].size), tuple(index.offset or ()))
+            self.read[index.fqn] = total + int(byte_sums([piece])[0]), counted + data.numel()
+
+    def faults(self) -> Iterator[Fault]:
+        """Tensors that have another digest; where a tensor was not read whole, that is reported elsewhere."""
+        for name, expected in self.manifest.digests.items():
+            entry = self.manifest.tensors.get(name) or self._dense(name)
+            if entry is None:
+                yield Fault(METADATA, name, f"{MANIFEST} has a digest of it, and no such tensor is stored")
+                continue
+            sums = []
+            for part, (dtype, shape) in digested_parts(entry).items():
+                total, counted = self.read.get(entry.key(part), (0, 0))
+                if counted != math.prod(shape):
+                    break
+                sums.append(PartSum(part, dtype, shape, total))
+            else:
+                if (digest := tensor_digest(sums)) != expected:
+                    told = f"its digest is {digest}, {MANIFEST} says {expected}: its bytes have changed"
+                    yield Fault("", name, told)
+
+    def _dense(self, name: str) -> Entry | None:
+        """The entry of a tensor that is stored under its own name; None where none is."""
+        record = self.records.get(name)
+        if not isinstance(record, TensorStorageMetadata):
+            return None
+        return Entry(name, None, tuple(record.size), record.properties.dtype)
