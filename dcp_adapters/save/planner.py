@@ -132,7 +132,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                     scales.append(self.wide[item.index.fqn])
         bits = torch.stack(scales).view(torch.int32).tolist() if scales else []  # read from the device at once
         sums, own = (self._sums(of) if self.with_digest else [] for of in (items, self.unlisted))
-        self.unlisted_sums = dict(zip((item.index for item in self.unlisted), own, strict=self.with_digest))
+        self.unlisted_sums = {item.index: total for item, total in zip(self.unlisted, own, strict=False)}  # or none
         now = Now(bits, self._replicated(items), sums)
         paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
         recipes = [(recipe.to_json(), dtype) for recipe, dtype in numbers]

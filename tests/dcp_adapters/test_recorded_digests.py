@@ -21,6 +21,7 @@ from dcp_adapters.stored.verify import verify
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, alone, load, model, models, placed, reference, save, values
 from tests.dcp_adapters.test_async import overwrite
+from tests.dcp_adapters.test_foreign_tensors import Coded
 from tests.ranks import run_ranks, run_ranks_catching
 
 if TYPE_CHECKING:
@@ -138,6 +139,23 @@ def test_ranks_that_save_for_themselves_are_refused(shared_tmp_path: Path) -> No
     for error in run_ranks_catching(2, apart, shared_tmp_path):
         assert "digest=True adds up the sums of all ranks, and here each rank saves for itself" in error
     assert not [*shared_tmp_path.glob("*.distcp")]
+
+
+def foreign(base: Path) -> None:
+    plan_cache._locals.clear()
+    plan_cache._globals.clear()
+    for step, other in enumerate((torch.ones(4, 3), Coded(torch.ones(4, 3, dtype=torch.int8), torch.tensor(0.5)))):
+        state = {"a": values((64, 64), step), "other": other}
+        save(state, base / str(step), digest=True, enable_plan_caching=True)
+
+
+def test_a_leaf_that_becomes_a_tensor_of_another_library_has_no_digest_any_more(shared_tmp_path: Path) -> None:
+    run_ranks(1, foreign, shared_tmp_path)  # the plan stays what it was, and the manifest becomes shorter
+    for step, names in enumerate((["a", "other"], ["a"])):
+        digests = recorded(shared_tmp_path / str(step))
+        assert [*digests] == names
+        assert digests["a"] == tensor_digests({"a": values((64, 64), step)})["a"]
+        assert verify(shared_tmp_path / str(step)).ok
 
 
 def test_without_it_nothing_is_recorded_and_older_readers_ignore_the_key(tmp_path: Path) -> None:
