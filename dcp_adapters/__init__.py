@@ -13,6 +13,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     source.py              anything that has tensors: names at once, values one tensor at a time
     manifest.py            what a checkpoint says about its quantized tensors
     checksums.py           digests of what a checkpoint stores
+    weight_sums.py         what digests of weights are made of, wherever the weights are
     expand.py              quantized leaves of a state dict as their parts
 
     reading/               checkpoints read without executing anything in them
@@ -21,9 +22,11 @@ imports only what stands above it, qtensor and fsdp_hooks:
     save/                  the save planner, and what is written in which order
     load/                  the load planner: compare, read in place, convert
     hf/                    Hugging Face directories: export and import
+    digests/               one value for all weights: of a model, a checkpoint, a directory, received tensors
     cli/                   the command line, `python -m dcp_adapters`
 """
 
+from dcp_adapters.digests.digest import digest, tensor_digests
 from dcp_adapters.expand import expand
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.importing import import_hf
@@ -43,9 +46,11 @@ __all__ = [
     "QuantizedSavePlanner",
     "QuantizedStager",
     "SafeFileSystemReader",
+    "digest",
     "expand",
     "export_hf",
     "import_hf",
     "read_manifest",
     "remove_replaced",
+    "tensor_digests",
 ]

@@ -7,13 +7,14 @@ Names, recipes and shapes are known at once; nothing is read before it is asked 
 needed, except that reading the shards of a live state dict is a collective.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
+from fsdp_hooks.byte_sums import Piece
 
 
 class Source:
@@ -31,6 +32,10 @@ class Source:
     def part(self, name: str, part: str) -> Tensor:
         """One part."""
         return self.parts(name)[part]
+
+    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+        """One part in pieces that cover it once, as they are stored: one at a time is in memory."""
+        yield Piece.whole(self.part(name, part))
 
     def read(self, name: str) -> Tensor:
         """A whole tensor: a QuantizedTensor where it is quantized."""

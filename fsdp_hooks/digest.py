@@ -32,9 +32,10 @@ NARROW, WIDE = 64, 1024  # words in a block
 LARGE = 2**18  # bytes; smaller tensors are stacked
 STACK = 2**24  # bytes that are stacked at a time, so that no second copy of a large model is needed
 EAGER = 2**20  # words that eager code mixes at a time; compiled code needs no temporaries
-# Signed 64-bit numbers; both are odd, so that multiplying by them loses nothing. Other digests use them, too.
+# Signed 64-bit numbers; all are odd, so that multiplying by them loses nothing. Other digests use them, too.
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio
-MIX = -7723592293110705685  # a constant of splitmix64
+MIX = -7723592293110705685  # a constant of splitmix64, the one it multiplies by last
+MIX_FIRST = -4658895280553007687  # the one before
 LOW = 2**32 - 1
 
 

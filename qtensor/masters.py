@@ -96,7 +96,7 @@ def _table(params: Iterable[Tensor]) -> Tensor:
         for number, shard in enumerate(shards)
         if isinstance(shard, QuantizedTensor) and (value := initial_value(shard)) is not None
     }
-    found = digests([*map(_bytes_of, shards), *([value] for value in inits.values())])
+    found = digests([*map(bytes_of, shards), *([value] for value in inits.values())])
     table = found.new_zeros(len(shards), 2)
     table[:, 0] = found[: len(shards)]
     if inits:
@@ -104,7 +104,8 @@ def _table(params: Iterable[Tensor]) -> Tensor:
     return table
 
 
-def _bytes_of(shard: Tensor) -> list[Tensor]:
+def bytes_of(shard: Tensor) -> list[Tensor]:
+    """The tensors whose bytes a parameter's local tensor holds."""
     if isinstance(shard, QuantizedTensor):
         return list(shard.parts().values())
     return [shard.dense if isinstance(shard, HighPrecisionWeight) else shard]

@@ -48,6 +48,7 @@ from qtensor.masters import (
     outside_writes,
     refill,
 )
+from qtensor.replicas import Replicas
 from qtensor.step_agreement import Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
 
@@ -66,6 +67,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         params: parameters or parameter groups, as for any torch optimizer; DTensors after fully_shard. Parameters
             given with names (`model.named_parameters()`) are matched across ranks by name; others by group, shape,
             dtype, recipe and placements, and by their order where all of these are equal.
+        check_replicas: each step compares what replicas (HSDP, DDP) hold as it begins, in its one all-reduce; a flipped
+            bit in one of them is an error on all ranks that names the parameter and the rank. All ranks of the default
+            group must hold the same parameters; those that are no DTensors count as replicated over all of them.
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
@@ -76,8 +80,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer_cls: type[torch.optim.Optimizer], params: Iterable[Any], **optimizer_kwargs: Any
+        self,
+        optimizer_cls: type[torch.optim.Optimizer],
+        params: Iterable[Any],
+        *,
+        check_replicas: bool = False,
+        **optimizer_kwargs: Any,
     ) -> None:
+        self._check_replicas = check_replicas
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._group: dict[Tensor, int] = {}  # the number of each parameter's group
@@ -97,6 +107,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
+            "_check_replicas": self._check_replicas,
             "_inner": self._inner,
             "_masters": self._masters,
             "_group": self._group,
@@ -132,6 +143,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: `param_groups` hold other parameters than those it was built with; nothing has been written.
+                On all ranks, replicas differ (`check_replicas`).
                 Also, on all ranks of a group, where the ranks do not list the same parameters or the inner optimizer
                 failed on one of them. No quantized parameter has been written then, but masters may have moved and
                 other parameters may have been written, so load a checkpoint.
@@ -142,7 +154,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        replicas = Replicas(self._named() if self._check_replicas else [])
         try:
+            replicas.look()
             self._follow_outside_writes()
             with without_torch_function():  # otherwise reading an attribute of a subclass goes through it
                 # a frozen parameter may still have a gradient, which is ignored
@@ -152,9 +166,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             written = self._copy(plain)
         except Exception:
             with contextlib.suppress(Exception):  # the error that led here is the one to report
-                tell(*self._agreeing(set())[:2])
+                tell(*self._agreeing(set())[:2], replicas)
             raise
-        self._write_back(trained, dense, written)
+        self._write_back(trained, dense, written, replicas)
         self._publish_state(stepped)
         return loss
 
@@ -289,9 +303,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _sync(self, first: int) -> None:
         """Make the scales of the groups from this number on agreed."""
-        groups = list(enumerate(self.param_groups))[first:]
-        named = [pair for number, group in groups for pair in master_states.names_of(group, number)]
-        agree_on_scales("MasterWeightOptimizer", named)
+        agree_on_scales("MasterWeightOptimizer", self._named(first))
 
     def _agreeing(
         self, with_grad: set[Tensor]
@@ -314,12 +326,21 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                     dense.append((self._labels[param], param, scales))
         return trained, dense, plain
 
+    def _named(self, first: int = 0) -> list[tuple[str, Tensor]]:
+        """(name, parameter) of the groups from this number on."""
+        groups = list(enumerate(self.param_groups))[first:]
+        return [pair for number, group in groups for pair in master_states.names_of(group, number)]
+
     def _write_back(
-        self, trained: list[Trained], dense: list[tuple[str, Tensor, SharedScales]], written: set[Tensor]
+        self,
+        trained: list[Trained],
+        dense: list[tuple[str, Tensor, SharedScales]],
+        written: set[Tensor],
+        replicas: Replicas,
     ) -> None:
         """Masters -> quantized parameters; take note of what low-precision ones hold now, `written` ones among them."""
-        if trained or dense:
-            outcome = agree(trained, dense)
+        if trained or dense or replicas.values:
+            outcome = agree(trained, dense, replicas)
             # a host sync, rare once all have been written
             wait = any(one.fresh or not one.stepped for one in trained)
             moves = outcome.moves() if wait else [True] * len(trained)

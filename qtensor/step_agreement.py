@@ -1,6 +1,7 @@
 """What ranks agree on in an optimizer step, by one all-reduce: shared scales, and which masters moved.
 
-    [claims of quantized shards that share scales .., 1 or 0 for each quantized parameter .., claims of dense shards ..]
+    [claims of quantized shards that share scales .., 1 or 0 for each quantized parameter .., claims of dense shards ..,
+     digests of replicas .., where they are compared (replicas.py)]
 
 All trainable parameters that are gathered quantized take part every time, so that ranks never differ in what they
 reduce. If they do differ, or a rank failed in its step, all ranks raise before a quantized byte is written (see
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.exchange import Label
-from fsdp_hooks.scale_sync import SharedScales, cuts_of, max_over_groups, tell_groups
+from fsdp_hooks.scale_sync import SharedScales, max_over_groups, tell_groups
 from qtensor.agreement import common_along
 from qtensor.batches import claims_of
 from qtensor.contents import decoded
 from qtensor.cut_blocks import CutBlocks, cut_blocks_of
+from qtensor.replicas import Replicas
 from qtensor.tensor import QuantizedTensor
 
 WHAT = "MasterWeightOptimizer.step"
@@ -70,24 +72,27 @@ class _Terms(NamedTuple):
         groups: the groups over which each of them shares scales.
         members: groups that cut parameters -> the numbers of the parameters they cut, in the order of their labels.
         claiming: dense shards that share scales: label, scales, groups.
+        replicas: what is compared over replicas.
     """
 
     sharing: list[int]
     groups: list[list[dist.ProcessGroup]]
     members: dict[tuple[dist.ProcessGroup, ...], list[int]]
     claiming: list[tuple[str, SharedScales, list[dist.ProcessGroup]]]
+    replicas: Replicas
 
     def labelled(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
         """The labels and the groups of what is exchanged, in the order it is exchanged."""
         labels: list[Label] = [("amax", trained[number].label) for number in self.sharing]
         labels += [("moved", *(trained[number].label for number in numbers)) for numbers in self.members.values()]
         labels += [("claim", label) for label, _, _ in self.claiming]
-        return labels, [*self.groups, *map(list, self.members), *(own for _, _, own in self.claiming)]
+        groups = [*self.groups, *map(list, self.members), *(own for _, _, own in self.claiming)]
+        return labels + self.replicas.labels, groups + self.replicas.groups
 
 
-def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> _Terms:
-    terms = _Terms([], [], {}, [])
-    for number, (one, cuts) in enumerate(zip(trained, cuts_of([one.param for one in trained]), strict=True)):
+def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]], replicas: Replicas) -> _Terms:
+    terms = _Terms([], [], {}, [], replicas)
+    for number, (one, cuts) in enumerate(zip(trained, replicas.cuts_of([one.param for one in trained]), strict=True)):
         terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
         recipe, ndim, cut = one.shard.recipe, one.shard.ndim, one.cut
         if own := [group for dim, group in cuts if common_along(recipe, cut, dim, ndim)]:
@@ -95,23 +100,25 @@ def _terms(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, Shared
             terms.groups.append(own)
     for numbers in terms.members.values():
         numbers.sort(key=lambda number: trained[number].label)
-    for (label, _, scales), cuts in zip(dense, cuts_of([param for _, param, _ in dense]), strict=True):
+    for (label, _, scales), cuts in zip(dense, replicas.cuts_of([param for _, param, _ in dense]), strict=True):
         if own := [group for dim, group in cuts if scales.shared_along(dim)]:
             terms.claiming.append((label, scales, own))
     return terms
 
 
-def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> Outcome:
+def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]], replicas: Replicas) -> Outcome:
     """Agree over all shards; a collective. Dense shards (storage="high_precision") adopt their scales here.
 
     Args:
         trained: the quantized parameters.
         dense: label, parameter and scales of each dense shard.
+        replicas: what is compared over replicas, looked at already.
 
     Raises:
-        RuntimeError: on all ranks of a group: they do not list the same parameters, or one of them called `tell`.
+        RuntimeError: on all ranks of a group: they do not list the same parameters, or one of them called `tell`; on
+            all ranks, replicas differ.
     """
-    terms = _terms(trained, dense)
+    terms = _terms(trained, dense, replicas)
     sharing, members, claiming = terms.sharing, terms.members, terms.claiming
     shards, masters = [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
     try:
@@ -119,10 +126,12 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedS
         values += [_moved([trained[number] for number in numbers]) for numbers in members.values()]
         values += [scales.claim() for _, scales, _ in claiming]
     except Exception:
-        tell(trained, dense)
+        tell(trained, dense, replicas)
         raise
     labels, over = terms.labelled(trained)
-    agreed, _ = max_over_groups(WHAT, labels, values, over)
+    reduced, _ = max_over_groups(WHAT, labels, values + replicas.values, over)
+    agreed, compared = reduced[: len(values)], reduced[len(values) :]
+    replicas.check(compared)
     scales_agreed: list[Tensor | None] = [None] * len(trained)
     for number, claim in zip(sharing, agreed, strict=False):
         scales_agreed[number] = claim
@@ -135,11 +144,12 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedS
     )
 
 
-def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]]) -> None:
+def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]], replicas: Replicas) -> None:
     """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
     devices = [one.master.device for one in trained] + [param.device for _, param, _ in dense]
+    devices += replicas.devices
     if devices:
-        tell_groups(*_terms(trained, dense).labelled(trained), devices[0])
+        tell_groups(*_terms(trained, dense, replicas).labelled(trained), devices[0])
 
 
 def _moved(trained: Sequence[Trained]) -> Tensor:

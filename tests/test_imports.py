@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
 FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
     "qtensor": ("codecs", "."),
-    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "cli.report", "cli"),
+    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "digests", "cli.report", "cli"),
     "layerwise": (
         *("algorithms", "stages", "weights", "statistics", "inputs", "folding", "report", "resume", "running"),
         ".",
@@ -69,11 +69,13 @@ PUBLIC: dict[str, list[str]] = {
         "QuantizedSavePlanner",
         "QuantizedStager",
         "SafeFileSystemReader",
+        "digest",
         "expand",
         "export_hf",
         "import_hf",
         "read_manifest",
         "remove_replaced",
+        "tensor_digests",
     ],
     "layerwise": [
         "AWQ",

@@ -15,15 +15,16 @@ class HelpText:
 MAIN = HelpText(
     summary="",
     about="""\
-Look at, check, compare, convert and export PyTorch distributed checkpoints with quantized tensors in them.
+Look at, check, digest, compare, convert and export PyTorch distributed checkpoints with quantized tensors in them.
 A CHECKPOINT is a directory with a .metadata file, as torch.distributed.checkpoint.save writes it; inspect, report,
-verify, diff and convert also take a Hugging Face directory of safetensors, dense or quantized.
+verify, digest, diff and convert also take a Hugging Face directory of safetensors, dense or quantized.
 One process suffices, whatever number of ranks wrote it; no model is needed, and no GPU.""",
     examples="""\
 examples:
   %(prog)s inspect runs/step-1000                    what is in it?
   %(prog)s report runs/step-1000 --against dense     a page to look at: how well are the weights kept?
   %(prog)s verify runs/step-1000                     is it whole and undamaged?
+  %(prog)s digest runs/step-1000 exported            are these the same weights?
   %(prog)s diff runs/step-1000 runs/step-2000        what changed, and by how much?
   %(prog)s convert runs/step-1000 out --to nvfp4     the same weights in another format
   %(prog)s export runs/step-1000 out --config model  a directory that inference engines load
@@ -65,6 +66,20 @@ Exit status 1 if there is any error; warnings alone leave it 0.""",
 examples:
   %(prog)s runs/step-1000
   %(prog)s runs/step-1000 && rm -r runs/step-0500""",
+    ),
+    "digest": HelpText(
+        summary="one value for all weights",
+        about="""\
+Print one value, 32 hex digits, for all weights of a checkpoint or a Hugging Face directory. It depends on the names,
+bytes, dtypes and shapes of the tensors alone: not on the number of ranks that wrote them, nor on the kind of directory.
+A live model has the same value in Python: dcp_adapters.digest(model). With B, tell the first tensor that differs, with
+exit status 1. Of a checkpoint, the subtree that holds the quantized weights counts; --prefix says another one.""",
+        examples="""\
+examples:
+  %(prog)s runs/step-1000
+  %(prog)s saved-by-8-ranks saved-by-2-ranks
+  %(prog)s runs/step-1000 exported                   does the engine load what was trained?
+  %(prog)s runs/step-1000 --json | jq .sides[0].tensors""",
     ),
     "diff": HelpText(
         summary="compare two checkpoints",

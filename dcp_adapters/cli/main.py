@@ -1,7 +1,7 @@
-"""The command line: python -m dcp_adapters inspect | report | verify | diff | convert | export CHECKPOINT ...
+"""The command line: python -m dcp_adapters inspect | report | verify | digest | diff | convert | export CHECKPOINT ...
 
-Arguments in, text or JSON out; other modules do the work. Exit status: 0, all is well; 1, something was
-found (an error by verify, a difference by diff); 2, the command could not do its work (no such path, no checkpoint, an
+Arguments in, text or JSON out; other modules do the work. Exit status: 0, all is well; 1, something was found (an error
+by verify, a difference by diff or digest); 2, the command could not do its work (no such path, no checkpoint, an
 unknown recipe): one message on stderr.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
 from dcp_adapters.cli.diff import diff
+from dcp_adapters.cli.digest import digest_of_each, opened
 from dcp_adapters.cli.help_texts import HELP, MAIN
 from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
@@ -106,6 +107,16 @@ def _verify(arguments: argparse.Namespace) -> int:
     verdict = f"{errors} errors, {len(findings) - errors} warnings" if findings else "no errors"
     _show(f"{verdict} ({looked_at}, {counts['checksums']} checksums)")
     return FOUND if errors else FINE
+
+
+def _digest(arguments: argparse.Namespace) -> int:
+    paths = [arguments.a] if arguments.b is None else [arguments.a, arguments.b]
+    sources = opened(paths, arguments.prefix)
+    total = sum(tensor.nbytes for source in sources for tensor in source.entries.values())
+    with progress_bar("digesting", total, enabled=arguments.progress) as advance:
+        found = digest_of_each(paths, sources, advance=advance)
+    _show(found.to_json() if arguments.json else found.render())
+    return FOUND if found.difference is not None else FINE
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -205,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(_command(commands, "inspect"))
     _add_report(_command(commands, "report"))
     _add_verify(_command(commands, "verify"))
+    _add_digest(_command(commands, "digest"))
     _add_diff(_command(commands, "diff"))
     _add_convert(_command(commands, "convert"))
     _add_export(_command(commands, "export"))
@@ -248,6 +260,15 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
     _add_progress(parser)
     parser.set_defaults(run=_verify)
+
+
+def _add_digest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="a checkpoint or a Hugging Face directory")
+    parser.add_argument("b", metavar="B", nargs="?", help="what is compared with it")
+    parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in checkpoints")
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_digest)
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from dcp_adapters.hf.schemes import DTYPES, Contents, FileLinear
 from dcp_adapters.manifest import Manifest
 from dcp_adapters.part_places import part_box
 from dcp_adapters.words import in_lines, listed
+from fsdp_hooks import byte_sums
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
 from qtensor.recipes import Recipe
@@ -107,6 +108,11 @@ class Placed:
     def whole(dtype: torch.dtype, shape: Sequence[int], held: Slice) -> "Placed":
         """One chunk."""
         return Placed(dtype, tuple(shape), (Chunk((0,) * len(shape), tuple(shape), held),))
+
+    def piece(self, chunk: Chunk, held: Callable[[FileTensor], Any]) -> byte_sums.Piece:
+        """One of its chunks; `held` gives safetensors' piece of a tensor, or the tensor itself."""
+        whole = chunk.held.take(held(chunk.held.tensor), (0,) * len(chunk.sizes), chunk.sizes)
+        return byte_sums.Piece(whole, self.shape, chunk.offsets)
 
 
 @dataclass

@@ -16,6 +16,8 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
+# What engines call the linear that they make of several.
+JOINED = {"qkv_proj": FUSED[0], "fused_qkv_a_proj": FUSED[1], "gate_up_proj": FUSED[2], "w13": FUSED[3]}
 HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 

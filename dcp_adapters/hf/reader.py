@@ -220,8 +220,7 @@ def _whole_entry(entry: Placed, files: OpenFiles) -> Tensor:
     out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     for chunk in entry.chunks:
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole = chunk.held.take(files.piece(chunk.held.tensor), (0,) * len(chunk.sizes), chunk.sizes)
-        out[box or ...] = whole
+        out[box or ...] = entry.piece(chunk, files.piece).data
     return out
 
 

@@ -6,7 +6,7 @@ directory is read only by the rank that needs the tensor.
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Source, Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.torch_private import flatten_state_dict
+from fsdp_hooks.byte_sums import Piece
 from fsdp_hooks.torch_private import dtensor_around, local_of
 
 
@@ -42,22 +43,7 @@ class LiveSource(Source):
     def __init__(
         self, state_dict: Mapping[str, Any], prefix: str | None = None, like: Collection[str] | None = None
     ) -> None:
-        flat, paths = flatten_state_dict(dict(state_dict))
-        quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
-        prefix = weights_prefix(paths, quantized, like) if prefix is None else prefix
-        values: dict[str, Tensor] = {}
-        for name, value in under(prefix, flat, "the state dict").items():
-            refuse_hidden(name, value)
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name} is a {type(value).__name__}; an export holds tensors only: leave it out")
-            if value.is_meta:
-                raise ValueError(f"{name} is on the meta device, it has no values; load the weights first")
-            values[name] = plain_leaf(value).detach()
-            if quantized_local(value) is None and not is_plain(local_of(values[name])):
-                raise ValueError(
-                    f"{name} is a {type(local_of(value)).__name__}, of which an export knows no bytes; expected dense "
-                    "tensors and those of this library: dequantize it first"
-                )
+        values = live_tensors(state_dict, prefix, like, what="an export")
         self.entries = {name: entry_of(name, value) for name, value in values.items()}
         self._parts = {name: expand_leaf(name, value) or {"": value} for name, value in values.items()}
 
@@ -96,12 +82,20 @@ class StoredSource(Source):
     Args:
         stored: where they are.
         prefix, like: as of LiveSource.
+        what: who asks, for errors.
 
     Raises:
         ValueError: as of LiveSource.
     """
 
-    def __init__(self, stored: Stored, prefix: str | None = None, like: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        stored: Stored,
+        prefix: str | None = None,
+        like: Collection[str] | None = None,
+        *,
+        what: str = "an export",
+    ) -> None:
         self._stored = stored
         if prefix is None:
             places = {name: stored.paths.get(entry.part_keys()[0], (name,)) for name, entry in stored.entries.items()}
@@ -110,7 +104,7 @@ class StoredSource(Source):
         blobs = [name for name in stored.blobs if name.startswith(prefix)]
         if blobs:
             raise ValueError(
-                f"{stored.path}: {blobs[0]} is an entry of bytes; an export holds tensors only: say by prefix=... "
+                f"{stored.path}: {blobs[0]} is an entry of bytes; {what} holds tensors only: say by prefix=... "
                 '(--prefix) under which name the weights are, for example "model."'
             )
         self._names = under(prefix, {name: name for name in stored.entries}, str(stored.path))
@@ -123,6 +117,10 @@ class StoredSource(Source):
     def part(self, name: str, part: str) -> Tensor:
         """From disk."""
         return self._stored.part(self._names[name], part)
+
+    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+        """From disk."""
+        return self._stored.pieces(self._names[name], part)
 
 
 class JoinedSources(Source):
@@ -164,6 +162,39 @@ class JoinedSources(Source):
     def replicas(self, name: str) -> list[Tensor]:
         """Of its source."""
         return self._of[name].replicas(name)
+
+
+def live_tensors(
+    state_dict: Mapping[str, Any], prefix: str | None, like: Collection[str] | None = None, *, what: str
+) -> dict[str, Tensor]:
+    """The tensors of a state dict, aliased, by the names that the plain model gives them.
+
+    Args:
+        state_dict: as of LiveSource.
+        prefix: as of LiveSource.
+        like: as of LiveSource.
+        what: who asks, for errors: "an export".
+
+    Raises:
+        ValueError: as of LiveSource.
+    """
+    flat, paths = flatten_state_dict(dict(state_dict))
+    quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
+    prefix = weights_prefix(paths, quantized, like) if prefix is None else prefix
+    values: dict[str, Tensor] = {}
+    for name, value in under(prefix, flat, "the state dict").items():
+        refuse_hidden(name, value)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; {what} holds tensors only: leave it out")
+        if value.is_meta:
+            raise ValueError(f"{name} is on the meta device, it has no values; load the weights first")
+        values[name] = plain_leaf(value).detach()
+        if quantized_local(value) is None and not is_plain(local_of(values[name])):
+            raise ValueError(
+                f"{name} is a {type(local_of(value)).__name__}, of which {what} knows no bytes; expected dense "
+                "tensors and those of this library: dequantize it first"
+            )
+    return values
 
 
 def source_of(value: Any, prefix: str | None, like: Collection[str] | None = None, *, check: bool = True) -> Source:

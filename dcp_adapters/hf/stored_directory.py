@@ -5,14 +5,16 @@ Each rank of a load reads slices through `reader.py`; here whole tensors are rea
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.hf.reader import HuggingFaceReader, OpenFiles
 from dcp_adapters.source import Stored
+from fsdp_hooks.byte_sums import Piece
 from fsdp_hooks.torch_private import cpu_by_default
 
 
@@ -25,12 +27,17 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
 class StoredDirectory(Stored):
     """A directory of safetensors, dense or quantized in a layout that `import_hf` reads.
 
+    Args:
+        path: the directory.
+        wanted: what it is compared with, by name; a weight of all experts is put together from the experts' linears
+            where it is named here.
+
     Raises:
         FileNotFoundError, ValueError: as HuggingFaceReader does.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._reader = HuggingFaceReader(path)
+    def __init__(self, path: str | os.PathLike[str], *, wanted: Mapping[str, Entry] | None = None) -> None:
+        self._reader = HuggingFaceReader(path, wanted=wanted)
         self.path, self._made = self._reader.path, self._reader.presented()
         self._files = OpenFiles(self.path)  # each is opened once, its header parsed once
         self.layout, self.entries, self.blobs = self._made.layout, self._made.entries, list[str]()
@@ -48,6 +55,14 @@ class StoredDirectory(Stored):
         """From the files."""
         with cpu_by_default():
             return self._reader.read_from(self._files, name)
+
+    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+        """From the files, chunk by chunk."""
+        placed = self._made.placed[self.entries[name].key(part)]
+        for chunk in placed.chunks:
+            with cpu_by_default():
+                piece = placed.piece(chunk, self._files.piece)
+            yield piece
 
     def file_bytes(self) -> dict[str, int]:
         """Bytes of each file's tensors, in the dtypes of the parts they hold."""

@@ -10,7 +10,7 @@ one tensor, however many ranks wrote them. No process group and no model are nee
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.reader import SafeFileSystemReader
 from dcp_adapters.source import Stored
+from fsdp_hooks.byte_sums import Piece
 
 BOOKKEEPING = frozenset({MANIFEST, CHECKSUMS})  # entries about the other entries, no data of the user
 
@@ -104,6 +105,20 @@ class StoredCheckpoint(Stored):
     def part(self, name: str, part: str) -> Tensor:
         """From disk, all chunks joined."""
         return self.read_key(self.entries[name].key(part))
+
+    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+        """From disk, chunk by chunk."""
+        key = self.entries[name].key(part)
+        record = self.metadata.state_dict_metadata[key]
+        assert isinstance(record, TensorStorageMetadata)
+        start = torch.Size([0] * len(record.size))
+        for number, chunk in enumerate(record.chunks):
+            if not chunk.sizes.numel():
+                continue
+            target = torch.empty(chunk.sizes, dtype=record.properties.dtype, device="cpu")
+            into, stored = MetadataIndex(key, start, 0), MetadataIndex(key, chunk.offsets, number)
+            self._read(key, [ReadItem(LoadItemType.TENSOR, into, start, stored, start, chunk.sizes)], {key: target})
+            yield Piece(target, tuple(record.size), tuple(chunk.offsets))
 
     def read_key(self, key: str) -> Tensor:
         """One stored tensor, a part or a dense one, its chunks joined."""

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local
 from dcp_adapters.load.placements import placement_problem
 from fsdp_hooks.across_ranks import device_of, is_first, ranks_of
-from fsdp_hooks.digest import GOLDEN, LOW, MIX
+from fsdp_hooks.digest import GOLDEN, LOW, MIX, MIX_FIRST
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
-_BITS = -4658895280553007687  # odd: the other constant of splitmix64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: a few int64 tensors of that size stay in a core's cache, or keep a GPU busy.
 _CHUNK_CPU, _CHUNK = 1 << 15, 1 << 22
@@ -122,7 +121,7 @@ def _hashed_pairs(index: Tensor, bits: Tensor) -> Tensor:
     A mere product of index and bits would not do: sums of products miss it when two highest bits (signs) change places.
     The shift keeps the sign, which is faster than masking it out and costs one bit.
     """
-    x = index.mul_(GOLDEN).bitwise_xor_(bits.to(torch.int64) * _BITS)
+    x = index.mul_(GOLDEN).bitwise_xor_(bits.to(torch.int64) * MIX_FIRST)
     for _ in range(2):
         x.bitwise_xor_(x >> 32).mul_(MIX)
     return x.bitwise_xor_(x >> 32)

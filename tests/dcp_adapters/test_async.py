@@ -40,6 +40,7 @@ from tests.dcp_adapters.cases import (
     save,
 )
 from tests.ranks import run_ranks
+from tests.torch_versions.release import RELEASE
 
 WAYS = ("default", "blocking")
 
@@ -98,11 +99,18 @@ def test_two_saves_in_sequence_each_hold_their_own_values(shared_tmp_path: Path)
     run_ranks(2, two_in_flight, shared_tmp_path)
 
 
+SERVES_ONE_SAVE = RELEASE < (2, 13)  # torch's stager: it closes itself after each, and then knows no type any more
+
+
 def one_stager_twice(base: Path) -> None:
     upload = dist.new_group(backend="gloo")
     stager = DefaultStager(StagingOptions(False, False, False, False))
     live = models(0)
     for i in range(2):
+        if i and SERVES_ONE_SAVE:
+            with pytest.raises(KeyError):
+                stager.stage({"plain": [1]})
+            stager = DefaultStager(StagingOptions(False, False, False, False))
         future = dcp.async_save(
             live, checkpoint_id=base / str(i), planner=QuantizedSavePlanner(), async_stager=stager, process_group=upload
         )

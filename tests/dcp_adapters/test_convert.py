@@ -101,9 +101,7 @@ def every_pair(path: Path, layouts: list[str]) -> None:
         mesh = init_device_mesh("cpu", shape)
         sizes = ROWS if layout == "fsdp" and world > 1 else {"uneven": ROWS["uneven"]}
         for kind in KINDS:
-            full = {
-                f"{size}.{other}": expected(other, kind, rows) for size, rows in sizes.items() for other in KINDS
-            }
+            full = {f"{size}.{other}": expected(other, kind, rows) for size, rows in sizes.items() for other in KINDS}
             target: dict[str, Any] = {
                 name: placed(empty_target(kind, ROWS[name.split(".")[0]]), mesh, *placements) for name in full
             }

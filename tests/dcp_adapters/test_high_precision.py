@@ -128,10 +128,10 @@ def writes(base: Path, name: str) -> None:
     for saver, planner in SAVERS.items():
         dcp.save(live.state_dict(), checkpoint_id=base / saver, planner=planner())
     upload = dist.new_group(backend="gloo")
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    ways = {"thread": {}, "stager": {"async_stager": stager}}
     for saver, planner in SAVERS.items():
-        for way, options in ways.items():
+        for way in ("thread", "stager"):
+            stager = DefaultStager(StagingOptions(False, False, False, False))
+            options = {"async_stager": stager} if way == "stager" else {}
             path = base / f"{saver}-{way}"
             future = dcp.async_save(
                 live.state_dict(), checkpoint_id=path, planner=planner(), process_group=upload, **options
@@ -143,7 +143,7 @@ def writes(base: Path, name: str) -> None:
             with torch.no_grad():
                 for param in live.parameters():
                     param.mul_(-1)
-    stager.close()
+            stager.close()
     assert_kind(live)
 
 

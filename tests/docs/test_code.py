@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import qtensor
-from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, import_hf, read_manifest
+from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand, import_hf, read_manifest
 from layerwise import GPTQ, calibrate
 from qtensor import MXFP8BlockScaling, QuantizedTensor
 from tests.docs import small_models
@@ -149,6 +149,19 @@ def index(path: Path) -> None:
     assert isinstance(local(names["model"].layers[0].mlp.up_proj.weight), QuantizedTensor)
 
 
+def qat(path: Path) -> None:
+    dots = ("shard(model); fill(model)", "train(model, optimizer)", "shard(deployed)")
+    names = namespace(build_model=Model, path=path, shard=shard, fill=fill, train=train)
+    names = page("qat.md").run(names, dots=dots)
+    exported = import_hf(path / "exported", progress=False)
+    trained = {name: value.full_tensor() for name, value in expand(names["model"].state_dict()).items()}
+    for name, value in exported.items():
+        assert isinstance(value, QuantizedTensor) == ("norm" not in name)
+        expected = qtensor.quantize(trained[name], value.recipe) if "norm" not in name else trained[name]
+        for part, kept in qtensor_parts(expected).items():
+            assert torch.equal(kept, qtensor_parts(value)[part]), name
+
+
 def readme(path: Path) -> None:
     """Its two blocks: a model of transformers, and a calibration."""
     transformers: Any = pytest.importorskip("transformers")
@@ -177,6 +190,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),
     "docs/index.md": (2, index),
+    "docs/qat.md": (2, qat),
 }
 
 

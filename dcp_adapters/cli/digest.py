@@ -1,0 +1,87 @@
+"""What the `digest` command finds: one value for each side, and the first tensor that differs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_adapters.digests.stored import source_digests, stored_source
+from dcp_adapters.hf.stored_directory import is_directory
+from dcp_adapters.source import Source
+from dcp_adapters.stored.progress_bar import Advance, unseen
+from dcp_adapters.weight_sums import Difference, first_difference, whole_digest, with_twins
+
+FORMAT = "dcp_adapters.digest/1"
+KINDS = {
+    "only_in_a": "only A has it",
+    "only_in_b": "only B has it",
+    "other": "A and B hold other bytes, dtypes or shapes",
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A checkpoint or a directory, and the digest of each of its tensors."""
+
+    path: str
+    tensors: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Of all tensors."""
+        return whole_digest(self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"path": self.path, "digest": self.digest, "tensors": self.tensors}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One side or two."""
+
+    sides: list[Side]
+
+    @property
+    def difference(self) -> Difference | None:
+        """The first tensor that differs, in the order of A; None where nothing does, or there is no B."""
+        if len(self.sides) < 2:
+            return None
+        a, b = (side.tensors for side in self.sides)
+        return first_difference(a, b)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added under the same FORMAT."""
+        first = self.difference
+        told = None if first is None else {"name": first.name, "kind": first.kind}
+        return {"format": FORMAT, "sides": [side.to_json() for side in self.sides], "first_difference": told}
+
+    def render(self) -> str:
+        """For people: as sha256sum prints it."""
+        lines = [f"{side.digest}  {side.path}" for side in self.sides]
+        if self.difference is not None:
+            lines.append(f"first difference: {self.difference.name}: {KINDS[self.difference.kind]}")
+        return "\n".join(lines)
+
+
+def opened(paths: list[str], prefix: str | None) -> list[Source]:
+    """One path or two, to be digested; a directory is opened as what it is compared with, see StoredDirectory."""
+    prefixes = [None if is_directory(path) else prefix for path in paths]  # a directory has the weights alone
+    sources = [stored_source(path, own) for path, own in zip(paths, prefixes, strict=True)]
+    if len(paths) < 2:
+        return sources
+    turn = is_directory(paths[0]) and not is_directory(paths[1])
+    first, second = (1, 0) if turn else (0, 1)
+    sources[second] = stored_source(paths[second], prefixes[second], sources[first].entries)
+    return sources
+
+
+def digest_of_each(paths: list[str], sources: list[Source], *, advance: Advance = unseen) -> Found:
+    """The digests of what was opened.
+
+    A directory leaves out a tensor that is tied to another one. Where the other side has both, and they hold the same
+    bytes, the directory's counts under both names.
+    """
+    tensors = [source_digests(source, advance=advance) for source in sources]
+    if len(paths) == 2:
+        a, b = tensors
+        tensors = [with_twins(a, b) if is_directory(paths[0]) else a, with_twins(b, a) if is_directory(paths[1]) else b]
+    return Found([Side(path, own) for path, own in zip(paths, tensors, strict=True)])

@@ -1,0 +1,143 @@
+"""digest: one short value for all weights of a model, a checkpoint, a directory, an engine, or a stream."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dcp_adapters.digests.received import ReceivedSource
+from dcp_adapters.digests.shares import Shares
+from dcp_adapters.digests.stored import source_digests, stored_source
+from dcp_adapters.digests.summing import summed, tell_failure
+from dcp_adapters.entry import Entry
+from dcp_adapters.expand import entry_of
+from dcp_adapters.hf.names import plain_name
+from dcp_adapters.hf.sources import live_tensors
+from dcp_adapters.weight_sums import PartSum, tensor_digest, whole_digest
+from fsdp_hooks.across_ranks import is_first
+from fsdp_hooks.torch_private import without_torch_function
+
+
+def digest(
+    weights: nn.Module | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | None = None,
+    like: nn.Module | Mapping[str, Any] | None = None,
+    prefix: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> str:
+    """One value for all weights: equal where all tensors have equal names, bytes, dtypes and shapes.
+
+    It does not depend on the number of ranks, on how the weights are sharded, on the device, on the order of names, or
+    on where the weights are: a model, its checkpoint and the directory that an engine loads have the same digest. A
+    change of one word of 4 bytes is always found, other accidental changes but for a chance of about 2^-32 (2^-27 in
+    the worst case known, see fsdp_hooks/byte_sums.py). It is no cryptographic hash.
+
+    Payloads and scales of quantized tensors count, and the dense tensors beside them; the other fields of a recipe and
+    the histories of delayed scales do not. Tied tensors count under each of their names. A model with
+    storage="high_precision" has the digest of its dense shards.
+
+    Of a live model, a collective: one all-reduce for the whole model (two for more than about 4,000 tensors), and no
+    tensor is gathered. Of a path, each rank reads for itself.
+
+    Args:
+        weights: a module or a state dict, plain or sharded; the path of a checkpoint or of a directory of safetensors;
+            with `config`, tensors that an engine or a stream received.
+        config: the content of the config.json that an export writes beside these tensors; {} where none is quantized.
+            `weights` is then a mapping from the names in the export's files to plain tensors on any device.
+        like: a model or its state dict that a directory, or received tensors, are compared with. Weights of all experts
+            that it has are put together from the experts' linears. A name that only a model (not its state dict) has
+            gets the digest of the tensor that it is tied to there.
+        prefix: take only names that begin with it, and cut it off; None: find the subtree of a nested state dict or of
+            a checkpoint that holds the quantized weights.
+        group: the ranks that hold a live model; None: all.
+
+    Returns:
+        32 hex digits.
+
+    Raises:
+        ValueError: an entry is no tensor, or its bytes are not known; the weights are in several subtrees; shards that
+            are not boxes; the group's ranks do not hold the whole model. CheckpointUnusable for a checkpoint that
+            cannot be read; for a directory and received tensors as `import_hf`.
+        RuntimeError: on all ranks: they hold other tensors, or one of them failed.
+        TypeError: `weights` is anything else, or an argument does not go with it.
+    """
+    return whole_digest(tensor_digests(weights, config=config, like=like, prefix=prefix, group=group))
+
+
+def tensor_digests(
+    weights: nn.Module | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | None = None,
+    like: nn.Module | Mapping[str, Any] | None = None,
+    prefix: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, str]:
+    """The digest of each tensor: name -> 32 hex digits, in the order of the model; arguments and errors as `digest`.
+
+    Where two models' digests differ, the first entry that differs says which tensor does. A tensor's digest does not
+    depend on its name.
+    """
+    if isinstance(weights, str | os.PathLike):
+        if config is not None:
+            raise TypeError("digest: config= goes with tensors in memory; a directory has a config.json of its own")
+        return _tied(source_digests(stored_source(weights, prefix, _wanted(like))), like)
+    if config is not None:
+        if not isinstance(weights, Mapping) or prefix is not None:
+            raise TypeError("digest: with config=, expected a mapping from names to plain tensors, and no prefix")
+        return _tied(source_digests(ReceivedSource(weights, config, _wanted(like))), like)
+    if like is not None:
+        raise TypeError("digest: like= goes with a directory or with config=; a live model has its own names")
+    return _live_digests(weights, prefix, group)
+
+
+def _live_digests(weights: Any, prefix: str | None, group: dist.ProcessGroup | None) -> dict[str, str]:
+    try:
+        state_dict = _state_dict(weights)
+        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+            tensors = live_tensors(state_dict, prefix, what="a digest")
+            shares = Shares(first=is_first(group)).of(tensors)
+    except Exception:
+        tell_failure(group)
+        raise
+    parts: dict[str, list[PartSum]] = {}
+    for share, total in zip(shares, summed(shares, group), strict=True):
+        parts.setdefault(share.name, []).append(PartSum(share.part, share.dtype, share.shape, total))
+    return {name: tensor_digest(parts[name]) for name in tensors}
+
+
+def _state_dict(weights: Any) -> Mapping[str, Any]:
+    if not isinstance(weights, Mapping) and hasattr(weights, "state_dict"):  # a module, the result of a calibration
+        weights = weights.state_dict()
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"digest: expected a module, a state dict or a path, got {type(weights).__name__}; tensors that an engine "
+            "or a stream received go with config="
+        )
+    return weights
+
+
+def _like_tensors(like: nn.Module | Mapping[str, Any] | None) -> dict[str, Tensor]:
+    if like is None:
+        return {}
+    state = like.state_dict(keep_vars=True) if isinstance(like, nn.Module) else like
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _wanted(like: nn.Module | Mapping[str, Any] | None) -> dict[str, Entry]:
+    """What a model has, by the names of the plain model."""
+    return {plain_name(name): entry_of(plain_name(name), value) for name, value in _like_tensors(like).items()}
+
+
+def _tied(digests: dict[str, str], like: nn.Module | Mapping[str, Any] | None) -> dict[str, str]:
+    """The digests, with those of names that `like` ties to others, which directories leave out."""
+    names: dict[int, list[str]] = {}
+    for name, value in _like_tensors(like).items():
+        names.setdefault(id(value), []).append(plain_name(name))
+    for same in names.values():
+        there = next((name for name in same if name in digests), None)
+        if there is not None:
+            digests |= {name: digests[there] for name in same if name not in digests}
+    return digests

@@ -1,0 +1,63 @@
+"""Tensors in memory under the names of a Hugging Face directory: what an engine holds, or a stream delivered.
+
+They are read as the files of a directory are, by the JSON that describes them (config.json), so what cannot be read is
+refused in the same words, and codes are never taken for values.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dcp_adapters.entry import Entry
+from dcp_adapters.hf.as_checkpoint import presented
+from dcp_adapters.hf.directory import Directory, FileTensor
+from dcp_adapters.hf.schemes import DTYPES, contents_of
+from dcp_adapters.plain_memory import is_plain
+from dcp_adapters.source import Source
+from fsdp_hooks.byte_sums import Piece
+
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
+PLACE = Path("the received tensors")
+
+
+class ReceivedSource(Source):
+    """Tensors in memory, on any device, as logical tensors.
+
+    Args:
+        tensors: by their names in the files that an export would write.
+        config: the content of config.json, with its quantization_config; {} where nothing is quantized.
+        wanted: as of StoredDirectory.
+
+    Raises:
+        ValueError: a value is no plain tensor; or as for a directory.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Any], config: Mapping[str, Any], wanted: Mapping[str, Entry] | None = None
+    ) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.dtype not in WORDS:
+                dtype = f" of {tensor.dtype}" if isinstance(tensor, Tensor) else ""
+                raise ValueError(
+                    f"{name} is a {type(tensor).__name__}{dtype}; with config=..., expected plain tensors under "
+                    "the names of an export's files"
+                )
+        self._tensors, wanted = tensors, wanted or {}
+        held = {
+            name: FileTensor(name, "", WORDS[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
+        }
+        directory = Directory(PLACE, held, config)
+        counts = {name for name, want in wanted.items() if not want.dtype.is_floating_point}
+        self._made = presented(directory, contents_of(directory, counts), wanted, lambda tensor: tensors[tensor.name])
+        self.entries = self._made.entries
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """Not needed: tensors are taken piece by piece."""
+        raise NotImplementedError
+
+    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+        """As the tensors hold them, on their device."""
+        placed = self._made.placed[self.entries[name].key(part)]
+        return (placed.piece(chunk, lambda tensor: self._tensors[tensor.name]) for chunk in placed.chunks)

@@ -1,0 +1,58 @@
+"""Digests of what is on disk: a checkpoint, or a directory of safetensors; one chunk of one tensor in memory."""
+
+import math
+import os
+from collections.abc import Mapping
+
+from dcp_adapters.entry import Entry
+from dcp_adapters.hf.sources import StoredSource
+from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
+from dcp_adapters.source import Source
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
+from dcp_adapters.stored.progress_bar import Advance, unseen
+from dcp_adapters.weight_sums import PartSum, digested_parts, tensor_digest
+from fsdp_hooks.byte_sums import byte_sums
+
+
+def stored_source(
+    path: str | os.PathLike[str], prefix: str | None = None, wanted: Mapping[str, Entry] | None = None
+) -> Source:
+    """The weights of a checkpoint, or of a directory.
+
+    Args:
+        path: where it is.
+        prefix: as of StoredSource; a directory has no other names than those of its weights.
+        wanted: what a directory is compared with, see StoredDirectory.
+
+    Raises:
+        CheckpointUnusable: neither is there, or it cannot be read.
+        FileNotFoundError, ValueError: as of StoredDirectory and StoredSource.
+    """
+    if not is_directory(path):
+        return StoredSource(StoredCheckpoint(path), prefix, what="a digest")
+    return StoredSource(StoredDirectory(path, wanted=wanted), prefix or "", what="a digest")
+
+
+def source_digests(source: Source, *, advance: Advance = unseen) -> dict[str, str]:
+    """Name -> digest of each tensor, in the order of the source.
+
+    Args:
+        source: a checkpoint, a directory, or tensors in memory.
+        advance: told the bytes of each tensor that is done.
+
+    Raises:
+        ValueError: chunks of a tensor are missing, or data cannot be read.
+    """
+    digests = {}
+    for name, entry in source.entries.items():
+        sums = []
+        for part, (dtype, shape) in digested_parts(entry).items():
+            total = counted = 0
+            for piece in source.pieces(name, part):
+                total, counted = total + int(byte_sums([piece])[0]), counted + piece.data.numel()
+            if counted != math.prod(shape):
+                raise ValueError(f"{entry.key(part)}: its chunks hold {counted} elements of {shape}; run verify on it")
+            sums.append(PartSum(part, dtype, shape, total))
+        digests[name] = tensor_digest(sums)
+        advance(entry.nbytes)
+    return digests

@@ -1,0 +1,110 @@
+"""A bit that flips in one replica is found by the next step, and named; comparing costs no collective of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling
+from qtensor.replicas import _who
+from tests.fsdp_hooks.cases import Collectives, Net, batch, bits, build, local, mesh_of, shard, snapshot
+from tests.ranks import run_ranks, run_ranks_catching
+
+if TYPE_CHECKING:
+    from qtensor.recipes import Recipe
+
+ROWS = (64, 33)
+
+
+def trained(recipe: Recipe, *, sharded: bool, check: bool = True) -> tuple[Net, MasterWeightOptimizer]:
+    """A model of two replicas (HSDP), or one on all ranks, after a step; all ranks take the same batches."""
+    net = build(recipe, ROWS)
+    if sharded:
+        shard(net, mesh=mesh_of(2, dist.get_world_size() // 2))
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, net.named_parameters(), check_replicas=check, lr=0.01)
+    step(net, optimizer)
+    return net, optimizer
+
+
+def step(net: Net, optimizer: MasterWeightOptimizer, seed: int = 0) -> None:
+    optimizer.zero_grad()
+    net(batch(seed, rank=0)).float().square().mean().backward()
+    optimizer.step()
+
+
+def checked_steps_are_the_same_steps() -> None:
+    """The bytes and the collectives of a training that compares nothing."""
+    found = []
+    for check in (True, False):
+        net, optimizer = trained(NVFP4BlockScaling(), sharded=True, check=check)
+        with Collectives() as comms:
+            optimizer.step()  # with the gradients of the step before
+        found.append((comms.counts, {name: bits(part).tolist() for name, part in snapshot(net).items()}))
+    assert found[0] == found[1]
+    assert found[0][0] == {"allreduce_": 1}
+
+
+def flip(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.view(-1).view(torch.uint8)[3] ^= 16
+
+
+def flip_in_a_payload() -> None:
+    net, optimizer = trained(MXFP8BlockScaling(), sharded=True)
+    if dist.get_rank() == 3:
+        flip(local(net.blocks[0].linear.weight).parts()["payload"])
+    step(net, optimizer, 1)
+
+
+def flip_in_a_norm() -> None:
+    """A dense parameter, which the exchange would not look at otherwise."""
+    net, optimizer = trained(MXFP8BlockScaling(), sharded=True)
+    if dist.get_rank() == 0:
+        flip(local(net.norm.weight))
+    step(net, optimizer, 1)
+
+
+def flip_where_most_agree() -> None:
+    net, optimizer = trained(MXFP8BlockScaling(), sharded=False)
+    if dist.get_rank() == 1:
+        flip(local(net.blocks[1].linear.weight).parts()["scale"])
+    step(net, optimizer, 1)
+
+
+HEAD = "RuntimeError: MasterWeightOptimizer.step: replicas hold different bytes of "
+TAIL = ". No quantized parameter has been written; take that rank's device out of the job and load a checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("world", "fails", "name", "who"),
+    [
+        (4, flip_in_a_payload, "blocks.0.linear.weight: (64, 64)", "ranks 1, 3 do not agree"),
+        (4, flip_in_a_norm, "norm.weight: (64,)", "ranks 0, 2 do not agree"),
+        (3, flip_where_most_agree, "blocks.1.linear.weight: (33, 64)", "rank 1, other than ranks 0, 2"),
+    ],
+)
+def test_a_flipped_bit_is_an_error_on_all_ranks_that_names_parameter_and_ranks(
+    world: int, fails: object, name: str, who: str
+) -> None:
+    for message in run_ranks_catching(world, fails):  # type: ignore[arg-type]
+        assert message.startswith(HEAD + name), message
+        assert message.endswith(f": {who}{TAIL}"), message
+
+
+def test_comparing_changes_no_byte_and_costs_no_collective() -> None:
+    run_ranks(4, checked_steps_are_the_same_steps)
+
+
+def test_one_process_has_nothing_to_compare() -> None:
+    net, optimizer = trained(MXFP8BlockScaling(), sharded=False)
+    step(net, optimizer, 1)
+
+
+def test_few_are_told_from_many() -> None:
+    assert _who({0: 5, 1: 6}) == "ranks 0, 1 do not agree"
+    assert _who({0: 5, 1: 6, 2: 5, 5: 5}) == "rank 1, other than ranks 0, 2, 5"
+    assert _who({0: 5, 1: 6, 2: 7, 3: 5, 4: 5}) == "ranks 1, 2, other than ranks 0, 3, 4"
+    assert _who({0: 5, 1: 6, 2: 5, 3: 6}) == "ranks 0, 1, 2, 3 do not agree"
