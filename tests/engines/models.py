@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,7 @@ from dcp_adapters import export_hf
 from examples import smollm2
 from layerwise import calibrate
 from qtensor import Float8CurrentScaling, NVFP4BlockScaling, QuantizedTensor, kernels, quantize, quantize_
-
-if TYPE_CHECKING:
-    from qtensor.recipes import Recipe
+from qtensor.recipes import Recipe
 
 LAYERS, TOKENS = 2, 2048
 FACTOR = 2.0

@@ -74,9 +74,7 @@ def generate(prompt: list[int], tokens: int) -> dict[str, Any]:
         temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, prompt_logprobs=-1 if tokens < 16 else None
     )
     (out,) = _loaded[0].generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    logits = [
-        [found[token].logprob for token in sorted(found)] for found in (out.prompt_logprobs or [])[1:] if found
-    ]
+    logits = [[found[token].logprob for token in sorted(found)] for found in (out.prompt_logprobs or [])[1:] if found]
     return {"tokens": list(out.outputs[0].token_ids), "logits": torch.tensor(logits)}
 
 
