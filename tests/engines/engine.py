@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import threading
 from multiprocessing.connection import Connection, Listener
@@ -60,7 +61,7 @@ class Engine:
 
     def tell(self, name: str, *args: Any, **options: Any) -> None:
         """Ask, and go on meanwhile."""
-        self._link.send((name, args, options))
+        self._link.send_bytes(pickle.dumps((name, args, options)))
 
     def answer(self) -> Any:
         """What came of it."""
@@ -68,7 +69,7 @@ class Engine:
             self.process.kill()
             raise EngineError(f"vLLM did not answer within {ANSWER} s:\n{self.log.read_text()[-3000:]}")
         try:
-            value, error = self._link.recv()
+            value, error = pickle.loads(self._link.recv_bytes())
         except EOFError:
             raise EngineError(f"vLLM died:\n{self.log.read_text()[-3000:]}") from None
         if error is not None:

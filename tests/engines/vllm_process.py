@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Client
@@ -114,14 +115,14 @@ def serve(address: str) -> None:
     with Client(address, "AF_UNIX") as link:
         while True:
             try:
-                name, args, options = link.recv()
+                name, args, options = pickle.loads(link.recv_bytes())
             except EOFError:
                 return
             try:
                 answer = (offered[name](*args, **options), None)
             except Exception as error:
                 answer = (None, f"{type(error).__name__}: {error}")
-            link.send(answer)
+            link.send_bytes(pickle.dumps(answer))  # `send` would share tensors' memory, which needs more than a link
 
 
 if __name__ == "__main__":
