@@ -2,7 +2,7 @@
 # make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"    make test TORCH=2.15.0
 # make test-engines  tests of exports and streams in vLLM, which gets an environment of its own (2 GB)
 # make lint   ruff and mypy
-# make bench  all benchmarks in 20 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
+# make bench  all benchmarks in 25 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
 # make matrix all tests under one torch after another, and the table of docs/compatibility.md    make matrix TORCH=2.15.0
 # make clean  removes the environment, caches and outputs

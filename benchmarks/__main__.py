@@ -1,6 +1,6 @@
 """Asks questions and writes the answers, with machine, versions and command beside the figures.
 
-    python -m benchmarks                      # all questions, within 20 minutes on two quiet cores
+    python -m benchmarks                      # all questions, within 25 minutes on two quiet cores
     python -m benchmarks numerics linear      # some; the files' names end with theirs
     python -m benchmarks calibration --full   # the longer version, for questions that have one
 
@@ -52,12 +52,14 @@ QUESTIONS = {  # cheap ones first
     "linear": Question(20),
     "staging": Question(25),
     "exports": Question(25),
+    "deltas": Question(15, full=True),
     "overhead": Question(55),
     "optimizer": Question(45),
+    "sync": Question(60, full=True),
     "plan_scaling": Question(50, full=True),
     "checkpoints": Question(160),
     "gather": Question(145),
-    "growth": Question(310),
+    "growth": Question(295),
     "calibration": Question(300, full=True),
 }
 

@@ -23,9 +23,17 @@ imports only what stands above it, qtensor and fsdp_hooks:
     load/                  the load planner: compare, read in place, convert
     hf/                    Hugging Face directories: export and import
     digests/               one value for all weights: of a model, a checkpoint, a directory, received tensors
+    delta/                 exact deltas between two states of the same tensors
+    streams/               the tensors of an export into engines that are running
     cli/                   the command line, `python -m dcp_adapters`
 """
 
+from dcp_adapters.cli.deltas import patched_copy, write_delta
+from dcp_adapters.delta.apply import apply_deltas
+from dcp_adapters.delta.chain import Anchors, removable
+from dcp_adapters.delta.live import HeldVersion
+from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.digests.digest import digest, tensor_digests
 from dcp_adapters.expand import expand
 from dcp_adapters.hf.export import export_hf
@@ -38,19 +46,43 @@ from dcp_adapters.save.overwrite import remove_replaced
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.staging.stager import QuantizedStager
 from dcp_adapters.stored.read_manifest import read_manifest
+from dcp_adapters.streams.process_group import GroupReceiver, GroupSender, join_group
+from dcp_adapters.streams.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from dcp_adapters.streams.transport import WeightStreamError
+from dcp_adapters.streams.vllm_source import vllm_source
+from dcp_adapters.streams.weight_stream import WeightStream
 
 __all__ = [
+    "Anchors",
     "AtomicFileSystemWriter",
+    "Delta",
+    "GroupReceiver",
+    "GroupSender",
+    "HeldVersion",
     "Manifest",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
     "QuantizedStager",
     "SafeFileSystemReader",
+    "SharedMemoryReceiver",
+    "SharedMemorySender",
+    "WeightStream",
+    "WeightStreamError",
+    "apply_deltas",
+    "delta_from_bytes",
+    "delta_to_bytes",
     "digest",
     "expand",
     "export_hf",
     "import_hf",
+    "join_group",
+    "open_delta",
+    "patched_copy",
     "read_manifest",
+    "removable",
     "remove_replaced",
+    "save_delta",
     "tensor_digests",
+    "vllm_source",
+    "write_delta",
 ]

@@ -83,6 +83,20 @@ def plain_leaf(value: Any) -> Any:
     return dtensor_around(local.dense.detach(), value.device_mesh, value.placements, value.shape)
 
 
+def gathered_leaf(value: Tensor) -> Tensor:
+    """A weight with storage="high_precision" as the quantized tensor whose bytes a forward gathers; any other as it is.
+
+    It is quantized here, under the scales that `fsdp_hooks.sync_scales` has agreed on, if any.
+    """
+    local = local_of(value)
+    if not isinstance(local, HighPrecisionWeight):
+        return value
+    quantized = local.quantized()
+    if not isinstance(value, DTensor):
+        return quantized
+    return dtensor_around(quantized, value.device_mesh, value.placements, value.shape)
+
+
 def quantized_local(value: Any) -> QuantizedTensor | None:
     """The quantized tensor behind a leaf (itself, or the local tensor of a DTensor); None for any other value."""
     if not isinstance(value, Tensor):

@@ -1,20 +1,53 @@
 """Where tensors come from: a live state dict, a checkpoint on disk, a Hugging Face directory.
 
     Source   entries, and their parts as whole tensors, one entry at a time
+    Group    some entries of a source on their way to the ranks that keep them
     Stored   a source on disk: its files, entries that are bytes, the place of each entry in a nested state dict
 
 Names, recipes and shapes are known at once; nothing is read before it is asked for. No process group and no model are
 needed, except that reading the shards of a live state dict is a collective.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
+from fsdp_hooks.across_ranks import rank_of
 from fsdp_hooks.byte_sums import Piece
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Who keeps what is read, and where.
+
+    rank: the one that keeps it; None: all. device: where it is brought; None: it stays where it was gathered. own:
+    whether it must be in memory of its own, since the source may be written meanwhile.
+    """
+
+    rank: int | None
+    device: torch.device | None
+    own: bool = False
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank keeps it."""
+        return self.rank is None or self.rank == rank_of(None)
+
+
+class Group:
+    """What `Source.begin` has begun."""
+
+    def parts(self, name: str) -> dict[str, Tensor] | None:
+        """The whole parts of a tensor where they are kept, None elsewhere; all ranks ask alike, once for a tensor."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Wait for what was begun, and drop it."""
 
 
 class Source:
@@ -45,18 +78,37 @@ class Source:
         """A part of one element, as this rank knows it; never a collective."""
         return float(self.part(name, part))
 
+    def local(self, name: str) -> Tensor:
+        """What this rank has of a dense tensor: its shard, or all of it; never a collective."""
+        return self.part(name, "")
+
     # -- of live shards ------------------------------------------------------------------------------------------------
 
-    def is_collective(self, name: str) -> bool:
-        """Whether all ranks must take part in reading this tensor, in the same order, whichever rank keeps it."""
-        return False
+    def begin(self, names: Sequence[str], keep: Keep) -> Group:
+        """Begin to read these tensors. For shards this is a collective: all ranks call it alike."""
+        return _Read(self, keep)
 
-    def help_read(self, name: str) -> None:
-        """This rank's share of a collective `parts` whose result other ranks keep."""
+    def way(self, name: str) -> str:
+        """How it is read: "" by each rank for itself; else by all ranks, whichever keeps it."""
+        return ""
 
     def replicas(self, name: str) -> list[Tensor]:
         """This rank's own copies of the parts of a tensor that is not sharded; all ranks should have the same."""
         return []
+
+
+class _Read(Group):
+    """Tensors that are read when they are asked for, by the ranks that keep them alone."""
+
+    def __init__(self, source: Source, keep: Keep) -> None:
+        self._source, self._keep = source, keep
+
+    def parts(self, name: str) -> dict[str, Tensor] | None:
+        if not self._keep.here:
+            return None
+        return {
+            part: tensor.to(self._keep.device or tensor.device) for part, tensor in self._source.parts(name).items()
+        }
 
 
 class Stored(Source):

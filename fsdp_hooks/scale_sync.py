@@ -1,8 +1,8 @@
 """Agreement on shared scales: all shards that share a scale hold the same value, by one fused all-reduce a group.
 
-Shards must agree over a mesh dim if it cuts the weight along a dim that some scale does not extend along: over every
-sharding mesh dim for a tensor-wide scale, over those that cut K for a scale a row, over those that cut square blocks,
-and over none for other scales of blocks (replicas hold equal bytes already). The values of all weights are laid end to
+Shards must agree over each mesh dim whose cut leaves one scale to several shards: over every sharding mesh dim for a
+tensor-wide scale, over those that cut K for a scale a row, over those that cut square blocks, and over none for other
+scales of blocks (replicas hold equal bytes already). The values of all weights are laid end to
 end and reduced together, once for each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP,
 and a second one for a group whose values do not fit into the first (some thousands). The groups are read from the
 DTensor at the moment of use and stored nowhere. Values are matched by what they belong to, not by the order in which a
@@ -58,11 +58,12 @@ def scales_of(param: Tensor) -> SharedScales | None:
 def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> int:
     """Make every shared scale agreed, by re-encoding the shards whose scale differs onto the largest one.
 
-    Square blocks that a shard boundary cuts are agreed on, too: their pieces get the scale of their largest element.
+    Square blocks that a shard boundary cuts are agreed on, too: their pieces get the scale of their largest value. The
+    bytes are not those of one process then, since values that each shard rounded by itself are rounded again.
     Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard), and with
     storage="high_precision" after every optimizer step. Shards that hold the largest scale, or agree already, keep
     their bytes. A shard that holds only zeros never decides a scale. A weight that still has its high-precision initial
-    value is re-encoded from that.
+    value is re-encoded from that, and has the bytes of one process.
 
     Args:
         model_or_params: a module, or parameters (DTensors or plain; those that are not quantized, or share no scale
@@ -91,13 +92,13 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
     named = [(name, param) for name, param in named if _can_share(param)]
     if any(is_gathered(param) for _, param in named):
         raise ValueError(
-            "sync_scales: the parameters are those gathered for a forward, not the shards; call reshard() on their "
-            "FSDP modules, and take model.parameters() anew"
+            f"{what}: the parameters are those gathered for a forward, not the shards; call reshard() on their FSDP "
+            "modules, and take model.parameters() anew"
         )
     shared = [(name, param, over) for name, param in named if (over := groups_sharing(param))]
     if any(param.is_meta for _, param in named):
         raise ValueError(
-            "sync_scales: the parameters are on the meta device; call to_empty() and initialise or load them first"
+            f"{what}: the parameters are on the meta device; call to_empty() and initialise or load them first"
         )
     labels, groups = [(label_of(name, param),) for name, param, _ in shared], [own for _, _, own in shared]
     with torch.no_grad():

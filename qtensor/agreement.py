@@ -25,7 +25,16 @@ from qtensor import kernels
 from qtensor.blocks import BlockFacts
 from qtensor.contents import decoded, initial_value, shared_scale
 from qtensor.cut_blocks import CutBlocks, cut_blocks_of
-from qtensor.formats import adopt, block_multiple, keeps_history, row_multiple, shares_scale_along, specs_of
+from qtensor.formats import (
+    adopt,
+    block_multiple,
+    encode,
+    keeps_history,
+    row_multiple,
+    shares_scale_along,
+    specs_of,
+    tensor_wide,
+)
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -73,6 +82,12 @@ def encode_agreed(dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: 
     amax, blocks = decided(dense, recipe, cut, agreed)
     amax = None if amax is None else amax.view(kernels.amax_shape(dense.shape, recipe))
     return kernels.encode(dense, recipe, amax, blocks)
+
+
+def wide_scale(amax: Tensor, recipe: Recipe) -> Tensor:
+    """fp32 []: the tensor-wide scale that `encode` makes of an amax, fp32 []; only for recipes that have one."""
+    zeros = torch.zeros(row_multiple(recipe), block_multiple(recipe), dtype=torch.float32, device=amax.device)
+    return encode(zeros, recipe, amax)[tensor_wide(recipe) or ""]
 
 
 def common_along(recipe: Recipe, cut: CutBlocks | None, dim: int, ndim: int) -> bool:

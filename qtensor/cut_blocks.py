@@ -3,7 +3,7 @@
     rows        0 ........ 40 ........ 80 .... 120        three ranks, 40 rows each
     blocks      0 ..... 32 ..... 64 ..... 96 ..... 128    blocks of 32 rows: 1 and 2 are cut, 0 and 3 are not
 
-A shard looks at its blocks from where they begin in the whole matrix. The largest magnitudes in the pieces of cut
+A shard counts its blocks from where they begin in the whole matrix. The largest magnitudes in the pieces of cut
 blocks travel with the scales that shards share, in the same all-reduce, and all ranks take the maxima:
 
     [leading dims.., 2, cut blocks along N, blocks along K]      amax; 1 where an element is not finite, else 0
@@ -54,8 +54,8 @@ class CutBlocks:
     def laid_out(self, grouped: Tensor, fill: float = 0.0) -> Tensor:
         """This shard's pieces of cut blocks, [.., channels, groups, blocks along K], in their places: fp32 [.., size].
 
-        What other ranks hold is `fill`, the least value that any has. The leading dims of the weight stand before the
-        channels; dims in front of these stay.
+        The places of other ranks get `fill`, which must not exceed any value. The leading dims of the weight stand
+        before the channels; dims in front of these stay.
         """
         extra = grouped.shape[: grouped.ndim - 2 - len(self.frame)]
         frame = grouped.new_full((*extra, *self._frame(grouped.shape[-3])), fill)

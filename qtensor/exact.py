@@ -10,8 +10,8 @@ MX formats and Float8 with power_of_two=True choose such powers of two by themse
 wherever "fitted" would be.
 
 A scale that pieces of a cut tensor share needs facts of all pieces: `claim` gives those of one piece, and their maxima
-over all pieces decide for all of them alike. Scales of blocks need no other piece than the block. So pieces get the
-bytes of converting the whole tensor.
+over all pieces decide for all of them alike. A scale of a block needs its block alone. So pieces that are made of whole
+blocks get the bytes of converting the whole tensor.
 """
 
 import math
@@ -71,9 +71,10 @@ def claim(values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | Non
 def converted(
     values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | None = None, agreed: Tensor | None = None
 ) -> Parts:
-    """The parts of B, from the arguments of `claim` and the maxima over the claims of all pieces (None: there is one).
+    """The parts of B, from the arguments of `claim` and, as `agreed`, the maxima over the claims of all pieces.
 
-    Where `a` is None, `quantize(values, b)`. Parts may be those of A themselves.
+    `agreed` is None where the tensor is not cut. Where `a` is None, this is `quantize(values, b)`. Parts may alias
+    those of A.
     """
     agreed = claim(values, b, parts, a) if agreed is None else agreed
     shape = kernels.amax_shape(values.shape, b)
@@ -118,7 +119,7 @@ def _format(recipe: Recipe) -> Any:
 
 
 def _fits_powers(b: Recipe) -> bool:
-    """Whether B's usual scales are not powers of two, but could be; a history decides scales alone."""
+    """Whether B's usual scales are no powers of two, but could be; not where a history decides them."""
     return hasattr(_format(b), "fitted") and not keeps_history(b) and not getattr(b, "power_of_two", False)
 
 
@@ -177,9 +178,10 @@ def _same_kind(a: Recipe, b: Recipe) -> bool:
 
 
 def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the scale that B shares: the largest that A has under it, and minus the least; they add up to 0 if A has one.
+    """Of the scale that B shares: the largest of A's scales behind it, and minus the least.
 
-    -inf where there are no values, so that others decide; inf where A's scales cannot be kept.
+    Their sum is 0 where all of them are equal. Both are -inf where there are no values, so that others decide, and inf
+    where A's scales cannot be kept.
     """
     if not values.numel():
         return torch.full_like(amax, -math.inf), torch.full_like(amax, -math.inf)
@@ -195,6 +197,7 @@ def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, amax
 
 
 def _kept(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, shared: Tensor | None) -> Choice | None:
+    """A's payload under A's scales, which hold where they are equal under B's; None where they mean nothing to B."""
     new: dict[str, Tensor] = {}
     if values.numel():
         found = None if parts is None else _equal_scales(parts, a, b, values.shape)

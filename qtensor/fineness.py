@@ -25,8 +25,8 @@ class Fineness(NamedTuple):
     """Facts of the values behind each scale, fp32, never negative; 0 where there are no values.
 
     amax: largest finite magnitude. depth: ORIGIN - p of the value with the least p, 0 where all are 0.
-    broken: 1 where some value has too many bits for the element, or is infinite. nan, number: 1 where some value is
-    NaN, or is none.
+    broken: 1 where some value has too many bits for the element, or is infinite. nan: 1 where some value is NaN.
+    number: 1 where some value is finite.
     """
 
     amax: Tensor

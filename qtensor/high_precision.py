@@ -37,9 +37,10 @@ from fsdp_hooks.torch_private import (
     without_torch_function,
 )
 from fsdp_hooks.versions import count_writes
-from qtensor.agreement import RecipeScales, claim_of, encode_agreed
+from qtensor.agreement import RecipeScales, claim_of, decided, encode_agreed, wide_scale
 from qtensor.cut_blocks import CutBlocks
 from qtensor.formats import check_shape, describe, registered
+from qtensor.kernels import shared_amax
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
@@ -97,6 +98,15 @@ class HighPrecisionWeight(Tensor):
         kind = registered(self.recipe).tensor_class
         sharding = Sharding(padded_rows=self.padded_rows)
         return kind(parts, self.recipe, self.dtype, sharding=sharding)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def tensor_wide_scale(self) -> Tensor:
+        """fp32 []: that of `quantized`, for a recipe that has one, without the rest of the work."""
+        agreed, x = self._agreed(), self.dense.detach()
+        amax, _ = decided(x, self.recipe, self.agreement.cut if agreed is not None else None, agreed)
+        found = shared_amax(x, self.recipe) if amax is None else amax.reshape(())
+        assert found is not None
+        return wide_scale(found, self.recipe)
 
     def _agreed(self) -> Tensor | None:
         """fp32 [n]: what was agreed on, where this shard's values still claim what they did then; else their claim."""

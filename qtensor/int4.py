@@ -11,9 +11,10 @@ For weights that are written once, or through MasterWeightOptimizer. The largest
 is stored as 7 and not 7.5, so a write that begins with decoded values gets a scale that is smaller by up to 1/15. Plain
 optimizers write so in every step.
 
-Searches multiply, so `grid` gives a scale's fp64 reciprocal: the product, rounded to fp32, is the quotient bit for bit.
-X / S of whole numbers X < 2^24 and S < 2^8 is further from every tie between fp32 numbers than 2^-33 of itself, and
-never on one. A reciprocal in fp32 would not do: x * (1 / 3) can miss the ties of x / 3.
+Searches for scales multiply by what `grid` gives, the fp64 reciprocal of a scale: the product, rounded to fp32, is the
+quotient bit for bit. For X / S of whole numbers X < 2^24 and S < 2^8 is never a tie between two fp32 numbers, and
+differs from each tie by at least 2^-33 of itself. A reciprocal in fp32 would not do: x * (1 / 3) can miss the ties of
+x / 3.
 """
 
 from collections.abc import Mapping

@@ -50,13 +50,14 @@ class MergedWeight:
     def lost(self) -> bool:
         """Whether rounding took the update back: less than a tenth survived.
 
-        It is not "nothing changed", since scales in fp32 follow the amax, and then every element moves a little.
+        Elements may have changed all the same: a scale in fp32 follows the amax, and moves each of them a little. So
+        the error may be up to twice the update; where it is larger, the weight is `worse` instead.
         """
         return self.survived < NEARLY_NOTHING and self.error_norm < 2 * self.update_norm
 
     @property
     def worse(self) -> bool:
-        """Whether W' is farther from W + update than W was; an update that is `lost` may add as much again."""
+        """Whether W' is farther from W + update than W was, and the update is not `lost`."""
         return self.error_norm > self.update_norm and not self.lost
 
     def __str__(self) -> str:

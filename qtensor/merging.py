@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.exchange import in_order
 from fsdp_hooks.scale_sync import (
+    cuts_of,
     groups_of,
     groups_sharing,
     is_gathered,
@@ -51,6 +53,7 @@ Update = LowRankUpdate | Callable[[tuple[slice, ...]], Tensor]
 
 WHAT = "merge_"
 FACTS = 2  # of each weight: whether an update is not zero, whether a value is not finite
+MEETING = ("",)  # the label of a value without a weight; it sorts before all others
 
 
 def merge_(
@@ -84,8 +87,9 @@ def merge_(
         UserWarning: less than a tenth of an update survived, or the weight is farther from weight + update than before,
             since rounding under new scales cost more than the update was.
     """
-    weights, problems = _found(_named(model_or_named_params), updates)
-    exchange = _Exchange(weights)
+    named = _named(model_or_named_params)
+    weights, problems = _found(named, updates)
+    exchange = _Exchange(named, weights)
     if problems:
         exchange.tell()
         raise ValueError(f"merge_: {'; '.join(problems)}. No weight was written")
@@ -188,10 +192,17 @@ class _Weight:
 
 
 class _Exchange:
-    """What ranks exchange about some weights, in the order of their labels."""
+    """What ranks exchange about some weights, in the order of their labels.
 
-    def __init__(self, weights: Sequence[_Weight]) -> None:
+    All groups that cut any parameter take part, so that no rank waits for one with other updates, or without any.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], weights: Sequence[_Weight]) -> None:
         self.weights = weights
+        there = {name: param for name, param in named.items() if not param.is_meta}
+        cuts = [[group for _, group in own] for own in cuts_of(list(there.values()))]
+        self.meeting = in_order([(label_of(*pair),) for pair in there.items()], cuts)
+        self.device = next((local_of(param).device for param in there.values()), torch.device("cpu"))
         self.sharing = [number for number, weight in enumerate(weights) if weight.sharing]
         texts = [weight.label for weight in weights]
         self.labels = [(text,) for text in texts]
@@ -201,8 +212,7 @@ class _Exchange:
 
     def tell(self) -> None:
         """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
-        if self.weights:
-            tell_groups(self.labels + self.claims, self.groups + self.over, self.weights[0].local.device)
+        tell_groups([MEETING], [self.meeting], self.device)
 
     def agree(self) -> tuple[list[bool], list[Tensor | None]]:
         """Of each weight: whether any element moves, and what its shards agreed on for the scales they share.
@@ -210,23 +220,23 @@ class _Exchange:
         Raises:
             ValueError: on all ranks, where values are not finite.
         """
-        if not self.weights:
-            return [], []
         try:
             seen = [weight.looked_at() for weight in self.weights]
         except Exception:
             self.tell()
             raise
         values = [facts for facts, _ in seen] + [claim for _, claim in seen if claim is not None]
-        largest, _ = max_over_groups(WHAT, self.labels + self.claims, values, self.groups + self.over)
-        facts = torch.stack(largest[: len(seen)]).tolist()
+        values.append(torch.zeros(1, dtype=torch.float32, device=self.device))
+        labels, groups = [*self.labels, *self.claims, MEETING], [*self.groups, *self.over, self.meeting]
+        largest, _ = max_over_groups(WHAT, labels, values, groups)
+        facts = torch.stack(largest[: len(seen)]).tolist() if seen else []
         if broken := [weight.name for weight, (_, bad) in zip(self.weights, facts, strict=True) if bad]:
             raise ValueError(
                 f"merge_: {', '.join(broken)}: the update, or the weight with it, is not finite; look for NaN, inf or "
                 "an overflow in the adapter. No weight was written"
             )
         agreed: list[Tensor | None] = [None] * len(seen)
-        for number, one in zip(self.sharing, largest[len(seen) :], strict=True):
+        for number, one in zip(self.sharing, largest[len(seen) : -1], strict=True):
             agreed[number] = one
         return [bool(moves) for moves, _ in facts], agreed
 

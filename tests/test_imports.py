@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parent.parent
 ALLOWED: dict[str, set[str]] = {
     "fsdp_hooks": set(),
     "qtensor": {"fsdp_hooks"},
-    "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "jinja2", "rich", "tqdm", "xxhash"},
+    "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "jinja2", "rich", "tqdm", "xxhash"},  # zstd: by name
     "layerwise": {"fsdp_hooks", "qtensor", "dcp_adapters", "safetensors", "rich", "tqdm", "xxhash", "matplotlib"},
 }
 
@@ -26,7 +26,10 @@ ALLOWED: dict[str, set[str]] = {
 FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
     "qtensor": ("codecs", "."),
-    "dcp_adapters": (".", "reading", "stored", "save", "load", "staging", "hf", "digests", "cli.report", "cli"),
+    "dcp_adapters": (
+        *(".", "reading", "stored", "save", "load", "staging", "hf", "digests", "delta"),
+        *("streams", "cli.report", "cli"),
+    ),
     "layerwise": (
         *("algorithms", "stages", "weights", "statistics", "inputs", "folding", "report", "resume", "running"),
         ".",
@@ -63,19 +66,38 @@ PUBLIC: dict[str, list[str]] = {
         "use_kernels",
     ],
     "dcp_adapters": [
+        "Anchors",
         "AtomicFileSystemWriter",
+        "Delta",
+        "GroupReceiver",
+        "GroupSender",
+        "HeldVersion",
         "Manifest",
         "QuantizedLoadPlanner",
         "QuantizedSavePlanner",
         "QuantizedStager",
         "SafeFileSystemReader",
+        "SharedMemoryReceiver",
+        "SharedMemorySender",
+        "WeightStream",
+        "WeightStreamError",
+        "apply_deltas",
+        "delta_from_bytes",
+        "delta_to_bytes",
         "digest",
         "expand",
         "export_hf",
         "import_hf",
+        "join_group",
+        "open_delta",
+        "patched_copy",
         "read_manifest",
+        "removable",
         "remove_replaced",
+        "save_delta",
         "tensor_digests",
+        "vllm_source",
+        "write_delta",
     ],
     "layerwise": [
         "AWQ",

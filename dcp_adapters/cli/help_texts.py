@@ -15,9 +15,9 @@ class HelpText:
 MAIN = HelpText(
     summary="",
     about="""\
-Look at, check, digest, compare, convert and export PyTorch distributed checkpoints with quantized tensors in them.
-A CHECKPOINT is a directory with a .metadata file, as torch.distributed.checkpoint.save writes it; inspect, report,
-verify, digest, diff and convert also take a Hugging Face directory of safetensors, dense or quantized.
+Look at, check, digest, compare, convert, patch and export PyTorch distributed checkpoints with quantized tensors in
+them. A CHECKPOINT is a directory with a .metadata file, as torch.distributed.checkpoint.save writes it; all commands
+but export also take a Hugging Face directory of safetensors, dense or quantized.
 One process suffices, whatever number of ranks wrote it; no model is needed, and no GPU.""",
     examples="""\
 examples:
@@ -28,6 +28,8 @@ examples:
   %(prog)s diff runs/step-1000 runs/step-2000        what changed, and by how much?
   %(prog)s convert runs/step-1000 out --to nvfp4     the same weights in another format
   %(prog)s export runs/step-1000 out --config model  a directory that inference engines load
+  %(prog)s delta exported-1 exported-2 1-to-2.delta  what changed, byte for byte, in a small file
+  %(prog)s apply exported-1 1-to-2.delta out         exported-2 again
 
 exit status: 0 fine; 1 something was found (an error, a difference); 2 the command could not do its work""",
 )
@@ -122,5 +124,28 @@ examples:
   %(prog)s runs/step-1000 out --config model                 vLLM, SGLang, transformers
   %(prog)s runs/step-1000 out --config model --layout modelopt
   %(prog)s calibrated out --config model --rest model        the rest from the dense model""",
+    ),
+    "delta": HelpText(
+        summary="write what changed between two states",
+        about="""\
+Write what leads from OLD to NEW, byte for byte, as one compressed file. Both are checkpoints, or both are Hugging Face
+directories, with the same names, recipes and shapes; other differences are named and refused. Entries of bytes that
+changed are in the file whole. One tensor of each is in memory at a time. Needs zstd: pip install "qtensor[delta]".""",
+        examples="""\
+examples:
+  %(prog)s exported-1 exported-2 1-to-2.delta
+  %(prog)s runs/step-1000 runs/step-1010 step-1010.delta --json | jq .bytes""",
+    ),
+    "apply": HelpText(
+        summary="write the state that deltas lead to",
+        about="""\
+Write BASE with the changes of one or more deltas as OUT. BASE must be the state that the first delta starts from, or
+one that a later one does; every delta must start where the one before it leads to. Digests are compared before and
+after, and nothing is written if anything is wrong. OUT must not exist, or be empty, and appears only when it is
+complete; where OUT holds the result already, nothing is done. Needs zstd: pip install "qtensor[delta]".""",
+        examples="""\
+examples:
+  %(prog)s exported-1 1-to-2.delta out
+  %(prog)s exported-1 1-to-2.delta 2-to-3.delta out""",
     ),
 }

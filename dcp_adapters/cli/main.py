@@ -1,4 +1,4 @@
-"""The command line: python -m dcp_adapters inspect | report | verify | digest | diff | convert | export CHECKPOINT ...
+"""The command line, `python -m dcp_adapters COMMAND ...`; `HELP` in help_texts.py has the commands.
 
 Arguments in, text or JSON out; other modules do the work. Exit status: 0, all is well; 1, something was found (an error
 by verify, a difference by diff or digest); 2, the command could not do its work (no such path, no checkpoint, an
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
+from dcp_adapters.cli.deltas import patched_copy, write_delta
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.digest import digest_of_each, opened
 from dcp_adapters.cli.help_texts import HELP, MAIN
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes once more at its end
         return FAILED
-    except (OSError, ValueError, EOFError, pickle.PickleError) as error:
+    except (OSError, ValueError, EOFError, ImportError, pickle.PickleError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -141,6 +142,24 @@ def _convert(arguments: argparse.Namespace) -> int:
     return FINE
 
 
+def _delta(arguments: argparse.Namespace) -> int:
+    made = write_delta(
+        arguments.old,
+        arguments.new,
+        arguments.out,
+        verify_checksums=arguments.checksums,
+        progress=arguments.progress,
+    )
+    _show(made.to_json() if arguments.json else made.render())
+    return FINE
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    done = patched_copy(arguments.base, arguments.deltas, arguments.out, progress=arguments.progress)
+    _show(done.to_json() if arguments.json else done.render())
+    return FINE
+
+
 def _export(arguments: argparse.Namespace) -> int:
     out = export_hf(
         arguments.source,
@@ -220,6 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(_command(commands, "diff"))
     _add_convert(_command(commands, "convert"))
     _add_export(_command(commands, "export"))
+    _add_delta(_command(commands, "delta"))
+    _add_apply(_command(commands, "apply"))
     return parser
 
 
@@ -313,6 +334,25 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_checksums(parser)
     _add_progress(parser)
     parser.set_defaults(run=_export)
+
+
+def _add_delta(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", metavar="OLD", help="the state that receivers have")
+    parser.add_argument("new", metavar="NEW", help="the state that they should get")
+    parser.add_argument("out", metavar="OUT", help="the file to write; must not exist")
+    _add_checksums(parser)
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_delta)
+
+
+def _add_apply(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", metavar="BASE", help="the state to start from")
+    parser.add_argument("deltas", metavar="DELTA", nargs="+", help="files, in the order in which they were made")
+    parser.add_argument("out", metavar="OUT", help="the directory to write; must not exist, or be empty")
+    _add_json(parser)
+    _add_progress(parser)
+    parser.set_defaults(run=_apply)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

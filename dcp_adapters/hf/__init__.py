@@ -9,7 +9,11 @@
     plan.py              which tensors go into which file, decided from names, shapes, formats and scales
     shared_scales.py     which scales engines share or divide by
     config.py            the model's own description, which is exported with the weights
-    export.py            export_hf: agree, then write; writing.py gathers, writes and publishes
+    quantizing.py        dense weights that become quantized on their way
+    prepare.py           from what a caller gives to a plan that all ranks share
+    groups.py            which tensors are gathered together
+    making.py            gathered tensors -> those that engines read; streams/ builds on these, too
+    export.py            export_hf: prepare, then write; writing.py writes and publishes
 
     directory.py         what is in a directory: its JSON and headers, which must agree
     schemes.py           which of its linears are quantized, and how; claims.py: what its JSON says about that

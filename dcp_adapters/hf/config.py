@@ -59,11 +59,15 @@ class ModelConfig:
         """Copy the files and write the JSON; `made` by a layout, `dtype` of the weights if the config names none."""
         for file in self.files:
             shutil.copyfile(file, directory / file.name)
+        for name, content in self.json(made, dtype).items():
+            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+    def json(self, made: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+        """File name -> content of the files of JSON that are made; arguments as of `write`."""
         config = {**self.values, "quantization_config": made[CONFIG]}
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["dtype"] = dtype
-        for name, content in {**self.others, **made, CONFIG: config}.items():
-            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+        return {**self.others, **made, CONFIG: config}
 
 
 def model_config(config: Any, source: Any) -> ModelConfig:

@@ -1,7 +1,7 @@
-"""What a layout makes of the weights of a source, those of all experts among them; what it could not, it refuses.
+"""Which linears of a layout a quantized weight becomes, a weight of all experts too; any other weight is refused.
 
-A weight [E, N, K] of all experts is a linear for each in most layouts. In that of gpt-oss it stays whole, and its rows
-of gate and up alternate, which nothing but the biases beside it shows: other layouts have none for experts.
+Most layouts have a linear for each expert of a weight [E, N, K]. In that of gpt-oss it stays whole, and its rows of
+gate and up alternate. The weight does not show that, but biases beside it do: experts of other layouts have none.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,7 +1,8 @@
 """The layout "fp8": Float8 in blocks of 128 x 128, as DeepSeek's files have it; vLLM, SGLang and transformers read it.
 
 A scale for each block, `weight_scale_inv` fp32 [ceil(N / 128), ceil(K / 128)], by which the weight is multiplied. Files
-by others may hold scales that are powers of two in 8 bits, or have one scale for a whole weight; these are read only.
+by others may hold scales that are powers of two in 8 bits, or one scale for a whole weight; such files are read, and
+never written.
 """
 
 from typing import Any
@@ -53,8 +54,8 @@ def _check_ignored(linears: Linears) -> None:
         if ignored is not None:
             raise ValueError(
                 f"{module}: engines that read the layout {FP8.name} would take it for {ignored or 'the model itself'}, "
-                "which is not quantized, as its name ends with that name or goes on from it; quantize both or "
-                'neither, or use layout="compressed-tensors"'
+                "which is not quantized, as its name ends with that name, or begins with it and a dot; quantize both "
+                'or neither, or use layout="compressed-tensors"'
             )
 
 

@@ -1,6 +1,6 @@
-"""What config.json says in the layouts that say one thing of all linears, and name those that are left alone.
+"""What config.json says in layouts whose JSON says one thing of all linears, and names those that are left alone.
 
-claims.py says what such classes are for; those of layouts with groups of linears are there.
+See claims.py for what a class of claims does; those of layouts with groups of linears are there.
 """
 
 from collections.abc import Mapping

@@ -210,7 +210,7 @@ def _holds_codes(name: str, record: Entry) -> bool:
 def _check_linears(quantized: Collection[str], turned: Collection[str]) -> None:
     """Refuse what is quantized and no linear for an engine."""
     instead = "convert it to a dense one (python -m dcp_adapters convert --to bfloat16 --include ...)"
-    embeddings = [name for name in quantized if _is_embedding(name)]
+    embeddings = [name for name in quantized if is_embedding(name)]
     if embeddings:
         raise ValueError(f"{listed(embeddings)}: engines read no quantized embedding; {instead}")
     experts = [name for name in quantized if name in turned]
@@ -285,13 +285,14 @@ def _ignored(
     dense = {name: record for name, record in records.items() if record.recipe is None}
     found = [piece.module for name, record in dense.items() for piece in pieces_of(name, record.shape) or ()]
     found += dict.fromkeys(name.rpartition(".")[0] for name in dense if name in turned)
-    tied = tied or any(map(_is_embedding, dense))
+    tied = tied or any(map(is_embedding, dense))
     if tied and not any(module.rpartition(".")[2] == "lm_head" for module in (*found, *schemes)):
         found.append("lm_head")
     return found
 
 
-def _is_embedding(name: str) -> bool:
+def is_embedding(name: str) -> bool:
+    """Whether a tensor's name is that of an embedding."""
     return f".{name}".endswith(EMBEDDINGS)
 
 
@@ -306,7 +307,7 @@ def _tied(records: Mapping[str, Entry]) -> dict[str, str]:
             "read it; export with a config that has tie_word_embeddings=False"
         )
     alike = [name for name, record in records.items() if record.format == records[head].format]
-    return {name: head for name in alike if _is_embedding(name)}
+    return {name: head for name in alike if is_embedding(name)}
 
 
 def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -> Iterable[Output]:

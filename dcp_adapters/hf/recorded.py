@@ -20,11 +20,14 @@ def recorded_recipes(directory: Directory) -> dict[str, Recipe]:
             found = {name: Recipe.from_json(value) for name, value in record.items()}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{directory.path}: {RECIPES} in the metadata of its files is no recipe for each weight: {error}"
+                f"{directory.path}: {RECIPES} in the metadata of its files is not JSON with a recipe for each weight: "
+                f"{error}; export it again"
             ) from error
         for name, recipe in found.items():
             if recipes.setdefault(name, recipe) != recipe:
-                raise ValueError(f"{directory.path}: {name} has two recipes: {recipes[name]} and {recipe}")
+                raise ValueError(
+                    f"{directory.path}: {name} has two recipes: {recipes[name]} and {recipe}; export it again"
+                )
     return recipes
 
 

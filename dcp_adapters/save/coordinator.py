@@ -96,8 +96,8 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
             if first_value != value:
                 raise ValueError(
                     f"{part}: rank {holder} and rank {rank} hold different scales for the same rows, whose columns "
-                    "they share; write the full weight (param.copy_(distribute_tensor(quantize(full, recipe), ...))) "
-                    "or use a recipe whose scales belong to blocks"
+                    "they share; call fsdp_hooks.sync_scales(model), or write the full weight "
+                    "(param.copy_(distribute_tensor(quantize(full, recipe), ...)))"
                 )
     _check_listed(all_plans, {_wide_part(payload, kind.wide) for payload, (kind, _) in entries.items() if kind.wide})
     names = {payload: payload.removesuffix(".payload") for payload in entries}

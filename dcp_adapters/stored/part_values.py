@@ -46,7 +46,7 @@ def value_fault(spec: PartSpec, part: Tensor) -> str | None:
 def _byte_fault(spec: PartSpec, part: Tensor) -> str | None:
     counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     for piece in _in_pieces(part.view(torch.uint8)):
-        counts += piece.bincount(minlength=256)
+        counts += piece.bincount(minlength=256).to("cpu")
     values = _code_values(spec)
     nan = int(counts[~values.isfinite()].sum())
     if nan:

@@ -60,8 +60,9 @@ def seen_by(model: Any) -> dict[Any, tuple[Tensor, Tensor]]:
 def deviation(model: Any, seen: dict[Any, tuple[Tensor, Tensor]], report: MergeReport) -> float:
     """Of all layers the largest |x W'^T - y| of base weights W', as a share of what the report's errors allow.
 
-    Without roundings y = x (W + U)^T, and |x W'^T - y| <= |x| |W' - (W + U)| (Cauchy-Schwarz). Weights, products and
-    outputs are rounded to bf16: two weights, and five vectors no longer than |x| times one of these, 2^-9 of each.
+    Without roundings y = x (W + U)^T, and |x W'^T - y| <= |x| |W' - (W + U)| (Cauchy-Schwarz). Rounding to bf16 adds at
+    most 2^-9 of what is rounded: of two weights, and of at most five outputs, none larger than |x| times the sum of the
+    norms below.
     """
     names, shares = adapted_layers(model), []
     for layer in model.base_model.model.model.layers:

@@ -17,7 +17,7 @@ from benchmarks import __main__ as suite
 from benchmarks.report import at_least, at_most, table_of_targets, with_spread
 from benchmarks.timing import two_threads
 
-TWENTY_MINUTES = 20 * 60
+LONGEST = 25 * 60
 MISSED = "| slow | time / bf16 | 1.5 | at most 1.15 | **no** | all of it \\| in one op |"
 
 
@@ -30,8 +30,8 @@ def test_every_question_has_its_shape(name: str) -> None:
     assert suite.QUESTIONS[name].budget > 0
 
 
-def test_all_questions_together_take_less_than_twenty_minutes() -> None:
-    assert sum(question.budget for question in suite.QUESTIONS.values()) < TWENTY_MINUTES
+def test_all_questions_together_take_less_than_25_minutes() -> None:
+    assert sum(question.budget for question in suite.QUESTIONS.values()) < LONGEST
 
 
 def answer(**figures: Any) -> types.SimpleNamespace:

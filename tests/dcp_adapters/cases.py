@@ -133,7 +133,7 @@ def alone() -> Iterator[None]:
 
 def bits(tensor: Tensor) -> bytes:
     """Every byte of a plain tensor."""
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def leaves(state_dict: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,6 +40,7 @@ from tests.dcp_adapters.cases import (
     save,
 )
 from tests.ranks import run_ranks
+from tests.recipes import HANDS
 from tests.torch_versions.release import RELEASE
 
 WAYS = ("default", "blocking")
@@ -250,11 +251,11 @@ def interrupted_and_not(base: Path, names: list[str]) -> dict[str, Any]:
     saved = {}
     for name in names:
         straight = Training(name, 0)
-        straight.train(0, 3)
+        straight.train(0, 2)
         state = straight.state()
         save(state, base / name)
         saved[name] = whole(state)
-        straight.train(3, 6)
+        straight.train(2, 4)
 
         resumed = Training(name, 1)
         before = whole(resumed.net.state_dict())
@@ -262,7 +263,7 @@ def interrupted_and_not(base: Path, names: list[str]) -> dict[str, Any]:
         assert whole(resumed.net.state_dict()) == before, "asking for the optimizer's state changed weights"
         resumed.resume(base / name)
         assert whole(resumed.state()) == saved[name]
-        resumed.train(3, 6)
+        resumed.train(2, 4)
         assert whole(resumed.state()) == whole(straight.state())
         assert whole(resumed.state()) != saved[name]
     return saved
@@ -275,7 +276,7 @@ def resumed_elsewhere(base: Path, saved: dict[str, Any]) -> dict[str, Any]:
         found = whole(training.state())
         assert any(key.endswith("master_weight") for key in found)
         assert found == expected
-        training.train(3, 4)
+        training.train(2, 3)
     return {}
 
 
@@ -285,8 +286,9 @@ def test_training_resumes_bit_for_bit_and_states_move_to_other_world_sizes(share
     names.remove("mxfp8_square")  # 48 rows
     saved = run_ranks(2, interrupted_and_not, shared_tmp_path, names)
     assert saved[0] == saved[1]
-    for world in (1, 3, 4):
-        run_ranks(world, resumed_elsewhere, shared_tmp_path, saved[0])
+    for world, hand in zip((1, 3, 4), HANDS, strict=True):  # each state on one other number of ranks
+        some = {name: state for name, state in saved[0].items() if name in hand}
+        run_ranks(world, resumed_elsewhere, shared_tmp_path, some)
 
 
 def async_with_optimizer(base: Path) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
+from fsdp_hooks import sync_scales
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, high_precision_init_val, quantize, quantized_model_init
 from qtensor.contents import initial_value, preserve
 from qtensor.formats import tensor_wide
@@ -618,11 +619,16 @@ def _row_scales_of_column_cuts(path: str) -> None:
     save({"w": weight}, path)  # cut from one tensor: the scales of its rows are the same in both halves
     with torch.no_grad():
         weight.to_local().copy_(torch.full((8, 32), 1.0 + dist.get_rank()))
-    save({"w": weight}, f"{path}/other")
+    expected = (
+        "w.scale: rank 0 and rank 1 hold different scales for the same rows, whose columns they share; call "
+        r"fsdp_hooks.sync_scales\(model\), or write the full weight"
+    )
+    with pytest.raises(BaseException, match=expected):
+        save({"w": weight}, f"{path}/other")
+    assert sync_scales([weight]) == 1
+    save({"w": weight}, f"{path}/agreed")
 
 
-def test_row_scales_that_differ_between_column_cuts_are_not_saved(shared_tmp_path: Path) -> None:
+def test_row_scales_that_differ_between_column_cuts_are_saved_once_they_agree(shared_tmp_path: Path) -> None:
     """Stock DCP would keep one rank's scales and apply them to the other rank's bytes."""
-    expected = "w.scale: rank 0 and rank 1 hold different scales for the same rows, whose columns they share"
-    for error in run_ranks_catching(2, _row_scales_of_column_cuts, str(shared_tmp_path)):
-        assert expected in error
+    run_ranks(2, _row_scales_of_column_cuts, str(shared_tmp_path))

@@ -3,7 +3,9 @@
     LAYOUTS   how a state dict may lie on 1 to 4 ranks
     saved     a checkpoint of each of them
     matrix    every layout of training (FSDP, HSDP, FSDP over tensor parallelism) loads what each of them saved into
-              shards full of other bytes; one of them, and one process, loads what plain DTensors saved, too
+              shards full of other bytes; one of them, and one process, loads what plain DTensors saved, too. Weights
+              are read each by itself, so all recipes come from the same layout and from FSDP on 3 ranks, and from each
+              other layout a hand of them in turn
 
 The bytes are none a quantizer makes, so that a load that decodes, encodes or leaves anything as it was is seen. Larger
 meshes are in test_plans.py, which needs no ranks.
@@ -54,6 +56,7 @@ from tests.dcp_adapters.cases import (
 )
 from tests.dcp_adapters.cases import model as model_of
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.recipes import HANDS
 
 COLUMNS = 512  # four column cuts of a block of 128
 
@@ -134,15 +137,26 @@ def save_layouts(base: Path, world: int) -> None:
 def load_layouts(base: Path, world: int) -> None:
     for layout in WORLDS[world]:
         sources: Iterable[str] = MATRIX if layout in MATRIX else ("fsdp 3", layout)
-        load_all(state(layout, 1), base, LAYOUTS if layout == "fsdp x tp rows" else sources)
+        turn = list(LAYOUTS).index(layout)
+        hands = {source: HANDS[(turn + number) % 3] for number, source in enumerate(LAYOUTS)}
+        hands = {source: hand for source, hand in hands.items() if source not in ("fsdp 3", layout)}
+        load_all(state(layout, 1), base, LAYOUTS if layout == "fsdp x tp rows" else sources, hands)
 
 
-def load_all(target: dict[str, Any], base: Path, sources: Iterable[str]) -> None:
+def load_all(target: dict[str, Any], base: Path, sources: Iterable[str], hands: Mapping[str, Any]) -> None:
+    """All weights, or, from a source that has a hand of recipes, those of that hand and what is in no hand."""
     for source in sources:
-        for _, tensor in leaves(expand(target["model"])):
+        hand = hands.get(source)
+        some = target | {"model": of_hand(target["model"], hand)}
+        for _, tensor in leaves(expand(some["model"])):
             local_of(tensor).view(-1).view(torch.uint8).fill_(0x5A)
-        load(target, base / source)
-        assert_holds(target, full(0))
+        load(some, base / source, allow_partial_load=hand is not None)
+        assert_holds(some, full(0) | {"model": of_hand(whole(0), hand)})
+
+
+def of_hand(tensors: Mapping[str, Any], hand: Mapping[str, Any] | None) -> dict[str, Any]:
+    others = RECIPES.keys() - hand.keys() if hand is not None else ()
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition("_")[0] not in others}
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +176,7 @@ def test_every_layout_loads_what_every_layout_saved(world: int, saved: Path) -> 
 
 @pytest.mark.slow
 def test_one_process_without_a_group_loads_what_every_layout_saved(saved: Path) -> None:
-    load_all({**full(1), "model": {name: tensor.clone() for name, tensor in whole(1).items()}}, saved, LAYOUTS)
+    load_all({**full(1), "model": {name: tensor.clone() for name, tensor in whole(1).items()}}, saved, LAYOUTS, {})
 
 
 def test_every_layout_stores_each_byte_once(saved: Path) -> None:

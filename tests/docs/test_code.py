@@ -8,15 +8,21 @@ NOT_RUN.
 from __future__ import annotations
 
 import contextlib
+import socket
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -117,6 +123,42 @@ def export(path: Path) -> None:
     assert isinstance(local(names["model"][0].weight), QuantizedTensor)
 
 
+def engines(path: Path) -> None:
+    """On two ranks; the engines are threads of rank 0, since what they do is the same."""
+    torch.manual_seed(0)
+    with qtensor.quantized_model_init(MXFP8BlockScaling()):
+        model, first = Model(), dist.get_rank() == 0
+    fill(model)
+    shard(model)
+    dense = nn.Sequential(OrderedDict(up=nn.Linear(64, 64), lm_head=nn.Linear(64, 64))).bfloat16()
+    loaded: dict[str, torch.Tensor] = {}
+
+    def load_weights(named: Any) -> None:
+        loaded.update((name, tensor.clone()) for name, tensor in named)
+
+    code = page("engines.md")
+    names = code.run(namespace(model=model, dense=dense), only=[0, 1, 2])
+    assert (names["total"] == 0) == first
+    with ThreadPoolExecutor() as threads:
+        if first:
+            version = threads.submit(names["engine"], path / "weights", load_weights)
+            code.run(names | {"address": path / "weights"}, only=[3])
+            assert version.result() == 1
+        else:
+            names["stream"].send(None)
+        names = code.run(names, only=[4])
+        if first:
+            with closing(socket.socket()) as probe:
+                probe.bind(("127.0.0.1", 0))
+                address = f"127.0.0.1:{probe.getsockname()[1]}"
+            version = threads.submit(names["remote_engine"], address, load_weights)
+            names["trainer"](address, names["stream"])
+            assert version.result() == 1
+        else:
+            names["stream"].send(None)
+    assert loaded.keys() == ({record.name for record in names["records"]} if first else set())
+
+
 def guide(path: Path) -> None:
     names = namespace(build_model=Model, load_or_init=fill, device="cpu", path=path)
     better = torch.full((2 * small_models.WIDTH, small_models.WIDTH), 0.5, dtype=torch.bfloat16)
@@ -142,6 +184,19 @@ def how_to_shard(path: Path) -> None:
     assert not base.weight.requires_grad
     assert not base.bias.requires_grad
     train(names["model"], names["optimizer"])
+
+
+def deltas(path: Path) -> None:
+    with qtensor.quantized_model_init(MXFP8BlockScaling()):
+        model = Model()
+    optimizer = qtensor.MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    receiver = {name: value.clone() for name, value in model.state_dict().items()}
+    names = namespace(model=model, receiver=receiver, optimizer=optimizer, train=train)
+    names = page("deltas.md").run(names, dots=("train(model, optimizer)",))
+    assert names["applied"] == 1
+    for name, value in model.state_dict().items():
+        if isinstance(value, QuantizedTensor):
+            assert torch.equal(receiver[name].payload, value.payload)
 
 
 def index(path: Path) -> None:
@@ -185,7 +240,9 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/checkpoint_format.md": (1, checkpoint_format),
     "docs/checkpoints.md": (1, checkpoints),
     "docs/compatibility.md": (1, compatibility),
+    "docs/deltas.md": (1, deltas),
     "docs/faults.md": (1, faults),
+    "docs/engines.md": (2, engines),
     "docs/export.md": (1, export),
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),

@@ -9,6 +9,7 @@ its model go through the registries and calls that it offers.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import pickle
@@ -30,17 +31,60 @@ os.environ.update(
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.kernels.linear import (
     EmulationMxfp8LinearKernel,
     EmulationNvFp4LinearKernel,
     register_linear_kernel,
 )
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import PlatformEnum
+
+from dcp_adapters import SharedMemoryReceiver
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _loaded: list[LLM] = []
+
+
+@dataclasses.dataclass
+class Address(WeightTransferInitInfo):
+    """Where the trainer listens."""
+
+    address: str
+
+
+class SharedMemoryTransfer(WeightTransferEngine[Address, WeightTransferUpdateInfo]):
+    """The engine's end of a `SharedMemorySender`, as vLLM's worker calls it."""
+
+    init_info_cls = Address
+    update_info_cls = WeightTransferUpdateInfo
+
+    def init_transfer_engine(self, init_info: Address) -> None:
+        self.receiver = SharedMemoryReceiver(init_info.address, timeout=120, patience=240)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """The base's waits for a GPU afterwards, too."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
+        """vLLM keeps tensors until it has all of a layer, and views of a bucket end with the next one: hence copies."""
+        with self.receiver.receive() as version:
+            for bucket in version:
+                self.model.load_weights([(name, tensor.clone()) for name, tensor in bucket.items()])
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        receiver = getattr(self, "receiver", None)
+        if receiver is not None:
+            receiver.close()
 
 
 def load(path: str, **options: Any) -> None:
@@ -57,6 +101,7 @@ def load(path: str, **options: Any) -> None:
             logprobs_mode="raw_logits",
             max_logprobs=-1,
             seed=0,
+            weight_transfer_config={"backend": "shared_memory"},
             **{**small, **options},
         )
     )
@@ -89,6 +134,16 @@ def weights() -> dict[str, Tensor]:
     return _loaded[0].apply_model(copies)[0]
 
 
+def update(address: str) -> None:
+    """Take a version from a trainer, between two requests."""
+    llm = _loaded[0]
+    llm.init_weight_transfer_engine({"init_info": {"address": address}})
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {}})
+    llm.finish_weight_update()
+    llm.shutdown_weight_transfer_engine()
+
+
 def linear(module: str, x: Tensor) -> Tensor:
     """What one of the engine's linears makes of x."""
 
@@ -109,8 +164,9 @@ def serve(address: str) -> None:
     """Answer until the other side goes."""
     register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
     register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryTransfer)
     offered: dict[str, Callable[..., Any]] = {
-        each.__name__: each for each in (load, unload, generate, weights, linear, environment)
+        each.__name__: each for each in (load, unload, generate, weights, update, linear, environment)
     }
     with Client(address, "AF_UNIX") as link:
         while True:

@@ -15,6 +15,9 @@ from layerwise.report.report import Report
 from tests.examples import small_model
 from tests.ranks import agreed
 
+LAYERS = 2
+LINEAR = 576 * (2 * 576 + 2 * 192 + 3 * 1536)  # elements of a layer's weights
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -30,8 +33,8 @@ def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
         "Max",
         "GPTQ",
     ]
-    command += ["--batches", "3", "--seq-len", "32", "--eval-blocks", "2", "--layers", "3"]
-    environment = small_model.install(tmp_path / "packages", layers=4)
+    command += ["--batches", "3", "--seq-len", "32", "--eval-blocks", "2", "--layers", str(LAYERS)]
+    environment = small_model.install(tmp_path / "packages", layers=LAYERS + 1)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "calibration.json").read_text())
@@ -39,11 +42,11 @@ def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
     assert rows[0]["before"] == rows[1]["before"]
     for row in rows:
         assert 0.5 * row["before"] < row["after"] < 2 * row["before"]
-        assert row["bytes"] < 0.57 * 10.7e6 + 1e5  # 4.5 bits each of the linear weights
-        assert len(read_manifest(tmp_path / row["algorithm"]).tensors) == 7 * 3
+        assert row["bytes"] < 0.57 * LAYERS * LINEAR + 1e5  # 4.5 bits each of the linear weights
+        assert len(read_manifest(tmp_path / row["algorithm"]).tensors) == 7 * LAYERS
         report = Report.load(tmp_path / f"{row['algorithm']}.json")
-        assert len(report.records) == 7 * 3
-        assert len(report.layer_errors) == 3
+        assert len(report.records) == 7 * LAYERS
+        assert len(report.layer_errors) == LAYERS
         assert (tmp_path / f"{row['algorithm']}.png").stat().st_size > 0
     assert "| GPTQ |" in (tmp_path / "calibration.md").read_text()
     assert "GPTQ" in done.stdout
@@ -61,7 +64,7 @@ def exports_and_writes(runs: Path, environment: dict[str, str]) -> None:
         return done.stdout
 
     dense, exported = str(runs / "smollm2"), str(runs / "exported")
-    python(str(examples / "smollm2.py"), dense, "--layers", "3")
+    python(str(examples / "smollm2.py"), dense, "--layers", str(LAYERS))
     options = ("--config", dense, "--rest", dense)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["export", str(runs / "GPTQ"), exported, *options]) == 0

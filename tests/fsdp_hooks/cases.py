@@ -28,7 +28,7 @@ UNEVEN = (112, 33, 3)  # rows a layer: even, uneven and (from 4 ranks on) empty 
 SQUARE = (384, 768)  # shards on 1..4 ranks are whole square blocks of 16 and 32; 2 and 4 ranks cut those of 128
 
 ROW_RECIPES, SQUARE_RECIPES, RECIPES = recipes.ROW, recipes.SQUARE, recipes.MAIN
-TENSOR_WIDE = tuple(recipes.TENSOR_WIDE)
+TENSOR_WIDE, HANDS = tuple(recipes.TENSOR_WIDE), recipes.HANDS
 
 
 def rows_for(name: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_adapters import expand
-from fsdp_hooks import sync_scales
+from fsdp_hooks import sync_scales, unsharded
 from fsdp_hooks.scale_sync import scales_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_like
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
@@ -145,7 +145,11 @@ def test_all_these_meshes_cut_blocks(shape: Any) -> None:
 # -- loads -------------------------------------------------------------------------------------------------------------
 
 
-def _loads(name: str, shape: tuple[int, ...], storage: str, *, broken: bool = False) -> None:
+CASES = [(name, storage) for storage in ("quantized", "high_precision") for name in RECIPES]
+
+
+def _loads(case: tuple[str, str], shape: tuple[int, ...], *, broken: bool = False) -> None:
+    name, storage = case
     net = sharded(name, shape, storage=storage)
     full = {fqn: value.bfloat16() for fqn, value in full_values(7, net).items()}
     if broken:  # one element of a cut block
@@ -170,16 +174,14 @@ def assert_parts_of_piece(q: QuantizedTensor, whole: QuantizedTensor, param: Any
         assert_same_bytes(q.parts()[part], tensor, f"{what}.{part}")
 
 
-@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 @pytest.mark.parametrize("shape", ALL, ids=[*MESHES, "FSDP x TP"])
-def test_dense_loads_give_the_bytes_of_one_process(shape: Any, storage: str) -> None:
+def test_dense_loads_give_the_bytes_of_one_process(shape: Any) -> None:
     ranks = shape[0] if len(shape) == 1 else 4
-    run_ranks_each(ranks, RECIPES, _loads, shape, storage)
+    run_ranks_each(ranks, CASES, _loads, shape)
 
 
-@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
-def test_an_element_that_is_not_finite_marks_its_block_on_all_ranks(storage: str) -> None:
-    run_ranks_each(4, RECIPES, _loads, (4,), storage, broken=True)
+def test_an_element_that_is_not_finite_marks_its_block_on_all_ranks() -> None:
+    run_ranks_each(4, CASES, _loads, (4,), broken=True)
 
 
 # -- gathers of dense shards -------------------------------------------------------------------------------------------
@@ -201,6 +203,23 @@ def _dense_steps(name: str, shape: tuple[int, ...]) -> None:
 def test_gathers_of_agreed_dense_shards_have_the_bytes_of_one_process(shape: Any) -> None:
     ranks = shape[0] if len(shape) == 1 else 4
     run_ranks_each(ranks, RECIPES, _dense_steps, shape)
+
+
+# -- writes into gathered weights --------------------------------------------------------------------------------------
+
+
+def _writes_back(name: str, shape: tuple[int, ...]) -> None:
+    net = sharded(name, shape)
+    full = {fqn: value.bfloat16() for fqn, value in full_values(9, net).items()}
+    with torch.no_grad(), unsharded(net, writeback=True):
+        for fqn, param in net.named_parameters():
+            param.copy_(full[fqn])
+    assert_bytes_of(net, {fqn: quantize(value, RECIPES[name]) for fqn, value in full.items()}, f"{name} on {shape}")
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "replicas"])
+def test_what_is_written_into_gathered_weights_has_the_bytes_of_one_process(shape: Any) -> None:
+    run_ranks_each(shape[0] if len(shape) == 1 else 4, RECIPES, _writes_back, shape)
 
 
 # -- sync_scales -------------------------------------------------------------------------------------------------------

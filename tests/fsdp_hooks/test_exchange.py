@@ -29,7 +29,7 @@ from qtensor import (
 from qtensor.formats import tensor_wide
 from qtensor.loading import quantize_dense_entries
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local
-from tests.ranks import run_ranks, run_ranks_catching
+from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import ROW, WITH_HISTORY, facts
 
 K = 32
@@ -346,9 +346,8 @@ def _empty_shards(name: str) -> None:
     sync_scales(net)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_shards_without_rows_take_part_in_everything(name: str) -> None:
-    run_ranks(3, _empty_shards, name, timeout=60)
+def test_shards_without_rows_take_part_in_everything() -> None:
+    run_ranks_each(3, RECIPES, _empty_shards)
 
 
 def _empty_others() -> None:

@@ -218,7 +218,10 @@ def _refuses(case: str, shape: tuple[Any, ...]) -> str:
         "less on one rank": {"up.weight": None} if rank == 1 else {},
         "another scaling": {"up.weight": LowRankUpdate(a=right.a, b=right.b, scaling=1.0 + rank)},
     }
-    given = {name: update for name, update in (updates | cases[case]).items() if update is not None}
+    alone = {"all of them on one rank": {}, "the only name on one rank": {"up.wait": right}}
+    given = {name: update for name, update in (updates | cases.get(case, {})).items() if update is not None}
+    if case in alone:
+        given = alone[case] if rank == 1 else {"up.weight": right}
     error = ""
     try:
         merge_(net, given)
@@ -255,6 +258,11 @@ ON_ONE_RANK = {
     "fails on one rank": ("merge_: rank 1 failed before the ranks could agree", "OSError: no such adapter"),
     "less on one rank": ("do not list the same weights", "do not list the same weights"),
     "another scaling": ("do not list the same weights", "do not list the same weights"),
+    "all of them on one rank": ('only rank 0 has "up.weight: ', 'only rank 0 has "up.weight: '),
+    "the only name on one rank": (
+        "merge_: rank 1 failed before the ranks could agree",
+        "ValueError: merge_: up.wait: no parameter",
+    ),
 }
 
 

@@ -1,8 +1,8 @@
 """Ordinary torch optimizers on sharded quantized weights: plain sharded state, and the bytes of one process.
 
-Formats whose every scale belongs to rows or blocks give the bytes of one process on any number of ranks. Where a scale
-is tensor-wide every shard chooses its own in an ordinary optimizer's step; gathers stay exact, since scales travel with
-the bytes, and sync_scales makes them agreed.
+Formats whose every scale belongs to rows, or to blocks that no shard boundary cuts, give the bytes of one process on
+any number of ranks. Where a scale is tensor-wide every shard chooses its own in an ordinary optimizer's step; gathers
+stay exact, since scales travel with the bytes, and sync_scales makes them agreed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def _train(net: Net, kind: str, *, foreach: bool, reference: Net | None) -> None
         optimizers[0].zero_grad()
 
 
-def _trains_like_one_process(name: str, kind: str) -> None:
+def _trains_like_one_process(case: tuple[str, str]) -> None:
+    name, kind = case
     net = build(RECIPES[name], rows_for(name))
     reference = copy.deepcopy(net)
     # Either way of stepping for every format, and for every number of ranks.
@@ -113,13 +114,16 @@ def _trains_like_one_process(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_the_bytes_are_those_of_one_process(kind: str, world_size: int) -> None:
-    run_ranks_each(world_size, BLOCKWISE if world_size == 1 else WHOLE, _trains_like_one_process, kind)
+def test_the_bytes_are_those_of_one_process(world_size: int) -> None:
+    """Every format meets every optimizer once and every number of ranks; one of them all optimizers on each."""
+    names, kinds = BLOCKWISE if world_size == 1 else WHOLE, list(OPTIMIZERS)
+    turn = {name: kinds[(BLOCKWISE.index(name) + world_size // 2) % 3] for name in WHOLE if name != "mxfp8"}
+    cases = [(name, kind) for name in names for kind in kinds if turn.get(name, kind) == kind]
+    run_ranks_each(world_size, cases, _trains_like_one_process)
 
 
 def test_one_rank_gives_the_bytes_of_one_process_for_tensor_wide_scales_too() -> None:
-    run_ranks_each(1, TENSOR_WIDE, _trains_like_one_process, "adamw")
+    run_ranks_each(1, [(name, "adamw") for name in TENSOR_WIDE], _trains_like_one_process)
 
 
 def _scales(net: nn.Module, part: str) -> list[int]:
@@ -239,9 +243,9 @@ def _stochastic(name: str) -> None:
     assert any(not torch.equal(part, other[key]) for key, part in first.items() if key.endswith("payload"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_equal_seeds_a_rank_give_equal_shards(world_size: int) -> None:
-    run_ranks_each(world_size, ("float8_row", "mxfp8", "nvfp4"), _stochastic)
+    run_ranks_each(world_size, ("float8_row", "nvfp4"), _stochastic)
 
 
 def _averages() -> None:

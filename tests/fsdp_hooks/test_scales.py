@@ -13,6 +13,7 @@ from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, high_precision_init_val, quantize, quantized_model_init
 from qtensor.formats import tensor_wide
 from tests.fsdp_hooks.cases import (
+    HANDS,
     RECIPES,
     ROW_RECIPES,
     TENSOR_WIDE,
@@ -214,7 +215,8 @@ def _preserved_value_decides(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_with_a_preserved_value_shard_then_quantize_equals_quantize_then_shard(world_size: int) -> None:
-    run_ranks_each(world_size, RECIPES, _preserved_value_decides)
+    names = {1: HANDS[0], 2: HANDS[1], 4: RECIPES}[world_size]
+    run_ranks_each(world_size, names, _preserved_value_decides)
 
 
 def _row_formats_commute(name: str) -> None:
@@ -266,9 +268,9 @@ def _one_all_reduce_a_step(name: str, shape: tuple[int, ...]) -> None:
 def test_a_step_leaves_scales_agreed_by_one_all_reduce_for_the_whole_model(
     world_size: int, shape: tuple[int, ...]
 ) -> None:
-    run_ranks_each(
-        world_size, RECIPES if len(shape) == 1 else ("float8_tensor", "mxfp8"), _one_all_reduce_a_step, shape
-    )
+    """Every format on one of the meshes: each has formats with and without a scale to agree on."""
+    hand = {(3,): HANDS[0], (2, 2): HANDS[1], (2, 1): HANDS[2]}[shape]
+    run_ranks_each(world_size, hand, _one_all_reduce_a_step, shape)
 
 
 def _without_a_move_no_byte_moves(name: str) -> None:
@@ -295,7 +297,9 @@ def _without_a_move_no_byte_moves(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_step_with_lr_0_changes_no_byte(world_size: int) -> None:
-    run_ranks_each(world_size, RECIPES, _without_a_move_no_byte_moves)
+    """All formats on one rank; on three those that agree on scales, and formats of rows, blocks and squares."""
+    names = RECIPES if world_size == 1 else dict.fromkeys((*TENSOR_WIDE, *HANDS[0]))
+    run_ranks_each(world_size, names, _without_a_move_no_byte_moves)
 
 
 def _negative_zeros_stay() -> None:
@@ -354,6 +358,8 @@ def _syncs_after_an_eval(storage: str) -> None:
         ValueError, match=r"^sync_scales: the parameters are those gathered for a forward, not the shards"
     ):
         sync_scales([net.head.weight])
+    with pytest.raises(ValueError, match=r"^MasterWeightOptimizer: the parameters are those gathered for a forward"):
+        MasterWeightOptimizer(torch.optim.AdamW, [net.head.weight], lr=0.1)
     assert sync_scales(net) == 1
     with unsharded(net):
         assert bool((net.head.weight.scale == net.head.weight.scale[0]).all())

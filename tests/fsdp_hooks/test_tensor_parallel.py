@@ -34,7 +34,7 @@ from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
 from qtensor.formats import tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
-from tests.fsdp_hooks.cases import RECIPES, TENSOR_WIDE, Collectives, assert_same_bytes, exchanged, local
+from tests.fsdp_hooks.cases import HANDS, RECIPES, TENSOR_WIDE, Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import facts
 
@@ -279,28 +279,39 @@ def _trains(name: str, shape: tuple[int, int], storage: str, how: str, dtype: to
     assert seen == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"] * 2
 
 
+# All formats on both dims in quantized storage; of the rest, each format meets the other storage and the other mesh.
+NAMES = {
+    (2, "quantized"): tuple(RECIPES),
+    (2, "high_precision"): (*HANDS[0], *HANDS[1]),
+    (1, "quantized"): (*HANDS[0], *HANDS[1]),
+    (1, "high_precision"): tuple(HANDS[2]),
+}
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_training_equals_one_process(dp: int, tp: int, storage: str) -> None:
     """Scattered from rank 0, torch's default."""
-    run_ranks_each(dp * tp, RECIPES, _trains, (dp, tp), storage, "scattered", torch.bfloat16)
+    run_ranks_each(dp * tp, NAMES[dp, storage], _trains, (dp, tp), storage, "scattered", torch.bfloat16)
 
 
-# Every way on every mesh with each storage and each format, once: what meets what else, the test above has in full.
-@pytest.mark.parametrize(
-    ("how", "storage", "name"),
-    [
-        ("cut", "quantized", "float8_row"),
-        ("cut", "high_precision", "nvfp4"),
-        ("meta", "quantized", "nvfp4"),
-        ("meta", "high_precision", "float8_row"),
-    ],
+# Every way on every mesh with each storage and each format, once.
+DISTRIBUTED = (
+    ("cut", "quantized", "float8_row"),
+    ("cut", "high_precision", "nvfp4"),
+    ("meta", "quantized", "nvfp4"),
+    ("meta", "high_precision", "float8_row"),
 )
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_training_equals_one_process_however_it_was_distributed(
-    dp: int, tp: int, how: str, storage: str, name: str
-) -> None:
-    run_ranks(dp * tp, _trains, name, (dp, tp), storage, how, torch.float32)
+
+
+def _trains_distributed_so(case: tuple[str, str, str], shape: tuple[int, int]) -> None:
+    how, storage, name = case
+    _trains(name, shape, storage, how, torch.float32)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_training_equals_one_process_however_it_was_distributed(shape: tuple[int, int]) -> None:
+    run_ranks_each(shape[0] * shape[1], DISTRIBUTED, _trains_distributed_so, shape)
 
 
 class Sequence(nn.Module):
@@ -315,7 +326,8 @@ class Sequence(nn.Module):
         return 2 * self.mlp["down"](torch.tanh(self.mlp["up"](self.norm(x))))  # FSDP warns of outputs that are views
 
 
-def _trains_on_pieces_of_the_sequence(name: str, dp: int, storage: str) -> None:
+def _trains_on_pieces_of_the_sequence(case: tuple[str, str], dp: int) -> None:
+    name, storage = case
     mesh = mesh_2d(dp, 2)
     torch.manual_seed(0)
     with quantized_model_init(RECIPES[name], storage=storage):
@@ -341,10 +353,10 @@ def _trains_on_pieces_of_the_sequence(name: str, dp: int, storage: str) -> None:
     assert seen == ["mlp.up", "mlp.down"] * 2
 
 
-@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dp", [1, 2])
-def test_sequence_parallelism_equals_one_process(dp: int, storage: str) -> None:
-    run_ranks_each(2 * dp, ("mxfp8", "nvfp4_square"), _trains_on_pieces_of_the_sequence, dp, storage)
+def test_sequence_parallelism_equals_one_process(dp: int) -> None:
+    cases = [(name, storage) for storage in STORAGES for name in ("mxfp8", "nvfp4_square")]
+    run_ranks_each(2 * dp, cases, _trains_on_pieces_of_the_sequence, dp)
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -413,55 +425,48 @@ def test_tensor_wide_scales_agree_over_both_mesh_dims(dp: int) -> None:
 # -- full tensors ------------------------------------------------------------------------------------------------------
 
 
-def _puts_weights_together(layer: str, dp: int, storage: str) -> None:
+def _puts_weights_together(name: str, dp: int) -> None:
     mesh = mesh_2d(dp, 2)
-    for name in RECIPES:
+    for storage in STORAGES:
         net, reference = built(name, mesh, storage, "cut", torch.bfloat16)
-        full, whole_ = (getattr(model.blocks[0], layer).weight for model in (net, reference))
-        full = full.full_tensor()
-        assert not isinstance(full, DTensor)
-        for fqn, expected in expand({layer: whole_}).items():
-            assert_same_bytes(expand({layer: full})[fqn].detach(), expected.detach(), f"{name}: {fqn}")
+        for layer in PLAN:
+            full, whole_ = (getattr(model.blocks[0], layer).weight for model in (net, reference))
+            full = full.full_tensor()
+            assert not isinstance(full, DTensor)
+            for fqn, expected in expand({layer: whole_}).items():
+                found = expand({layer: full})[fqn].detach()
+                assert_same_bytes(found, expected.detach(), f"{storage}, {layer}: {fqn}")
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize(
-    ("layer", "storage"),
-    [
-        ("up", "quantized"),
-        ("up", "high_precision"),
-        ("down", "quantized"),
-        ("down", "high_precision"),
-    ],
-)
-def test_full_tensor_has_the_bytes_from_before(layer: str, storage: str, dp: int) -> None:
-    run_ranks(2 * dp, _puts_weights_together, layer, dp, storage)
+def test_full_tensor_has_the_bytes_from_before(dp: int) -> None:
+    run_ranks_each(2 * dp, RECIPES, _puts_weights_together, dp)
 
 
-def _takes_distributed_weights(layer: str, dp: int) -> None:
+def _takes_distributed_weights(name: str, dp: int) -> None:
     """As the guide fills shards: `param.copy_(distribute_tensor(quantize(full), mesh, placements))`."""
     mesh = mesh_2d(dp, 2)
-    for name in RECIPES:
-        net, reference = built(name, mesh, "quantized", "cut", torch.bfloat16)
-        other = make(RECIPES[name], "quantized", seed=5)
-        for fqn, param in reference.named_parameters():
-            if fqn.endswith(f"{layer}.weight"):
-                mine, its = net.get_parameter(fqn), other.get_parameter(fqn).detach()
-                with torch.no_grad():
-                    param.copy_(its)
-                    mine.copy_(distribute_tensor(its, mine.device_mesh, mine.placements, src_data_rank=None))
-        assert_reference_bytes(net, reference, name)
+    net, reference = built(name, mesh, "quantized", "cut", torch.bfloat16)
+    other = make(RECIPES[name], "quantized", seed=5)
+    for fqn, param in reference.named_parameters():
+        if fqn.endswith(("up.weight", "down.weight")):
+            mine, its = net.get_parameter(fqn), other.get_parameter(fqn).detach()
+            with torch.no_grad():
+                param.copy_(its)
+                mine.copy_(distribute_tensor(its, mine.device_mesh, mine.placements, src_data_rank=None))
+    assert_reference_bytes(net, reference, name)
 
 
-@pytest.mark.parametrize(("layer", "dp"), [("up", 1), ("up", 2), ("down", 1), ("down", 2)])
-def test_pieces_are_filled_by_distribute_tensor(layer: str, dp: int) -> None:
-    run_ranks(2 * dp, _takes_distributed_weights, layer, dp)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_pieces_are_filled_by_distribute_tensor(dp: int) -> None:
+    run_ranks_each(2 * dp, RECIPES, _takes_distributed_weights, dp)
 
 
 # -- what is saved for backward ----------------------------------------------------------------------------------------
 
 
-def _saves_no_dense_weight(name: str, dp: int, storage: str) -> None:
+def _saves_no_dense_weight(case: tuple[str, str], dp: int) -> None:
+    name, storage = case
     mesh = mesh_2d(dp, 2)
     net = distribute(make(RECIPES[name], storage), mesh)
     sync_scales(net)
@@ -487,10 +492,10 @@ def _saves_no_dense_weight(name: str, dp: int, storage: str) -> None:
     out.float().sum().backward()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_backward_keeps_no_dense_weight(dp: int, tp: int, storage: str) -> None:
-    run_ranks_each(dp * tp, ("float8_row", "nvfp4"), _saves_no_dense_weight, dp, storage)
+def test_backward_keeps_no_dense_weight(dp: int, tp: int) -> None:
+    cases = [(name, storage) for storage in STORAGES for name in ("float8_row", "nvfp4")]
+    run_ranks_each(dp * tp, cases, _saves_no_dense_weight, dp)
 
 
 # -- quantized inputs --------------------------------------------------------------------------------------------------
@@ -538,7 +543,7 @@ def _quantizes_its_inputs(name: str, dp: int) -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_quantized_input_is_that_of_each_ranks_piece(dp: int) -> None:
-    run_ranks_each(2 * dp, RECIPES, _quantizes_its_inputs, dp)
+    run_ranks_each(2 * dp, RECIPES if dp == 2 else HANDS[0], _quantizes_its_inputs, dp)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from fsdp_hooks import sync_scales
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
 from tests.fsdp_hooks.cases import (
+    HANDS,
     RECIPES,
     ROW_RECIPES,
     Net,
@@ -86,10 +87,11 @@ def _trains_like_one_process(name: str, *, reshard: bool = True) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: int) -> None:
-    run_ranks_each(world_size, RECIPES, _trains_like_one_process)
+    """All formats on 4 ranks, where shards are uneven, empty and cut inside of blocks."""
+    run_ranks_each(world_size, RECIPES if world_size == 4 else HANDS[world_size - 1], _trains_like_one_process)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_training_equals_one_process_without_reshard_after_forward(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _trains_like_one_process, reshard=False)
 
@@ -112,7 +114,7 @@ def _trains_offloaded(name: str) -> None:
     _train(shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False)), reference)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_training_equals_one_process_under_cpu_offload(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_row", "nvfp4"), _trains_offloaded)
 
@@ -145,7 +147,7 @@ def _trains_around_frozen_weights(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_quantized_weights_keep_their_bytes_while_others_train(world_size: int) -> None:
-    run_ranks_each(world_size, ROW_RECIPES, _trains_around_frozen_weights)
+    run_ranks_each(world_size, ROW_RECIPES if world_size == 2 else ("nvfp4",), _trains_around_frozen_weights)
 
 
 def _trains_from_meta(name: str) -> None:
@@ -181,6 +183,6 @@ def _trains_from_meta(name: str) -> None:
     _train(net, reference, steps=2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_a_model_built_on_meta_sharded_and_initialised_trains_like_one_process(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8", "nvfp4"), _trains_from_meta)

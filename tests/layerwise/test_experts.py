@@ -35,7 +35,6 @@ FLOAT8, FLOAT8_ROWS, NVFP4, MXFP8 = (RECIPES[n] for n in ("float8_tensor", "floa
 EXPERTS = 4
 METHODS: dict[str, tuple[Any, Any]] = {
     "Max": (ALGORITHMS["Max"], NVFP4),
-    "Mse": (ALGORITHMS["Mse"], FLOAT8),
     "LocalHessian": (ALGORITHMS["LocalHessian"], FLOAT8_ROWS),
     "SmoothQuant": (ALGORITHMS["SmoothQuant"], MXFP8),
     "AWQ": (ALGORITHMS["AWQ"], FLOAT8),
@@ -102,9 +101,11 @@ def _lists(case: tuple[str, bool]) -> Outcome:
 
 def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
     """Two ranks with tokens for some of them, one with no batch; FSDP modules of their own are gathered on all."""
-    cases = [(method, index % 2 == 1) for index, method in enumerate(METHODS)]
+    methods = ["Max", "SmoothQuant", "AWQ", "GPTQ"]  # Mse takes the statistics of Max; LocalHessian is below
+    cases = [(method, index % 2 == 1) for index, method in enumerate(methods)]
     expected = {}
-    for method, (algorithm, recipe) in METHODS.items():
+    for method in methods:
+        algorithm, recipe = METHODS[method]
         model = expert_lists()
         expected[method] = outcome(model, run(model, DATA, recipe, algorithm, inputs=static(recipe)))
         assert sorted(expected[method]["starved"]) == sorted(STARVED)

@@ -91,6 +91,8 @@ FAILURES = [
 ]
 
 
+# On ranks without those whose place, kind of error and rank others of the list have, too.
+ON_RANKS = [one for number, one in enumerate(FAILURES) if number not in (0, 7, 9)]
 RESUMED = (FAILURES[1], FAILURES[5], FAILURES[-1])
 
 
@@ -183,9 +185,9 @@ def text(failure: Failure) -> str:
 
 
 def test_every_rank_raises_and_the_model_stays_sharded(shared_tmp_path: Path) -> None:
-    told = run_ranks_each(2, FAILURES, fails, Case(algorithm=Breaks()), shared_tmp_path, timeout=120)
+    told = run_ranks_each(2, ON_RANKS, fails, Case(algorithm=Breaks()), shared_tmp_path, timeout=120)
     for number, own_told in enumerate(told):
-        for failure, words in zip(FAILURES, own_told, strict=True):
+        for failure, words in zip(ON_RANKS, own_told, strict=True):
             own_error = failure.on in (None, number)
             assert words == (text(failure) if own_error else f"RuntimeError: rank {failure.on}: {text(failure)}")
 

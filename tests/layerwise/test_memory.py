@@ -102,10 +102,10 @@ def _peak(layers: int, data: list[Tensor], directory: Path, **options: Any) -> i
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_layer_more_costs_its_result_and_nothing_dense(algorithm: str, tmp_path: Path) -> None:
     few, many = (
-        _peak(layers, batches(2), tmp_path, algorithm=ALGORITHMS[algorithm], inputs_on="disk") for layers in (3, 7)
+        _peak(layers, batches(2), tmp_path, algorithm=ALGORITHMS[algorithm], inputs_on="disk") for layers in (3, 5)
     )
     changed = 4 * 2 * DIM if algorithm == "awq" else 0  # a norm that factors went into
-    assert 0 < (many - few) / 4 <= STORED + changed + 64
+    assert 0 < (many - few) / 2 <= STORED + changed + 64
 
 
 @pytest.mark.parametrize(("inputs_on", "expected"), [("device", 2), ("cpu", 2), ("disk", 0)])

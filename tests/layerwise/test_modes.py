@@ -184,7 +184,12 @@ def _on_ranks(case: tuple[str, str, str, bool]) -> Any:
 
 
 def test_layerwise_is_the_whole_model_on_ranks_with_uneven_data() -> None:
-    cases = [(*one, how, index == 0) for one in WHOLE for index, how in enumerate(SHARES)]
+    cases = [  # two of the shares for each, and two for each of the shares; with the first the model is taken at once
+        (*one, how, index == 0)
+        for number, one in enumerate(WHOLE)
+        for index, how in enumerate(SHARES)
+        if (index + number) % 3
+    ]
     expected = {}
     for name, recipe_name in WHOLE:
         model = two_layers()

@@ -27,6 +27,7 @@ from qtensor import (
     NVFP4BlockScaling,
     exact,
     quantize,
+    quantized_model_init,
 )
 from qtensor.tensor import QuantizedTensor
 from tests.recipes import E2M1, E4M3, E5M2, TABLE, Element, facts
@@ -426,3 +427,15 @@ def test_without_branches_the_bytes_are_the_same(name: str, recipe: Any) -> None
     wanted = convert(q, recipe)
     with patch.object(exact, "is_tracing", return_value=True):
         assert same_parts(convert(q, recipe), wanted)
+
+
+def test_load_state_dict_of_another_recipe_encodes_anew() -> None:
+    """As docs/numerics.md says: it goes through dense values, whose scales shards agree on."""
+    q = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), MXFP4BlockScaling())
+    with quantized_model_init(ROW):
+        model = torch.nn.Linear(64, 32, bias=False)
+    model.load_state_dict({"weight": q})
+    found: Any = model.weight.detach()
+    assert same_parts(found, quantize(q.dequantize(torch.float32), ROW))
+    assert is_exact(q, convert(q, ROW))
+    assert not is_exact(q, found)

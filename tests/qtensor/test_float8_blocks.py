@@ -110,7 +110,8 @@ def compiled() -> Iterator[None]:
 @pytest.mark.usefixtures("compiled")
 def test_compiled_kernels_give_the_same_bytes_for_smaller_last_blocks() -> None:
     recipe = Float8BlockScaling()
-    for rows, columns in ((576, 320), (640, 448), (384, 60), (130, 256), (7, 129)):
+    """Smaller last blocks both ways, of other sizes without compiling anew; one block a row; less than one of rows."""
+    for rows, columns in ((576, 320), (640, 448), (384, 60), (7, 129)):
         x = weight(rows, columns)
         q, wanted = quantize(x, recipe), encode(x.float(), recipe, None)
         for name, part in wanted.items():

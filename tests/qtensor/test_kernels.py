@@ -18,7 +18,7 @@ from qtensor import QuantizedTensor, kernels, quantize, use_kernels
 from qtensor.contents import write
 from qtensor.formats import encode, shared_amax
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, every_recipe, same_bytes, weight
-from tests.recipes import facts
+from tests.recipes import MAIN, facts
 
 INF, NAN = float("inf"), float("nan")
 FORMS = ["float8_row", "mxfp8_square", "nvfp4"]  # rows, groups of rows, packed: test_golden compiles the others
@@ -525,7 +525,12 @@ def test_a_traced_graph_does_not_depend_on_the_size_from_which_kernels_are_compi
     assert len(graphs) == 1
 
 
-@every_recipe
+# Of the others only numbers differ: which elements, how many to a block.
+OTHERWISE = ("float8_block_row", "float8_tensor_power_of_two", "mxfp8_floor")
+TRACED = MAIN | DELAYED | {name: RECIPES[name] for name in OTHERWISE}
+
+
+@pytest.mark.parametrize("recipe", TRACED.values(), ids=TRACED)
 def test_kernels_trace_into_the_graph_of_their_caller(recipe: Any) -> None:
     """fullgraph, whatever the mode: their own compilation would break the caller's graph."""
     torch.compiler.reset()  # dynamo counts the recipes, whose code is the same, as recompilations

@@ -16,7 +16,7 @@ from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, 
 from qtensor.recipes import Recipe
 from tests.dcp_adapters.cases import load, save
 from tests.qtensor.recipes_under_test import all_recipes, same_bytes, same_parts, weight
-from tests.recipes import facts
+from tests.recipes import HANDS, MAIN, facts
 
 
 def dynamic(recipe: Any) -> Any:
@@ -33,6 +33,15 @@ def unlikely(recipe: Any) -> QuantizedTensor:
     again = quantize(made.dequantize(), recipe)
     assert not all(same_bytes(part, made.parts()[name]) for name, part in again.parts().items())
     return made
+
+
+def test_each_hand_of_recipes_has_what_the_code_distinguishes() -> None:
+    assert sorted(name for hand in HANDS for name in hand) == sorted(MAIN)
+    for hand in HANDS:
+        known = [facts(recipe) for recipe in hand.values()]
+        assert any(each.tensor_wide for each in known)
+        assert any(each.square for each in known)
+        assert {each.element.bits for each in known} == {4, 8}
 
 
 def bytes_agree(a: QuantizedTensor, b: QuantizedTensor) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_adapters import export_hf, import_hf
 from dcp_adapters.cli.main import main
-from dcp_adapters.hf import writing
+from dcp_adapters.hf import making, writing
 from dcp_adapters.hf.config import shard_size
 from fsdp_hooks import sync_scales
 from qtensor import (
@@ -584,7 +584,7 @@ def fails_on_one(path: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(writing, "_made", made)
+            patch.setattr(making, "made", made)
         try:
             export_hf(sharded(model_of("nvfp4")), path, max_shard_size=5000)
         except RuntimeError as error:

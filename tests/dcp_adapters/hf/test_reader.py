@@ -182,10 +182,10 @@ def test_a_recorded_delayed_recipe_comes_with_a_history(tmp_path: Path) -> None:
             json.dumps({"a.weight": MXFP8BlockScaling().to_json()}),
             "a.weight: its tensors are fp8_row, and the file's metadata says MXFP8",
         ),
-        ("[]", "qtensor.recipes in the metadata of its files is no recipe for each weight"),
-        ("nonsense", "qtensor.recipes in the metadata of its files is no recipe for each weight"),
+        ("[]", "qtensor.recipes in the metadata of its files is not JSON with a recipe for each weight"),
+        ("nonsense", "qtensor.recipes in the metadata of its files is not JSON with a recipe for each weight"),
         (json.dumps({"a.weight": {"type": "Unheard"}}), "unknown recipe type 'Unheard'"),
-        (json.dumps({"a.weight": 3}), "is no recipe for each weight"),
+        (json.dumps({"a.weight": 3}), "is not JSON with a recipe for each weight"),
     ],
 )
 def test_a_recorded_recipe_of_another_kind_is_refused(text: str, expected: str, tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Tensors in memory to a later version: whole ones or shards, all of it or nothing.
+
+    check    the digest of what is there; every frame that is needed is decoded, the new bytes of each tensor are made
+             and summed, one tensor at a time; the digest of the result
+    write    the changed units alone, once all ranks have found all of this in order
+
+A target that is the result already is left as it is. An error leaves it as it is, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcp_adapters.delta.chain import check_chain, deltas_left
+from dcp_adapters.delta.changes import Changes, local_changes, unit_shape, units
+from dcp_adapters.delta.make import refuse_other_layout
+from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.shards import Shard, Shards, added_up, whole_group
+from dcp_adapters.delta.state_digest import state_digest
+from fsdp_hooks.across_ranks import raise_together
+
+Written = tuple[Tensor, Tensor]  # positions in the flat units of a shard, and what they become
+
+
+def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: dist.ProcessGroup | None = None) -> int:
+    """Bring live weights to the version that the last delta leads to.
+
+    Args:
+        target: a state dict of tensors, nested or flat: whole ones or DTensors, quantized or dense, on any device. Its
+            bytes are written.
+        deltas: one after the other; every rank has all of them. Those that the target is past already are skipped.
+        group: the ranks that hold the shards; None: all.
+
+    Returns:
+        How many deltas were applied: 0 where the target was the result already.
+
+    Raises:
+        ValueError: the deltas are no chain; the target has other names, recipes or shapes, or other bytes than the
+            delta starts from; a delta is damaged, or does not lead to what it says. The target is as it was.
+    """
+    group = whole_group(group)
+    with raise_together(group):
+        check_chain(deltas)
+        shards = Shards.of(target, group)
+        refuse_other_layout(deltas[0].layout, shards.layout, (deltas[0].where, "the target"))
+        sums = shards.sums(shards.data)
+    with raise_together(group):
+        digest = _digest(shards, sums, group)
+        left = deltas_left(deltas, digest, "the target")
+    if not left:
+        return 0
+    with raise_together(group):
+        written, sums = _made(shards, left)
+    with raise_together(group):
+        digest = _digest(shards, sums, group)
+        if digest != left[-1].result:
+            raise ValueError(
+                f"{left[-1].where} leads to digest {digest}, and says {left[-1].result}: it is damaged, or made by "
+                "other code; the target is as it was"
+            )
+    for key, (positions, values) in written.items():
+        _write(shards.held[key].piece.data, positions, values)
+    return len(left)
+
+
+def _digest(shards: Shards, sums: Tensor, group: dist.ProcessGroup | None) -> str:
+    totals = added_up(sums, group)
+    shards.refuse_other_replicas(totals)
+    return state_digest(shards.layout, shards.named(totals[0]), {})
+
+
+def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], Tensor]:
+    """Key -> what will be written; and the sums of the shards afterwards, int64 [2, keys]."""
+    written: dict[str, Written] = {}
+    sums = []
+    for key, shard in shards.held.items():
+        data = shard.piece.data
+        found = [local for delta in deltas for local in _of_shard(shard, delta)]
+        if found:
+            data = data.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            flat = units(data)
+            for changes in found:
+                flat[changes.positions] += changes.steps
+            positions = torch.cat([changes.positions for changes in found]).unique()
+            written[key] = positions, flat[positions]
+        one = Shards(shards.layout, {key: shard})
+        sums.append(one.sums({key: data}))
+    return written, torch.cat(sums, dim=1) if sums else torch.zeros(2, 0, dtype=torch.int64, device="cpu")
+
+
+def _of_shard(shard: Shard, delta: Delta) -> list[Changes]:
+    """What a delta changes in a shard, by positions in it."""
+    if not shard.piece.data.numel():
+        return []
+    dtype, shape = delta.layout.parts[shard.key]
+    per = unit_shape(dtype, ())[0]
+    offsets = (*shard.piece.offsets[:-1], shard.piece.offsets[-1] * per) if shape else (0,)
+    sizes = unit_shape(dtype, shard.piece.data.shape)
+    local = (local_changes(found, unit_shape(dtype, shape), offsets, sizes) for found in delta.changes(shard.key))
+    return [changes for changes in local if len(changes)]
+
+
+def _write(data: Tensor, positions: Tensor, values: Tensor) -> None:
+    positions, values = positions.to(data.device), values.to(data.device)
+    if data.is_contiguous():
+        units(data)[positions] = values
+        return
+    whole = data.contiguous()
+    units(whole)[positions] = values
+    data.copy_(whole)

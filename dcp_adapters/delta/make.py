@@ -1,0 +1,104 @@
+"""A delta from two stored states, one tensor of each in memory at a time; and the digest of one state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dcp_adapters.delta.changes import changes_between
+from dcp_adapters.delta.encoder import Encoder
+from dcp_adapters.delta.layout import Layout, layout_differences
+from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.state_digest import blob_digest, state_digest
+from dcp_adapters.source import Source, Stored
+from dcp_adapters.stored.progress_bar import Advance, unseen
+from dcp_adapters.words import in_lines
+from fsdp_hooks.byte_sums import Piece, byte_sums
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A state in figures. sums: key -> byte sum of the part. blobs: name -> digest."""
+
+    layout: Layout
+    sums: Mapping[str, int]
+    blobs: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """The one value of it."""
+        return state_digest(self.layout, self.sums, self.blobs)
+
+
+def layout_of(source: Source) -> Layout:
+    """What a source has."""
+    return Layout.of(source.entries.values(), source.blobs if isinstance(source, Stored) else ())
+
+
+def summed(source: Source, *, advance: Advance = unseen) -> Summed:
+    """Read all of a state; `advance` is told the bytes of each part."""
+    layout = layout_of(source)
+    sums = {}
+    for key, (name, part) in layout.owners.items():
+        tensor = source.part(name, part)
+        sums[key] = sum_of(tensor)
+        advance(tensor.nbytes)
+    return Summed(layout, sums, {name: blob_digest(_blob(source, name)) for name in layout.blobs})
+
+
+def delta_between(
+    old: Source,
+    new: Source,
+    *,
+    versions: tuple[int | None, int | None] = (None, None),
+    advance: Advance = unseen,
+) -> Delta:
+    """What leads from one state to another.
+
+    Args:
+        old: a checkpoint, a directory, or tensors in memory.
+        new: another of the same kind.
+        versions: numbers of the two, for people and for gaps to be named; what counts are the digests.
+        advance: told the bytes of the old state that are done.
+
+    Raises:
+        ValueError: names, recipes, dtypes or shapes differ; all differences are named.
+    """
+    layout = layout_of(old)
+    refuse_other_layout(layout, layout_of(new))
+    encoder = Encoder(layout)
+    sums: tuple[dict[str, int], dict[str, int]] = {}, {}
+    for run in layout.runs:
+        for key in run.keys:
+            before, after = (side.part(*layout.owners[key]) for side in (old, new))
+            for changes in changes_between(before, after):
+                encoder.add(key, changes)
+            sums[0][key], sums[1][key] = sum_of(before), sum_of(after)
+            advance(before.nbytes)
+    blobs = {name: (_blob(old, name), _blob(new, name)) for name in sorted(layout.blobs)}
+    digests = [
+        state_digest(layout, sums[side], {name: blob_digest(held[side]) for name, held in blobs.items()})
+        for side in (0, 1)
+    ]
+    changed = {name: held[1] for name, held in blobs.items() if held[0] != held[1]}
+    return Delta.made(layout, (digests[0], digests[1]), encoder.frames(), changed, versions)
+
+
+def refuse_other_layout(old: Layout, new: Layout, sides: tuple[str, str] = ("the old state", "the new one")) -> None:
+    """Raise ValueError where one state cannot become the other by changes of bytes."""
+    problems = layout_differences(old, new, sides)
+    if problems:
+        raise ValueError(
+            f"a delta needs equal names, recipes, dtypes and shapes, and {len(problems)} entries differ:"
+            f"{in_lines(problems)}\nSend or save the new state in full"
+        )
+
+
+def sum_of(tensor: Tensor) -> int:
+    """The byte sum of a whole part."""
+    return int(byte_sums([Piece.whole(tensor)]))
+
+
+def _blob(source: Source, name: str) -> bytes:
+    assert isinstance(source, Stored)
+    return source.read_blob(name)

@@ -1,0 +1,205 @@
+"""A delta: from which state to which, and the changes between them. patch_format.py says how it looks as bytes."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+import xxhash
+
+from dcp_adapters.delta.changes import Changes
+from dcp_adapters.delta.codec import Coded, checked, decoded
+from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.zstd import compressed, decompressed
+from dcp_adapters.words import short
+
+LEVEL = 19  # of zstd, for entries of bytes
+Read = Callable[[str], bytes]  # the bytes of a frame or an entry, by `frame_name` and `blob_name`
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame as the table knows it; `coded` has no data. run: number of the dtype's run. checksum: of its bytes."""
+
+    run: int
+    coded: Coded
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A changed entry of bytes; size: uncompressed."""
+
+    name: str
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The changes from one state to another of the same names, recipes and shapes.
+
+    Attributes:
+        base, result: the digests of the two states (state_digest.py).
+        base_version, version: numbers that the maker gave them, None where it gave none.
+        layout: what both states have.
+        frames, blobs: what changed. read: hands out their bytes.
+        where: what messages call it.
+    """
+
+    base: str
+    result: str
+    layout: Layout
+    frames: tuple[Frame, ...]
+    blobs: tuple[Blob, ...]
+    read: Read = field(compare=False, repr=False)
+    base_version: int | None = None
+    version: int | None = None
+    where: str = "the delta"
+
+    @staticmethod
+    def made(
+        layout: Layout,
+        states: tuple[str, str],
+        frames: list[tuple[int, Coded]],
+        blobs: Mapping[str, bytes],
+        versions: tuple[int | None, int | None] = (None, None),
+    ) -> "Delta":
+        """A new one, in memory, from the digests of the two states, coded frames and changed entries of bytes."""
+        held: dict[str, bytes] = {}
+        records, changed = [], []
+        for number, (run, coded) in enumerate(frames):
+            held[frame_name(number)] = coded.data
+            records.append(Frame(run, replace(coded, data=b""), checksum(coded.data)))
+        for number, (name, data) in enumerate(sorted(blobs.items())):
+            stored = held[blob_name(number)] = compressed(data, LEVEL)
+            changed.append(Blob(name, len(data), checksum(stored)))
+        return Delta(*states, layout, tuple(records), tuple(changed), held.__getitem__, *versions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frames."""
+        return sum(sum(frame.coded.lengths) for frame in self.frames)
+
+    @property
+    def changed(self) -> int:
+        """Units that change."""
+        return sum(frame.coded.count for frame in self.frames)
+
+    def changes(self, key: str) -> Iterator[Changes]:
+        """What changes in a tensor, ascending by position in it, in pieces.
+
+        Raises:
+            ValueError: a frame is damaged.
+        """
+        number, at = self._places[key]
+        run = self.layout.runs[number]
+        first, end = run.starts[at], run.end(at)
+        frames = self._frames_of.get(number, [])
+        begin = bisect_right(frames, first, key=lambda held: held[1].coded.start) - 1
+        for place in range(max(begin, 0), len(frames)):
+            index, frame = frames[place]
+            if frame.coded.start >= end:
+                break
+            found = self._decoded(index, _following(frames, place))
+            low, high = (int(torch.searchsorted(found.positions, edge)) for edge in (first, end))
+            if high > low:
+                yield Changes(found.positions[low:high] - first, found.steps[low:high])
+
+    def blob(self, name: str) -> bytes | None:
+        """The new bytes of an entry; None where they stay. Raises ValueError where they are damaged."""
+        for number, blob in enumerate(self.blobs):
+            if blob.name == name:
+                what = f"{self.where}: {name}"
+                data = decompressed(self._checked(blob_name(number), blob.checksum), blob.size, what)
+                if len(data) != blob.size:
+                    raise ValueError(f"{what} is damaged: {len(data)} bytes, expected {blob.size}")
+                return data
+        return None
+
+    def check_table(self) -> None:
+        """Raise ValueError where the numbers that describe the frames contradict the layout."""
+        runs = self.layout.runs
+        for number, frames in self._frames_of.items():
+            if number >= len(runs):
+                raise ValueError(f"{self.where} is damaged: a frame of run {number} of {len(runs)}")
+            before = -1
+            for index, frame in frames:
+                what = f"{self.where}: frame {index}"
+                start = frame.coded.start
+                if start <= before or (before < 0 and start):
+                    raise ValueError(f"{what} is damaged: it begins at {start}, the one before at {before}")
+                before = start
+                checked(frame.coded, runs[number].unit, runs[number].extent, what)
+        strange = [blob.name for blob in self.blobs if blob.name not in self.layout.blobs]
+        if strange:
+            raise ValueError(f"{self.where} is damaged: {short(strange[0])} is no entry of bytes of its state")
+
+    def check(self) -> None:
+        """Decode everything. Raises ValueError where something is damaged."""
+        for frames in self._frames_of.values():
+            for place, (index, _) in enumerate(frames):
+                self._decoded(index, _following(frames, place))
+        for blob in self.blobs:
+            self.blob(blob.name)
+
+    # -- frames --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        return {key: (number, at) for number, run in enumerate(self.layout.runs) for at, key in enumerate(run.keys)}
+
+    @cached_property
+    def _frames_of(self) -> dict[int, list[tuple[int, Frame]]]:
+        found: dict[int, list[tuple[int, Frame]]] = {}
+        for index, frame in enumerate(self.frames):
+            found.setdefault(frame.run, []).append((index, frame))
+        return found
+
+    @cached_property
+    def _last(self) -> dict[int, tuple[int, Changes]]:
+        """The frame decoded last of each run: tensors are asked for one after the other."""
+        return {}
+
+    def _decoded(self, index: int, following: int | None) -> Changes:
+        frame = self.frames[index]
+        held = self._last.get(frame.run)
+        if held is not None and held[0] == index:
+            return held[1]
+        what = f"{self.where}: frame {index}"
+        run = self.layout.runs[frame.run]
+        data = self._checked(frame_name(index), frame.checksum)
+        found = decoded(replace(frame.coded, data=data), run.unit, run.extent, what)
+        if following is not None and int(found.positions[-1]) + 1 != following:
+            raise ValueError(f"{what} is damaged: the next one does not begin where it ends")
+        self._last[frame.run] = index, found
+        return found
+
+    def _checked(self, name: str, expected: str) -> bytes:
+        data = self.read(name)
+        if checksum(data) != expected:
+            raise ValueError(
+                f"{self.where} is damaged: {name} has checksum {checksum(data)}, expected {expected}; get it again"
+            )
+        return data
+
+
+def _following(frames: list[tuple[int, Frame]], place: int) -> int | None:
+    """Where the next frame of a run begins; None after the last."""
+    return frames[place + 1][1].coded.start if place + 1 < len(frames) else None
+
+
+def frame_name(number: int) -> str:
+    """What the bytes of a frame are called."""
+    return f"frame.{number:06d}"
+
+
+def blob_name(number: int) -> str:
+    """What the bytes of a changed entry of bytes are called."""
+    return f"blob.{number:06d}"
+
+
+def checksum(data: bytes) -> str:
+    """16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)

@@ -1,0 +1,145 @@
+"""The shards that a rank has of a state dict, as plain boxes of plain global tensors.
+
+Whatever several ranks hold alike, one of them counts: the first along each mesh dim on which a part is replicated, and
+rank 0 for what is no DTensor. So each unit of the state is counted once, by exactly one rank. All copies are summed,
+and copies that differ are refused.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.delta.layout import Layout
+from dcp_adapters.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
+from dcp_adapters.load.placements import placement_problem
+from dcp_adapters.plain_memory import is_plain, without_bytes
+from dcp_adapters.torch_private import flatten_state_dict
+from fsdp_hooks.across_ranks import device_of, rank_of, ranks_of
+from fsdp_hooks.byte_sums import Piece, byte_sums
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's box of one part; it aliases the live bytes.
+
+    counts: no other rank counts it. copies: how many of the whole part there are on all ranks.
+    """
+
+    key: str
+    piece: Piece
+    counts: bool
+    copies: int
+
+
+@dataclass(frozen=True)
+class Shards:
+    """All of a rank, in the same order on all ranks; `layout` is the same on all ranks, too."""
+
+    layout: Layout
+    held: Mapping[str, Shard]
+
+    @staticmethod
+    def of(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) -> "Shards":
+        """Those of a state dict of tensors, nested or flat.
+
+        Raises:
+            ValueError: a leaf is no tensor, has no bytes, or is placed so that a rank's local tensor is no box.
+        """
+        flat, _ = flatten_state_dict(dict(state_dict))
+        held: dict[str, Shard] = {}
+        entries = []
+        for name, value in flat.items():
+            refuse_hidden(name, value)
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} is a {type(value).__name__}; a delta of live weights holds tensors only")
+            problem = placement_problem(value)
+            if problem is not None:
+                raise ValueError(f"{name}: {problem}")
+            entries.append(entry_of(name, value))
+            parts = expand_leaf(name, value) or {"": plain_leaf(value)}
+            for part, tensor in parts.items():
+                key = entries[-1].key(part)
+                held[key] = _shard(key, tensor.detach(), group)
+        layout = Layout.of(entries)
+        return Shards(layout, {key: held[key] for run in layout.runs for key in run.keys})
+
+    @property
+    def data(self) -> dict[str, Tensor]:
+        """The live bytes of each key."""
+        return {key: shard.piece.data for key, shard in self.held.items()}
+
+    def sums(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """int64 [2, keys]: what this rank adds to the byte sum of each part, where it counts, and in any case.
+
+        tensors: the local bytes of each key; keys that are missing add nothing.
+        """
+        sums = torch.zeros(2, len(self.held), dtype=torch.int64, device="cpu")
+        by_device: dict[torch.device, list[tuple[int, Piece]]] = {}
+        for number, (key, shard) in enumerate(self.held.items()):
+            data = tensors.get(key)
+            if data is not None and data.numel():
+                by_device.setdefault(data.device, []).append((number, shard.piece._replace(data=data)))
+        for pieces in by_device.values():
+            sums[1, [number for number, _ in pieces]] = byte_sums([piece for _, piece in pieces]).to("cpu")
+        counts = torch.tensor([shard.counts for shard in self.held.values()], dtype=torch.bool, device="cpu")
+        sums[0] = sums[1] * counts
+        return sums
+
+    def refuse_other_replicas(self, sums: Tensor) -> None:
+        """Raise ValueError where copies of a part differ, from the sums of all ranks, int64 [2, keys]."""
+        copies = torch.tensor([shard.copies for shard in self.held.values()], dtype=torch.int64, device="cpu")
+        wrong = (sums[0] * copies != sums[1]).nonzero().flatten().tolist()
+        if wrong:
+            key = list(self.held)[wrong[0]]
+            raise ValueError(
+                f"{key}: ranks hold {int(copies[wrong[0]])} copies of it that differ; give all replicas the same bytes "
+                "(a broadcast, or fsdp_hooks.sync_scales for scales)"
+            )
+
+    def named(self, sums: Tensor) -> dict[str, int]:
+        """Key -> the sum of the whole part, from the sums of all ranks, int64 [keys]."""
+        return dict(zip(self.held, sums.tolist(), strict=True))
+
+
+def added_up(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """int64 CPU values, summed over the ranks of a group; as they are without one."""
+    if group is None:
+        return values
+    there = values.to(device_of(group))
+    dist.all_reduce(there, group=group)
+    return there.to("cpu")
+
+
+def whole_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, or all ranks; None where there is no process group."""
+    return dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
+
+
+def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
+    local = local_of(tensor)
+    shape = tuple(tensor.shape)
+    offsets: Sequence[int] = (0,) * len(shape)
+    counts, copies = group is None or rank_of(group) == 0, ranks_of(group)
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        copies = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_replicate())
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            counts = False
+        else:
+            _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+            along = zip(coordinate, placements, strict=True)
+            counts = all(place == 0 or not placement.is_replicate() for place, placement in along)
+    if not is_plain(local):
+        raise ValueError(f"{key} is a {type(local).__name__}, of which no bytes are known here; dequantize it first")
+    problem = without_bytes(local)
+    if problem is not None:
+        raise ValueError(f"{key}: {problem}")
+    return Shard(key, Piece(local, shape, tuple(offsets)), counts and local.numel() > 0, copies)

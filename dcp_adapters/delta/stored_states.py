@@ -1,0 +1,141 @@
+"""States on disk and in memory, as sources: what a delta is made from and applied to.
+
+checkpoint                StoredCheckpoint: quantized tensors in parts, entries of bytes
+Hugging Face directory    StoredFiles: the tensors of the files as they are, under the names that engines know; how
+                          they are quantized counts as one entry of bytes
+tensors                   InMemory
+any of them, patched      Patched
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from dcp_adapters.delta.changes import units
+from dcp_adapters.delta.patch import Delta
+from dcp_adapters.entry import Entry, parts_of
+from dcp_adapters.expand import entry_of
+from dcp_adapters.hf.directory import read_directory
+from dcp_adapters.hf.schemes import DTYPES
+from dcp_adapters.hf.stored_directory import is_directory
+from dcp_adapters.source import Source, Stored
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
+
+QUANTIZATION = "quantization_config"
+
+
+class StoredFiles(Stored):
+    """The tensors in the files of a Hugging Face directory, none of them interpreted.
+
+    Raises:
+        FileNotFoundError, ValueError: as read_directory does; a dtype that torch does not have.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        directory = read_directory(path, any_name=True)
+        self.path, self.tensors = directory.path, directory.tensors
+        unknown = [f"{tensor.name} ({tensor.dtype})" for tensor in self.tensors.values() if tensor.dtype not in DTYPES]
+        if unknown:
+            raise ValueError(f"{self.path}: {unknown[0]} has a dtype that is not known here")
+        self.entries = {
+            name: Entry(name, None, tensor.shape, DTYPES[tensor.dtype]) for name, tensor in self.tensors.items()
+        }
+        told = [directory.config.get(QUANTIZATION), directory.quantization]
+        self._quantization = b"" if told == [None, None] else json.dumps(told, sort_keys=True).encode()
+        self.blobs = [QUANTIZATION] if self._quantization else []
+        self.paths = {}
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """From its file."""
+        tensor = self.tensors[name]
+        with safe_open(self.path / tensor.file, "pt", device="cpu") as opened:
+            return {"": opened.get_tensor(name)}
+
+    def chunks(self, name: str) -> int:
+        """A tensor is in one file."""
+        return int(name in self.tensors)
+
+    def file_bytes(self) -> dict[str, int]:
+        """Bytes of each file's tensors."""
+        sizes: dict[str, int] = {}
+        for name, tensor in self.tensors.items():
+            sizes[tensor.file] = sizes.get(tensor.file, 0) + self.entries[name].nbytes
+        return sizes
+
+    def blob_size(self, name: str) -> int:
+        """Bytes of what is said of the quantization."""
+        return len(self.read_blob(name))
+
+    def read_blob(self, name: str) -> bytes:
+        """What config.json and hf_quant_config.json say of the quantization, as JSON with sorted keys."""
+        if name != QUANTIZATION:
+            raise KeyError(name)
+        return self._quantization
+
+
+class InMemory(Source):
+    """Whole tensors, quantized or dense, by name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self.entries = {name: entry_of(name, tensor) for name, tensor in self.tensors.items()}
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """On the CPU."""
+        return {part: tensor.detach().to("cpu") for part, tensor in parts_of(self.tensors[name]).items()}
+
+
+class Patched(Stored):
+    """A stored state after some deltas, patched as it is read."""
+
+    def __init__(self, stored: Stored, deltas: Sequence[Delta]) -> None:
+        self.stored, self.deltas = stored, deltas
+        self.path, self.layout, self.format_version = stored.path, stored.layout, stored.format_version
+        self.entries, self.blobs, self.paths = stored.entries, stored.blobs, stored.paths
+
+    @property
+    def names(self) -> list[str]:
+        """As they are stored."""
+        return self.stored.names
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """With the changes of all deltas."""
+        return {part: self.part(name, part) for part in self.entries[name].parts()}
+
+    def part(self, name: str, part: str) -> Tensor:
+        """With the changes of all deltas."""
+        tensor = self.stored.part(name, part).contiguous()
+        add_changes(tensor, self.entries[name].key(part), self.deltas)
+        return tensor
+
+    def blob_size(self, name: str) -> int:
+        """Of the base: how much there is to read."""
+        return self.stored.blob_size(name)
+
+    def read_blob(self, name: str) -> bytes:
+        """The last delta's, where one changes it."""
+        changed = (delta.blob(name) for delta in reversed(self.deltas))
+        last = next((data for data in changed if data is not None), None)
+        return self.stored.read_blob(name) if last is None else last
+
+
+def add_changes(tensor: Tensor, key: str, deltas: Sequence[Delta]) -> None:
+    """Write the changes of a whole part into a contiguous CPU tensor of its own. Raises ValueError as Delta.changes."""
+    flat = units(tensor)
+    for delta in deltas:
+        for changes in delta.changes(key):
+            flat[changes.positions] += changes.steps
+
+
+def opened_state(path: str | os.PathLike[str], *, check: bool = False) -> Stored:
+    """A checkpoint (compared with its checksums as it is read, with `check`), or the files of a directory.
+
+    Raises:
+        CheckpointUnusable: there is no checkpoint, or it cannot be read.
+        FileNotFoundError, ValueError: as StoredFiles.
+    """
+    return StoredFiles(path) if is_directory(path) else StoredCheckpoint(Path(path), check=check)

@@ -1,0 +1,204 @@
+"""From what a caller gives to a plan that all ranks share: what comes before files and before streams.
+
+describe   rank 0 reads the model's description, all get it
+open       every rank opens the source; values that decide scales of dense weights are brought together
+plan       every rank plans; the plans, and what they are made of, must be the same on all ranks
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from torch import nn
+
+from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
+from dcp_adapters.hf.config import ModelConfig
+from dcp_adapters.hf.fp8 import FP8
+from dcp_adapters.hf.gpt_oss import GPT_OSS
+from dcp_adapters.hf.layout import INPUT_SCALE, Layout
+from dcp_adapters.hf.modelopt import MODELOPT
+from dcp_adapters.hf.names import RENAMED, pieces_of
+from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
+from dcp_adapters.hf.quantizing import Quantizing, quantized_on_the_way
+from dcp_adapters.hf.shared_scales import KV_SCALES
+from dcp_adapters.hf.sources import JoinedSources, source_of
+from dcp_adapters.source import Source
+from fsdp_hooks.across_ranks import on_all, ranks_of
+from fsdp_hooks.digest import digest
+from qtensor.formats import tensor_wide
+
+BUILT_IN = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
+OF_WHOLE_EXPERTS = {model: layout.name for layout in BUILT_IN for model in layout.models}
+FUSED_SCALES = ("raise", "requantize")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a caller wants exported.
+
+    caller: its name, for messages. given, rest: as of export_hf. max_shard_size: bytes of a file. as_gathered: take
+    weights with storage="high_precision" as the quantized ones that forwards gather. quantizing: which dense weights
+    are quantized on their way, and how; None: none.
+    """
+
+    caller: str
+    given: Any
+    layout: Layout
+    described: ModelConfig
+    rest: Any = None
+    prefix: str | None = None
+    requantize: bool = False
+    max_shard_size: int
+    check: bool = True
+    as_gathered: bool = False
+    quantizing: Quantizing | None = None
+
+
+def requantizes(caller: str, fused_scales: str) -> bool:
+    """What `fused_scales=` says. Raises ValueError for anything else."""
+    if fused_scales not in FUSED_SCALES:
+        raise ValueError(f'{caller}: fused_scales={fused_scales!r} is not one of "raise", "requantize"')
+    return fused_scales == "requantize"
+
+
+def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
+    """The source and the plan, on all ranks alike; nothing is gathered yet.
+
+    Raises:
+        ValueError: as of export_hf, with the same text on all ranks.
+    """
+    opened: list[Source] = []
+    amaxes = on_all(None, lambda: _open(asked, opened)) if asked.quantizing is not None else []
+    held: list[tuple[Source, ExportPlan]] = []
+
+    def plan() -> tuple[str, ...]:
+        source = opened[0] if opened else _joined_sources(asked)
+        if asked.quantizing is not None:
+            source = quantized_on_the_way(source, asked.quantizing, amaxes)
+        producer = {"name": "qtensor", "version": metadata.version("qtensor")}
+        tied = asked.described.tied
+        request = Request(asked.layout, dict(_scales(source)), producer, asked.max_shard_size, tied, asked.requantize)
+        _check_names(source, asked.described, asked.layout)
+        _check_complete(source, asked)
+        held.append((source, plan_export(source.entries, request)))
+        return _alike_digests(source, request)
+
+    _check_same(asked.caller, on_all(None, plan))
+    return held[0]
+
+
+def _open(asked: Asked, opened: list[Source]) -> Mapping[str, float]:
+    assert asked.quantizing is not None
+    opened.append(_joined_sources(asked))
+    return asked.quantizing.amaxes(opened[0])
+
+
+def _joined_sources(asked: Asked) -> Source:
+    first = source_of(asked.given, asked.prefix, check=asked.check, as_gathered=asked.as_gathered)
+    if asked.rest is None:
+        return JoinedSources([first])
+    others = source_of(asked.rest, None, first.entries, check=asked.check, as_gathered=asked.as_gathered)
+    return JoinedSources([first, others])
+
+
+def _scales(source: Source) -> Iterator[tuple[str, float]]:
+    """The values that a plan depends on: tensor-wide scales of weights, and entries that are scales."""
+    for name, record in source.entries.items():
+        own = name.rpartition(".")[2]
+        if record.recipe is not None:
+            wide = tensor_wide(record.recipe)
+            if wide is not None:
+                yield name, source.scalar(name, wide)
+        elif own == INPUT_SCALE or own in KV_SCALES:
+            if record.shape not in ((), (1,)):
+                raise ValueError(f"{name} has the shape {record.shape}, expected one value")
+            yield name, source.scalar(name, "")
+
+
+def _check_names(source: Source, described: ModelConfig, layout: Layout) -> None:
+    """Refuse a layout of other models, and experts whose names in this model's files are not those it would write."""
+    types = described.model_types
+    if layout.models and types and not types & layout.models:
+        raise ValueError(
+            f"layout={layout.name!r} is that of {', '.join(sorted(layout.models))}, and the config is that of "
+            f'{", ".join(sorted(types))}; use layout="compressed-tensors"'
+        )
+    renamed, whole = types & RENAMED, types & OF_WHOLE_EXPERTS.keys() - layout.models
+    experts = [
+        name
+        for name, record in source.entries.items()
+        if len(record.shape) == 3 and pieces_of(name, record.shape) is not None
+    ]
+    quantized = [name for name in experts if source.entries[name].recipe is not None]
+    if whole and quantized:
+        model = whole.pop()
+        raise ValueError(
+            f'{quantized[0]}: engines know the experts of {model} in layout="{OF_WHOLE_EXPERTS[model]}" alone; use that'
+        )
+    if renamed and experts:
+        raise ValueError(
+            f"{experts[0]}: engines know the experts of {renamed.pop()} by other names than those of the model in "
+            "memory, and would run without these weights; export a state dict with a linear for each expert, [N, K], "
+            "under the names that the model's own files have"
+        )
+
+
+def _check_complete(source: Source, asked: Asked) -> None:
+    """Refuse a source that lacks tensors of the model in the config's directory."""
+    described = asked.described
+    if isinstance(asked.given, nn.Module) or not described.weights:
+        return
+    have = set(source.entries)
+    left = ("inv_freq", "lm_head.weight") if described.tied else ("inv_freq",)
+    experts = tuple(
+        {f"{name.rpartition('.')[0]}." for name, record in source.entries.items() if len(record.shape) == 3}
+    )
+    lacking = sorted(
+        name for name in described.weights - have if not name.startswith(experts) and not name.endswith(left)
+    )
+    if lacking:
+        names = ", ".join([*lacking[:4], *["..."] * (len(lacking) > len(lacking[:4]))])
+        who = "the source lacks" if asked.rest is None else "the source and rest= lack"
+        raise ValueError(
+            f"{who} {len(lacking)} tensors of the model ({names}); say by rest=... (--rest) where they are taken from, "
+            "for example the model's directory"
+        )
+
+
+# What ranks must have alike, in the order in which it is compared, and what to do where they do not.
+ALIKE = {
+    "the names, shapes and formats of their tensors": "export whole models, or save a checkpoint and export that",
+    "what is to become of them": "give all ranks the same arguments, and shard a tensor on all or none",
+    "the values of tensor-wide scales": "call fsdp_hooks.sync_scales on the model first",
+    "the values of tensors that are not sharded": "broadcast them from one rank first",
+}
+
+
+def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
+    """What all ranks must have alike, in few bytes each, in the order of ALIKE."""
+    told: tuple[Any, ...] = (
+        [f"{name} {record}" for name, record in source.entries.items()],
+        [
+            (request.layout.name, request.max_shard_size, request.requantize),
+            [source.way(name) for name in source.entries],
+        ],
+        {name: value.hex() for name, value in request.scales.items()},
+        _replicas(source) if ranks_of(None) > 1 else [],
+    )
+    return tuple(hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in told)
+
+
+def _replicas(source: Source) -> list[int]:
+    """A number for the bytes of each tensor that every rank has whole, since one of them writes its own."""
+    found = [source.replicas(name) for name in source.entries]
+    return [int(digest(parts)) if parts else 0 for parts in found]
+
+
+def _check_same(caller: str, told: Sequence[tuple[str, ...]]) -> None:
+    for place, (what, way_out) in enumerate(ALIKE.items()):
+        other = next((rank for rank, each in enumerate(told) if each[place] != told[0][place]), None)
+        if other is not None:
+            raise ValueError(f"{caller}: ranks 0 and {other} differ in {what}; {way_out}")

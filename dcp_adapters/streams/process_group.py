@@ -1,0 +1,312 @@
+"""Weights to engines over torch.distributed: broadcasts from one trainer rank, in a group that it shares with engines.
+
+    group      any process group with the sender and the receivers in it; `join_group` makes one between jobs that have
+               process groups of their own, without touching those
+
+    sender                                                         receivers
+    header "begin", announcement            broadcasts         ->
+    header "bucket i, digest", its bytes    broadcasts         ->  compare
+    header "end, digest of all"             a broadcast        ->  compare
+    hears a text of every receiver          broadcasts         <-  "" or what failed
+
+While a bucket travels, the next one is made; a broadcast waits for the receiver, so no more than that is under way. A
+receiver that fails goes on receiving and says so at the end: leaving would break the group for all. Over gloo the death
+of a peer is an error at once; NCCL tells nobody, there the timeout is what ends the wait.
+"""
+
+import datetime as dt
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcp_adapters.streams.announcement import Announcement
+from dcp_adapters.streams.buckets import fill, room_of, views
+from dcp_adapters.streams.transport import Incoming, Receiver, WeightStreamError, bytes_digest, digest_of_all
+from dcp_adapters.torch_private import ProcessGroupGloo
+
+BEGIN, BUCKET, END, ABORT = range(4)
+ANSWER = 1024  # bytes
+FOREVER = dt.timedelta(days=30)
+
+
+def join_group(address: str, rank: int, ranks: int, *, timeout: float = 300.0) -> Any:
+    """A gloo group of processes that need not have any process group in common; all of them call it.
+
+    Args:
+        address: "host:port" of rank 0, free there.
+        rank: of this process in the group; the sender is rank 0.
+        ranks: how many processes there are, the sender included.
+        timeout: seconds until all of them must be there.
+
+    Raises:
+        ValueError: `address` is not "host:port".
+        RuntimeError: they were not there in time.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f'join_group: address={address!r}, expected "host:port"')
+    within = dt.timedelta(seconds=timeout)
+    store = dist.TCPStore(host, int(port), ranks, rank == 0, timeout=within)
+    return ProcessGroupGloo(dist.PrefixStore("weights", store), rank, ranks, timeout=FOREVER)
+
+
+class GroupSender:
+    """Sends to all other ranks of a group; see `Sender` for the order of calls, which `WeightStream.send` keeps.
+
+    Args:
+        group: of this process and the receivers, from `torch.distributed.new_group` or `join_group`.
+        timeout: seconds that receivers may take for a bucket, and to accept a version.
+    """
+
+    def __init__(self, group: Any, *, timeout: float = 300.0) -> None:
+        self._link = _Link(group, group.rank(), timeout)
+        self._announcement: Announcement | None = None
+        self._digests: list[int] = []
+        self._buffers: list[Tensor] = []
+        self._under_way: list[Any] = []
+        self._ended = False  # whether the receivers have heard the end
+
+    def begin(self, announcement: Announcement) -> None:
+        """Tell the receivers what comes."""
+        self._announcement, self._digests, self._under_way, self._ended = announcement, [], [], False
+        if not self._buffers or self._buffers[0].numel() < announcement.largest:
+            self._buffers = [self._link.room(announcement.largest) for _ in range(2)]
+        with self._link.errors(self._error):
+            self._link.tell(BEGIN, announcement.to_bytes())
+
+    def bucket(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a bucket, wait until the last one has arrived, and send it on its way."""
+        assert self._announcement is not None
+        number = len(self._digests)
+        records = self._announcement.buckets[number]
+        memory = self._buffers[number % 2][: room_of(records)]
+        fill(records, tensors, memory)
+        digest = bytes_digest(memory)
+        with self._link.errors(self._error):
+            self._arrived()
+            self._under_way = [self._link.header(BUCKET, number, digest), self._link.broadcast(memory)]
+        self._digests.append(digest)
+
+    def end(self) -> None:
+        """Wait until all receivers have compared everything."""
+        with self._link.errors(self._error):
+            self._arrived()
+            self._ended = True
+            self._link.wait(self._link.header(END, len(self._digests), digest_of_all(self._digests)))
+            answers = self._link.answers("")
+        failed = next(filter(None, answers), None)
+        if failed is not None:
+            raise self._error(f"a receiver failed ({failed})")
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the receivers why no more comes, unless the group is broken or they have heard the end."""
+        if self._link.broken or self._announcement is None or self._ended:
+            return
+        try:
+            self._arrived()
+            self._link.tell(ABORT, f"{type(error).__name__}: {error}".encode())
+        except RuntimeError:  # of the group
+            self._link.broken = True
+
+    def _arrived(self) -> None:
+        for work in self._under_way:
+            self._link.wait(work)
+        self._under_way = []
+
+    def _error(self, why: str) -> WeightStreamError:
+        assert self._announcement is not None
+        return WeightStreamError(
+            f"version {self._announcement.version} of the weights: {why}, after {len(self._digests)} of "
+            f"{len(self._announcement.buckets)} buckets; the model is as it was. Make the group anew if a process of "
+            "it died, and send again"
+        )
+
+
+class GroupReceiver(Receiver):
+    """Receives what a `GroupSender` of the same group sends; see `Receiver`. The tensors are in memory of their own.
+
+    Args:
+        group: as of the sender.
+        sender: its rank in the group.
+        timeout: seconds that it may take for a bucket, once it has begun.
+        patience: seconds that it may take to announce the next version; None: as long as it likes.
+    """
+
+    def __init__(self, group: Any, *, sender: int = 0, timeout: float = 300.0, patience: float | None = None) -> None:
+        self._link, self._patience = _Link(group, sender, timeout), patience
+
+    def _begun(self) -> Incoming:
+        with self._link.errors(_not_announced):
+            kind, size, _ = self._link.heard(
+                FOREVER if self._patience is None else dt.timedelta(seconds=self._patience)
+            )
+            data = self._link.received(size) if kind in (BEGIN, ABORT) else b""
+        if kind != BEGIN:
+            raise _not_announced(f"it gave up ({data.decode()})" if kind == ABORT else f"it sent {kind}")
+        return _IncomingBroadcasts(Announcement.from_bytes(data), self._link)
+
+    def _accept(self, incoming: Incoming) -> None:
+        with self._link.errors(incoming.broken):
+            answers = self._link.answers("")
+        failed = next(filter(None, answers), None)
+        if failed is not None:
+            raise incoming.broken(f"another receiver failed ({failed})")
+
+    def _refuse(self, incoming: Incoming, error: BaseException) -> None:
+        assert isinstance(incoming, _IncomingBroadcasts)
+        try:
+            if not self._link.broken and incoming.drained():
+                self._link.answers(f"{type(error).__name__}: {error}")
+        except (RuntimeError, ValueError):
+            self._link.broken = True
+
+
+class _IncomingBroadcasts(Incoming):
+    def __init__(self, announcement: Announcement, link: "_Link") -> None:
+        super().__init__(announcement)
+        self._link = link
+        self._digests: list[int] = []
+        self._ended = False  # whether the sender has said END, and waits for an answer
+        self._given_up = False
+
+    def _next(self) -> dict[str, Tensor]:
+        records, digest, memory = self._bucket()
+        if bytes_digest(memory) != digest:
+            raise self.broken(f"the bytes of bucket {len(self._digests)} are not those that were sent")
+        return dict(views(records, memory))
+
+    def _bucket(self) -> tuple[Any, int, Tensor]:
+        with self._link.errors(self.broken):
+            number, digest = self._heard(BUCKET)
+            if number != len(self._digests):
+                raise self.broken(f"bucket {number + 1} came in place of {len(self._digests) + 1}")
+            records = self.announcement.buckets[number]
+            memory = self._link.room(room_of(records))
+            self._link.wait(self._link.broadcast(memory))
+        self._digests.append(digest)
+        return records, digest, memory
+
+    def _finish(self) -> None:
+        with self._link.errors(self.broken):
+            number, digest = self._heard(END)
+        self._ended = True
+        if (number, digest) != (self.came, digest_of_all(self._digests)):
+            raise self.broken(f"the sender says that it sent {number} buckets, or others")
+
+    def drained(self) -> bool:
+        """Receive, and drop, what the sender still sends; whether it waits for an answer then."""
+        while not self._given_up and len(self._digests) < len(self.announcement.buckets):
+            self._bucket()
+        if not self._ended and not self._given_up:
+            self._heard(END)
+            self._ended = True
+        return self._ended
+
+    def _heard(self, expected: int) -> tuple[int, int]:
+        kind, number, digest = self._link.heard(self._link.timeout)
+        if kind == ABORT:
+            self._given_up = True
+            raise self.broken(f"the sender gave up ({self._link.received(number).decode()})")
+        if kind != expected:
+            self._link.broken = True
+            raise self.broken(f"the sender said {kind} instead of {expected}")
+        return number, digest
+
+
+def _not_announced(why: str) -> WeightStreamError:
+    return WeightStreamError(
+        f"the sender did not announce a version ({why}); see whether the trainer runs, make the group anew where a "
+        "process of it died, and receive again"
+    )
+
+
+class _Link:
+    """The calls of a process group, one after the other.
+
+    root: the sender's rank. broken: whether a call failed or was late; the group cannot be used any more.
+    """
+
+    def __init__(self, group: Any, root: int, timeout: float) -> None:
+        self._group, self._root, self.timeout = group, root, dt.timedelta(seconds=timeout)
+        self.device = _device(group)
+        self.broken = False
+
+    def room(self, size: int) -> Tensor:
+        """uint8 [size]."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def broadcast(self, tensor: Tensor, timeout: dt.timedelta | None = None, root: int | None = None) -> Any:
+        """Begin to send or receive; what is late breaks the group, so that no thread of it waits for longer."""
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = self._root if root is None else root
+        options.timeout = timeout or self.timeout
+        return self._group.broadcast([tensor], options)
+
+    def wait(self, work: Any) -> None:
+        """Wait for what was begun."""
+        work.wait()
+
+    def header(self, kind: int, first: int, second: int) -> Any:
+        """Begin to send three numbers."""
+        return self.broadcast(torch.tensor([kind, first, second], dtype=torch.int64, device="cpu").to(self.device))
+
+    def heard(self, timeout: dt.timedelta) -> tuple[int, int, int]:
+        """The sender's next three numbers."""
+        told = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self.wait(self.broadcast(told, timeout))
+        kind, first, second = told.tolist()
+        return kind, first, second
+
+    def tell(self, kind: int, data: bytes) -> None:
+        """Send bytes, behind a header with their number."""
+        self.wait(self.header(kind, len(data), 0))
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        self.wait(self.broadcast(sent))
+
+    def received(self, size: int) -> bytes:
+        """Bytes, whose number a header has told."""
+        data = self.room(size)
+        self.wait(self.broadcast(data))
+        return bytes(data.tolist())
+
+    def answers(self, text: str) -> list[str]:
+        """What each rank says, in rank order."""
+        own = text.encode()[:ANSWER].ljust(ANSWER, b"\0")
+        said = []
+        for rank in range(self._group.size()):
+            told = bytearray(own) if rank == self._group.rank() else bytearray(ANSWER)
+            sent = torch.frombuffer(told, dtype=torch.uint8).to(self.device)
+            self.wait(self.broadcast(sent, root=rank))
+            said.append(bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace"))
+        return said
+
+    def errors(self, told: Any) -> "_Errors":
+        """A block in which errors of the group become those of a stream, `told(why)`."""
+        return _Errors(self, told)
+
+
+class _Errors:
+    def __init__(self, link: _Link, told: Any) -> None:
+        self._link, self._told = link, told
+
+    def __enter__(self) -> None:
+        if self._link.broken:
+            raise self._told("the group is broken since an earlier error")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, WeightStreamError):
+            self._link.broken = True
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise self._told(f"the other side is gone or late ({first})") from None
+
+
+def _device(group: Any) -> torch.device:
+    """The CPU for gloo, the current GPU for NCCL."""
+    if "gloo" in group.name():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    return torch.device(kind, torch.accelerator.current_device_index())

@@ -1,0 +1,271 @@
+"""WeightStream: quantized weights, as an export would write them, in buckets for an engine that is running.
+
+    construct    the source is opened, planned, and compared between ranks; nothing is gathered
+    iterate      the same again, since training has gone on; then, a group at a time:
+                     begin to gather the next group -> wait for this one -> hand out its tensors, bucket by bucket
+
+A group is what FSDP gathers at once: one collective brings the shards of all its tensors together, on rank 0 alone
+(to="first": the others receive nothing) or on all ranks. Shards are only read: nothing is unsharded, and whoever leaves
+a stream half-way leaves the model as it was. Memory is the group that is handed out, the one that is gathered
+meanwhile, and a bucket, whatever the size of the model.
+"""
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+from torch import Tensor, nn
+
+from dcp_adapters.hf.config import model_config
+from dcp_adapters.hf.groups import groups_of
+from dcp_adapters.hf.layout import layout_named
+from dcp_adapters.hf.making import Job, in_groups, made_tensors
+from dcp_adapters.hf.plan import ExportPlan, Output
+from dcp_adapters.hf.prepare import Asked, prepared, requantizes
+from dcp_adapters.hf.quantizing import Quantizing, linears_of
+from dcp_adapters.recipe_names import dtype_name
+from dcp_adapters.source import Keep, Source
+from dcp_adapters.stored.progress_bar import progress_bar
+from dcp_adapters.streams.announcement import Announcement
+from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of
+from dcp_adapters.streams.transport import Sender, WeightStreamError
+from fsdp_hooks.across_ranks import on_all, on_first, rank_of
+from qtensor.formats import registered
+from qtensor.recipes import Recipe
+from qtensor.selection import check_lists
+
+RECEIVE = ("first", "all")
+
+
+class WeightStream:
+    """Quantized weights in buckets, bit for bit what `export_hf` writes; as often as wanted, while training goes on.
+
+    All ranks make it and iterate over it alike. Each pass is a version: what the weights are when it begins.
+
+    Args:
+        model_or_state_dict: a module or state dict (plain, FSDP2, TP, HSDP; nested or flat). A module is read anew in
+            each pass. Weights with storage="high_precision" are streamed as the quantized ones that forwards use.
+        layout: "compressed-tensors", "modelopt", "fp8" or "mxfp4", as of `export_hf`.
+        config: the model's directory, its config.json, a dict or a config object; by default that of a transformers
+            model.
+        rest: where to take tensors that the first does not have.
+        prefix: what the names of the weights begin with in a nested state dict; it is cut off.
+        fused_scales: "raise" or "requantize", as of `export_hf`.
+        recipe: how to quantize dense linears on the way, each once its group is gathered, to the bytes that `quantize`
+            gives for the whole weight (with fused_scales="requantize", under the largest scale of those that are
+            fused). Weights that are quantized already stay as they are.
+        include, exclude: with `recipe`, globs over the modules to quantize, as of `quantize_`.
+        bucket_bytes: of a bucket; a larger tensor is alone in its bucket.
+        group_of: name of a tensor -> what stands for its group. By default the FSDP module it belongs to, or else the
+            layer that its name tells.
+        to: who receives the buckets: "first", rank 0, and the others help, receive nothing, and get empty buckets;
+            "all", every rank.
+        progress: a bar on rank 0, if it has a terminal.
+
+    Attributes:
+        version: of the last complete pass; 0 before the first.
+        sizes: how many tensors are in each bucket.
+        json: file name -> content of the files of JSON that an engine reads beside the weights: config.json with its
+            quantization_config, hf_quant_config.json, as far as the layout and the model have them.
+
+    Raises:
+        ValueError: what `export_hf` refuses, with the same text on all ranks; an unknown option.
+        TypeError: a source or config of another kind.
+    """
+
+    def __init__(  # noqa: PLR0913 - options of one operation
+        self,
+        model_or_state_dict: nn.Module | Mapping[str, Any],
+        *,
+        layout: str = "compressed-tensors",
+        config: Any = None,
+        rest: Any = None,
+        prefix: str | None = None,
+        fused_scales: str = "raise",
+        recipe: Recipe | None = None,
+        include: Iterable[str] = ("*",),
+        exclude: Iterable[str] = (),
+        bucket_bytes: int = 256 * 2**20,
+        group_of: Callable[[str], Hashable] | None = None,
+        to: str = "first",
+        progress: bool = False,
+    ) -> None:
+        requantize = requantizes("WeightStream", fused_scales)
+        if to not in RECEIVE:
+            raise ValueError(f'WeightStream: to={to!r} is not one of "first", "all"')
+        if bucket_bytes < 1:
+            raise ValueError(f"WeightStream: bucket_bytes={bucket_bytes!r}, expected a positive number of bytes")
+        check_lists("WeightStream", include=include, exclude=exclude)
+        described = on_first(None, lambda: model_config(config, model_or_state_dict))
+        self._asked = Asked(
+            caller="WeightStream",
+            given=model_or_state_dict,
+            layout=layout_named(layout),
+            described=described,
+            rest=rest,
+            prefix=prefix,
+            requantize=requantize,
+            max_shard_size=2**62,
+            as_gathered=True,
+            quantizing=None if recipe is None else _quantizing(model_or_state_dict, recipe, include, exclude, prefix),
+        )
+        self._group_of = groups_of(model_or_state_dict, prefix) if group_of is None else group_of
+        self._keep = Keep(0 if to == "first" else None, None, own=True)
+        self._progress = progress
+        self.version = 0
+        _, plan = prepared(self._asked)
+        groups = self._groups(plan)
+        self._records = _records(groups)
+        self.sizes = bucket_sizes(self._records, bucket_bytes)
+        _check_alike(groups, self.sizes, to)
+        self.json: dict[str, Any] = described.json(plan.json, dtype_name(plan.dtype))
+
+    def metadata(self) -> tuple[TensorRecord, ...]:
+        """Name, dtype, shape and nbytes of every tensor, in the order in which they come; the same on all ranks."""
+        return self._records
+
+    @property
+    def receives(self) -> bool:
+        """Whether this rank gets the tensors; else it helps the rank that does."""
+        return self._keep.here
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(record.nbytes for record in self._records)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """The next version, in buckets: name -> tensor. A collective; all ranks get equally many buckets.
+
+        Tensors are in memory of their own, where the shards are gathered (the CPU for gloo, a GPU for NCCL). Leave the
+        loop on all ranks or on none.
+
+        Raises:
+            ValueError: as at construction, since scales are compared in every pass; the tensors are not those of
+                `metadata()` any more; NaN in a weight. On all ranks; buckets before it may have been handed out.
+        """
+        yield from self._buckets(self._prepared(), [])
+        self.version += 1
+
+    def send(self, sender: Sender | None) -> None:
+        """Send the next version. A collective: all ranks call it, rank 0 with the sender, the others with None.
+
+        With to="all", every rank that has a sender sends all of it.
+
+        Raises:
+            ValueError: as of iteration; the receiver is told.
+            WeightStreamError: the receiver died, failed, or is late. On all ranks, and the model is as it was.
+        """
+        prepared = self._prepared()
+        failed: list[Exception] = []
+        announcement = Announcement(self.version + 1, self._records, self.sizes, self.json)
+        try:
+            if sender is not None:
+                _attempt(failed, sender.begin, announcement)
+            for bucket in self._buckets(prepared, failed):
+                if sender is not None and bucket and not failed:
+                    _attempt(failed, sender.bucket, bucket)
+            _together(lambda: None if sender is None else sender.end())
+        except BaseException as error:
+            if sender is not None:
+                sender.abort(error)
+            raise
+        self.version += 1
+
+    def _prepared(self) -> tuple[Source, list[tuple[Output, ...]]]:
+        source, plan = prepared(self._asked)
+        groups = self._groups(plan)
+        found = _records(groups)
+        if found != self._records:
+            other = next(
+                (b for a, b in zip(self._records, found, strict=False) if a != b), (found or self._records)[-1]
+            )
+            raise ValueError(
+                f"WeightStream: {other.name} is new, or has another dtype or shape than when the stream was made; make "
+                "another stream"
+            )
+        return source, groups
+
+    def _groups(self, plan: ExportPlan) -> list[tuple[Output, ...]]:
+        return in_groups((output for file in plan.files for output in file.outputs), self._group_of)
+
+    def _buckets(
+        self, prepared: tuple[Source, list[tuple[Output, ...]]], failed: list[Exception]
+    ) -> Iterator[dict[str, Tensor]]:
+        """The buckets; after an error the rest of them are empty, and it is raised on all ranks at the end."""
+        source, groups = prepared
+        jobs = [Job(group, self._keep) for group in groups]
+        show = self._progress and rank_of(None) == 0
+        with (
+            closing(made_tensors(source, jobs, failed)) as tensors,
+            progress_bar("streaming", self.nbytes, enabled=show) as advance,
+        ):
+            for records in buckets_of(self._records, self.sizes):
+                bucket: dict[str, Tensor] = {}
+                for _ in records:
+                    written, tensor = next(tensors)
+                    if tensor is not None:
+                        bucket[written.name] = tensor
+                    advance(written.nbytes)
+                tensor = None  # the bucket alone holds it
+                yield {} if failed else bucket
+                del bucket
+        _together(lambda: _raise_first(failed))
+
+
+def _records(groups: list[tuple[Output, ...]]) -> tuple[TensorRecord, ...]:
+    return tuple(
+        TensorRecord(written.name, written.dtype, written.shape)
+        for group in groups
+        for output in group
+        for written in output.written
+    )
+
+
+def _check_alike(groups: list[tuple[Output, ...]], sizes: tuple[int, ...], to: str) -> None:
+    """Refuse ranks that would not gather alike."""
+    own = repr(([[output.source for output in group] for group in groups], sizes, to))
+    told = on_all(None, lambda: hashlib.sha256(own.encode()).hexdigest())
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"WeightStream: ranks 0 and {other} differ in group_of=, bucket_bytes= or to=; give all ranks the same "
+            "arguments"
+        )
+
+
+def _quantizing(
+    given: Any, recipe: Recipe, include: Iterable[str], exclude: Iterable[str], prefix: str | None
+) -> Quantizing:
+    registered(recipe)
+    linears = linears_of(given, prefix) if isinstance(given, nn.Module) else None
+    return Quantizing(recipe, tuple(include), tuple(exclude), linears)
+
+
+def _attempt(failed: list[Exception], step: Callable[[Any], None], value: Any) -> None:
+    """A step of the sender; after an error, the gathers go on for the sake of the other ranks."""
+    try:
+        step(value)
+    except Exception as error:  # noqa: BLE001 - raised on all ranks when everything is gathered
+        failed.append(error)
+
+
+def _together(step: Callable[[], None]) -> None:
+    """A step that may fail on one rank; its error is raised on all, and a WeightStreamError stays one."""
+
+    def told() -> str | None:
+        try:
+            step()
+        except WeightStreamError as error:
+            return str(error)
+        return None
+
+    text = next(filter(None, on_all(None, told)), None)
+    if text is not None:
+        raise WeightStreamError(text)
+
+
+def _raise_first(failed: list[Exception]) -> None:
+    if failed:
+        raise failed[0]
