@@ -88,10 +88,10 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/constraints.txt
 	@$(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 
-$(ENGINES)/.installed: requirements-engines.txt
+$(ENGINES)/.installed: requirements-engines.txt pyproject.toml
 	@echo "environment: installing vLLM in $(ENGINES) (minutes, the first time)"
 	@$(PYTHON) -m venv $(ENGINES)
-	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps $(PIP_ARGS) -r $<
+	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps $(PIP_ARGS) -r $< -e .
 	@touch $@
 
 $(VENV)/.smollm2: $(VENV)/constraints.txt

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import threading
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, Self
+
+from tests.engines.messages import from_bytes, to_bytes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = ROOT / ".venv-engines" / "bin" / "python"
@@ -61,7 +62,7 @@ class Engine:
 
     def tell(self, name: str, *args: Any, **options: Any) -> None:
         """Ask, and go on meanwhile."""
-        self._link.send_bytes(pickle.dumps((name, args, options)))
+        self._link.send_bytes(to_bytes((name, args, options)))
 
     def answer(self) -> Any:
         """What came of it."""
@@ -69,7 +70,7 @@ class Engine:
             self.process.kill()
             raise EngineError(f"vLLM did not answer within {ANSWER} s:\n{self.log.read_text()[-3000:]}")
         try:
-            value, error = pickle.loads(self._link.recv_bytes())
+            value, error = from_bytes(self._link.recv_bytes())
         except EOFError:
             raise EngineError(f"vLLM died:\n{self.log.read_text()[-3000:]}") from None
         if error is not None:

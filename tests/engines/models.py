@@ -26,7 +26,6 @@ LAYERS, TOKENS = 2, 2048
 FACTOR = 2.0
 PROMPT = torch.randint(TOKENS, (1, 24), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
 BATCHES = [torch.randint(TOKENS, (2, 32), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
-STATIC = ("static", "static_modelopt")
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,24 @@ class Written:
         return lambda _, args: self.rounded(module, args[0])
 
     def rounded(self, module: str, x: Tensor) -> Tensor:
-        """The values of the codes of x [.., K]: a scale for each row, or blocks under the static scale."""
+        """The values of the codes of x [.., K]: under a scale for each row, or the static one."""
         rows = x.reshape(-1, x.shape[-1])
         if isinstance(self.recipe, NVFP4BlockScaling):
             amax = self.inputs[module].float() * (448 * 6)
             parts = kernels.encode(rows, self.recipe, amax)
             return QuantizedTensor.from_parts(parts, self.recipe, x.dtype).dequantize().view_as(x)
+        if self.inputs:
+            scale = self.inputs[module].float()
+            codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            return (codes.float() * scale).to(x.dtype)
         return quantize(rows, Float8CurrentScaling()).dequantize().view_as(x)
 
 
-def cut_model() -> LlamaForCausalLM:
-    """The real weights of the first layers, for the first tokens."""
+def cut_model(layers: int | None = LAYERS, tokens: int | None = TOKENS) -> LlamaForCausalLM:
+    """The real weights of the first layers, for the first tokens; None: of all."""
     config = smollm2.config()
-    config.num_hidden_layers, config.vocab_size = LAYERS, TOKENS
-    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 2
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    config.vocab_size = tokens or config.vocab_size
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     params = dict(model.named_parameters())
     with torch.no_grad():
@@ -84,7 +87,7 @@ def cut_model() -> LlamaForCausalLM:
 def written(path: Path, model: LlamaForCausalLM, recipe: Recipe | None, layout: str, *, static: bool) -> Written:
     """Quantize a copy of the model, and export it."""
     if recipe is None:
-        export_hf(model, path, progress=False)
+        model.save_pretrained(path)  # export_hf writes quantized weights alone
         return Written(path, model, None)
     if static:
         result = calibrate(copy.deepcopy(model), BATCHES, recipe=recipe, inputs="static", progress=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from dcp_adapters import SharedMemorySender, WeightStream, digest, export_hf
+from dcp_adapters import HeldVersion, SharedMemorySender, WeightStream, delta_to_bytes, digest, export_hf
 from dcp_adapters.digests.engine import unfused
 from qtensor import (
     Float8CurrentScaling,
@@ -32,6 +32,9 @@ from qtensor import (
 from tests.engines.engine import MISSING, STAMP, Engine
 from tests.engines.models import PROMPT, cut_model
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not STAMP.exists(), reason=MISSING), pytest.mark.timeout(900)]
 
@@ -66,19 +69,28 @@ def options_of(recipe: Any) -> dict[str, str]:
     return {"layout": "modelopt", "fused_scales": "requantize"} if isinstance(recipe, NVFP4BlockScaling) else {}
 
 
-def _train_and_send(name: str, after: str, address: str) -> str:
-    """A rank: makes a step, streams, and exports the same; the digest of its model."""
-    recipe = RECIPES[name]
+def sharded(recipe: Any) -> LlamaForCausalLM:
+    """The model over all ranks."""
     model = cut_model()
-    config = model.config
     quantize_(model, recipe, exclude=("lm_head",))
     for layer in model.model.layers:
         fully_shard(layer)
-    fully_shard(model)
-    options = {"config": config, **options_of(recipe)}
+    return fully_shard(model)
+
+
+def step(model: LlamaForCausalLM) -> None:
+    """A step of the optimizer that moves codes."""
     optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
     model(PROMPT).logits.float().square().mean().backward()
     optimizer.step()
+
+
+def _train_and_send(name: str, after: str, address: str) -> str:
+    """A rank: makes a step, streams, and exports the same; the digest of its model."""
+    recipe = RECIPES[name]
+    model = sharded(recipe)
+    options = {"config": model.config, **options_of(recipe)}
+    step(model)
     stream = WeightStream(state_of(model, recipe), bucket_bytes=2**20, **options)
     assert len(stream.sizes) > 3
     if torch.distributed.get_rank() == 0:
@@ -88,6 +100,24 @@ def _train_and_send(name: str, after: str, address: str) -> str:
         stream.send(None)
     export_hf(state_of(model, recipe), after, progress=False, **options)
     return digest(model)
+
+
+def _train_and_compare(name: str, before: str, after: str) -> bytes | None:
+    """A rank: a delta of one step, on rank 0; and exports of both versions."""
+    recipe = RECIPES[name]
+    model = sharded(recipe)
+    config = model.config
+    export_hf(model, before, config=config, progress=False)
+    held = HeldVersion(files_of(model), version=0)
+    step(model)
+    delta = held.since(files_of(model), version=1)
+    export_hf(model, after, config=config, progress=False)
+    return None if delta is None else delta_to_bytes(delta)
+
+
+def files_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Without what is tied, which files leave out."""
+    return {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
 
 
 def held_by(engine: Engine, path: Path) -> dict[str, Tensor]:
@@ -137,6 +167,24 @@ def test_a_streamed_version_is_a_fresh_load_of_it(engine: Engine, shared_tmp_pat
     new = out_of(engine)
     assert not torch.equal(new["logits"], old["logits"])
 
+    engine.load(str(after))
+    fresh = out_of(engine)
+    assert fresh["tokens"] == new["tokens"]
+    assert torch.equal(fresh["logits"], new["logits"])
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "mxfp8"])
+def test_a_delta_brings_an_engine_to_the_next_version(engine: Engine, shared_tmp_path: Path, name: str) -> None:
+    pytest.importorskip("backports.zstd", reason="deltas are compressed with zstd, see the extra `delta`")
+    before, after = shared_tmp_path / "before", shared_tmp_path / "after"
+    message, _ = run_ranks(2, _train_and_compare, name, str(before), str(after), timeout=280)
+    engine.load(str(before))
+    old = out_of(engine)
+    engine.update_by_delta(str(before), message)
+    config = json.loads((before / "config.json").read_text())
+    assert digest(held_by(engine, after), config=config) == digest(after) != digest(before)
+    new = out_of(engine)
+    assert not torch.equal(new["logits"], old["logits"])
     engine.load(str(after))
     fresh = out_of(engine)
     assert fresh["tokens"] == new["tokens"]

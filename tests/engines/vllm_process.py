@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Client
@@ -41,7 +40,8 @@ from vllm.model_executor.kernels.linear import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import PlatformEnum
 
-from dcp_adapters import SharedMemoryReceiver
+from dcp_adapters import SharedMemoryReceiver, WeightStream, apply_deltas, delta_from_bytes, import_hf
+from tests.engines.messages import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -114,14 +114,18 @@ def unload() -> None:
     cleanup_dist_env_and_memory()
 
 
-def generate(prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Greedy tokens; logits of the prompt's positions, but for the first, fp32 [len(prompt) - 1, vocabulary]."""
+def generate(prompt: list[int], tokens: int, *, logits: bool = True) -> dict[str, Any]:
+    """Greedy tokens; logits of the prompt's positions but the last, fp32 [len(prompt) - 1, vocabulary]."""
     params = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, prompt_logprobs=-1 if tokens < 16 else None
+        temperature=0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=-1 if logits else None,
     )
     (out,) = _loaded[0].generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    logits = [[found[token].logprob for token in sorted(found)] for found in (out.prompt_logprobs or [])[1:] if found]
-    return {"tokens": list(out.outputs[0].token_ids), "logits": torch.tensor(logits)}
+    rows = [[found[token].logprob for token in sorted(found)] for found in (out.prompt_logprobs or [])[1:] if found]
+    return {"tokens": list(out.outputs[0].token_ids), "logits": torch.tensor(rows)}
 
 
 def weights() -> dict[str, Tensor]:
@@ -142,6 +146,17 @@ def update(address: str) -> None:
     llm.update_weights({"update_info": {}})
     llm.finish_weight_update()
     llm.shutdown_weight_transfer_engine()
+
+
+def update_by_delta(base: str, message: bytes) -> None:
+    """Bring the weights of `base`, an export that the engine has loaded, to a later version.
+
+    A delta is of the tensors of files, so those are held beside the engine, which reads whole layers alone.
+    """
+    state = import_hf(base)
+    apply_deltas(state, [delta_from_bytes(message)])
+    pairs = (pair for bucket in WeightStream(state, config=base) for pair in bucket.items())
+    _loaded[0].collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
 
 def linear(module: str, x: Tensor) -> Tensor:
@@ -166,19 +181,19 @@ def serve(address: str) -> None:
     register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryTransfer)
     offered: dict[str, Callable[..., Any]] = {
-        each.__name__: each for each in (load, unload, generate, weights, update, linear, environment)
+        each.__name__: each for each in (load, unload, generate, weights, update, update_by_delta, linear, environment)
     }
     with Client(address, "AF_UNIX") as link:
         while True:
             try:
-                name, args, options = pickle.loads(link.recv_bytes())
+                name, args, options = from_bytes(link.recv_bytes())
             except EOFError:
                 return
             try:
                 answer = (offered[name](*args, **options), None)
             except Exception as error:
                 answer = (None, f"{type(error).__name__}: {error}")
-            link.send_bytes(pickle.dumps(answer))  # `send` would share tensors' memory, which needs more than a link
+            link.send_bytes(to_bytes(answer))
 
 
 if __name__ == "__main__":
