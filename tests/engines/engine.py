@@ -9,14 +9,24 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from tests.engines.messages import from_bytes, to_bytes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = ROOT / ".venv-engines" / "bin" / "python"
 STAMP = PYTHON.parent.parent / ".installed"
-MISSING = "no environment with vLLM: `make test-engines` builds it, in .venv-engines"
+TORCH = "2.13.0"  # which vLLM's build is for; products are compared bit for bit
 START = 300.0  # seconds; vLLM imports for a minute where others keep the cores busy
 ANSWER = 240.0
+
+
+def unavailable() -> str:
+    """Why no engine can be tested here; "" where it can."""
+    if not STAMP.exists():
+        return "no environment with vLLM: `make test-engines` builds it, in .venv-engines"
+    here = torch.__version__.partition("+")[0]
+    return "" if here == TORCH else f"vLLM has torch {TORCH}, this is {here}: products of another torch may differ"
 
 
 class EngineError(RuntimeError):

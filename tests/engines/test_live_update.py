@@ -29,14 +29,16 @@ from qtensor import (
     NVFP4BlockScaling,
     quantize_,
 )
-from tests.engines.engine import MISSING, STAMP, Engine
+from tests.engines.engine import Engine, unavailable
 from tests.engines.models import PROMPT, cut_model
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not STAMP.exists(), reason=MISSING), pytest.mark.timeout(900)]
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RECIPES: dict[str, Any] = {
     "fp8_row": Float8CurrentScaling(),
