@@ -24,7 +24,6 @@ from qtensor.recipes import Recipe
 
 LAYERS, TOKENS = 2, 2048
 FACTOR = 2.0
-NEAR = 2.0**-20
 PROMPT = torch.randint(TOKENS, (1, 24), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
 BATCHES = [torch.randint(TOKENS, (2, 32), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
 
@@ -70,29 +69,6 @@ class Written:
             codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
             return (codes.float() * scale).to(x.dtype)
         return quantize(rows, Float8CurrentScaling()).dequantize().view_as(x)
-
-
-def off_ties(weight: QuantizedTensor, scale: Tensor | None, x: Tensor) -> Tensor:
-    """Rows of x [n, K] of which no quotient lies between two codes: there the last bit of a quotient decides.
-
-    vLLM multiplies by reciprocals where we divide: a few roundings of 2^-24 each, less than NEAR.
-    """
-    if not isinstance(weight.recipe, NVFP4BlockScaling):
-        quotients = x.float() / (x.float().abs().amax(1, keepdim=True) / 448)
-        return _rounds_alike(quotients, lambda values: values.to(torch.float8_e4m3fn).float())
-    assert scale is not None
-    blocks = x.float().unflatten(1, (-1, 16))
-    ratios = blocks.abs().amax(2) / 6 / scale
-    scales = ratios.to(torch.float8_e4m3fn).float()
-    codes = (blocks / (scales * scale).unsqueeze(2)).flatten(1).abs()
-    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    return _rounds_alike(ratios, lambda values: values.to(torch.float8_e4m3fn).float()) & _rounds_alike(
-        codes, lambda values: torch.bucketize(values, between)
-    )
-
-
-def _rounds_alike(values: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    return (rounding(values * (1 - NEAR)) == rounding(values * (1 + NEAR))).all(1)
 
 
 def cut_model(layers: int | None = LAYERS, tokens: int | None = TOKENS) -> LlamaForCausalLM:
