@@ -45,6 +45,7 @@ from qtensor import (
     MasterWeightOptimizer,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    inner_step,
     optim,
     quantize,
 )
@@ -64,7 +65,7 @@ DENSE = "AdamW, dense fp32"
 # phase -> where it is looked up, and its name there; what is left of a step is "python"
 PHASES: dict[str, tuple[Any, str]] = {
     "digests before": (MasterWeightOptimizer, "_follow_outside_writes"),
-    "gradients to fp32": (MasterWeightOptimizer, "_lend_grads"),
+    "gradients to fp32": (inner_step, "lend_gradients"),
     "AdamW on masters": (torch.optim.AdamW, "step"),
     "agree on scales": (optim, "agree"),
     "write": (MasterWeightOptimizer, "_copy"),

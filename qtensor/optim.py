@@ -1,6 +1,6 @@
 """MasterWeightOptimizer: any torch optimizer on fp32 masters, its result quantized back into the shards.
 
-    step:   grad (q.dtype) -> fp32 -> inner.step() on the masters        chunk by chunk, see below
+    step:   grad (q.dtype) -> fp32 -> inner.step() on the masters        chunk by chunk, see inner_step.py
             -> amax of each master shard -> one all-reduce for all tensor-wide scales of the model
             -> requantize every shard in place -> digest of what was written (see masters.py)
 
@@ -13,11 +13,6 @@ are the same for every world size, and a step that moves no master moves no byte
                                                   again could choose other codes for the same values, so a fresh
                                                   parameter is written only when some shard's master moved)
 
-fp32 copies of gradients exist for one chunk of parameters at a time (CHUNK elements, or one parameter that is larger):
-torch's own optimizers that treat each parameter on its own (APART) take one step for each chunk. Any other optimizer
-may look at all gradients together, or count its steps, so it takes a single step, during which all copies exist. A
-gradient in fp32 is not copied.
-
 `param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an
 ordinary optimizer). `state[p]` holds "master_weight" beside the inner optimizer's own entries, from the first step or
 load that p takes part in.
@@ -27,7 +22,7 @@ A copy of (model, optimizer) is tied as the originals are; a copy of the optimiz
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,22 +33,11 @@ from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor import master_states
 from qtensor.batches import write_each
-from qtensor.masters import (
-    APART,
-    Room,
-    check_trainable,
-    digests_of,
-    in_fp32,
-    master_of,
-    outside_writes,
-    refill,
-)
+from qtensor.inner_step import step_masters
+from qtensor.masters import check_trainable, digests_of, master_of, outside_writes, refill
 from qtensor.replicas import Replicas
 from qtensor.step_agreement import Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
-
-CHUNK = {"cpu": 2**22}  # elements; the optimizer's temporaries for that many still fit into the cache
-CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
@@ -161,7 +145,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             with without_torch_function():  # otherwise reading an attribute of a subclass goes through it
                 # a frozen parameter may still have a gradient, which is ignored
                 stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
-            self._step_masters(stepped)
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                inner.update(master_states.options_of(group))
+            step_masters(self._inner, stepped, self._masters, self._group)
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
             trained, dense, plain = self._agreeing(set(stepped))
             written = self._copy(plain)
         except Exception:
@@ -222,71 +210,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._start_anew(group["params"])
         options = master_states.options_of(group)
         return {**options, "params": [self._masters[param] for param in group["params"]]}
-
-    def _step_masters(self, stepped: list[Tensor]) -> None:
-        """inner.step(), on one chunk of parameters after the other where that makes no difference."""
-        assert self._inner is not None
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(master_states.options_of(group))
-        apart = type(self._inner) in APART
-        chunks = list(self._chunks(stepped)) if apart else [stepped]
-        room = Room(max(self._elements(chunk) for chunk in chunks)) if apart else None  # another may keep gradients
-        everything = [inner["params"] for inner in self._inner.param_groups]
-        try:
-            for chunk in chunks:
-                try:
-                    self._lend_grads(chunk, room)
-                    if len(chunks) > 1:
-                        self._show(chunk)
-                    self._inner.step()
-                finally:
-                    self._take_grads(chunk)
-            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
-        finally:
-            for inner, params in zip(self._inner.param_groups, everything, strict=True):
-                inner["params"] = params
-
-    def _chunks(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
-        """The parameters in runs of some elements, or of a single one that has more."""
-        chunk: list[Tensor] = []
-        held = 0
-        for param in params:
-            count = local_of(self._masters[param]).numel()
-            if chunk and held + count > CHUNK.get(param.device.type, CHUNK_ELSEWHERE):
-                yield chunk
-                chunk, held = [], 0
-            chunk.append(param)
-            held += count
-        yield chunk  # an empty one where there are no parameters: the inner optimizer steps all the same
-
-    def _elements(self, params: list[Tensor]) -> int:
-        return sum(Room.of(local_of(self._masters[param]).numel()) for param in params)
-
-    def _show(self, params: list[Tensor]) -> None:
-        """Leave the inner optimizer only the masters of these parameters."""
-        assert self._inner is not None
-        for inner in self._inner.param_groups:
-            inner["params"] = []
-        for param in params:
-            self._inner.param_groups[self._group[param]]["params"].append(self._masters[param])
-
-    def _lend_grads(self, params: list[Tensor], room: Room | None) -> None:
-        """Give the masters of these parameters their gradients in fp32."""
-        if room is not None:
-            room.clear()
-        with without_torch_function():
-            for param in params:
-                master, grad = self._masters[param], param.grad
-                if master is not param:
-                    assert grad is not None
-                    master.grad = in_fp32(grad, master, room)
-
-    def _take_grads(self, params: list[Tensor]) -> None:
-        for param in params:
-            master = self._masters[param]
-            if master is not param:
-                master.grad = None
 
     def _start_anew(self, params: Iterable[Tensor]) -> None:
         """Take note of parameters' bytes; quantized ones are fresh until a step moves their master."""

@@ -1,4 +1,4 @@
-"""The command line, `python -m dcp_adapters COMMAND ...`; `HELP` in help_texts.py has the commands.
+"""The command line, `python -m dcp_adapters COMMAND ...`; arguments.py and help_texts.py describe the commands.
 
 Arguments in, text or JSON out; other modules do the work. Exit status: 0, all is well; 1, something was found (an error
 by verify, a difference by diff or digest); 2, the command could not do its work (no such path, no checkpoint, an
@@ -10,22 +10,21 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from dcp_adapters.cli.arguments import PROGRAM, parser
 from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
 from dcp_adapters.cli.deltas import patched_copy, write_delta
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.digest import digest_of_each, opened
-from dcp_adapters.cli.help_texts import HELP, MAIN
 from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
 from dcp_adapters.hf.export import export_hf
-from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.hf.verify_directory import verify_directory
-from dcp_adapters.recipe_names import DTYPES, short_names, target_named
+from dcp_adapters.recipe_names import target_named
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.stored.inspect import inspect_checkpoint
@@ -33,7 +32,6 @@ from dcp_adapters.stored.progress_bar import Advance, progress_bar
 from dcp_adapters.stored.verify import verify
 from dcp_adapters.tables import human_bytes, table
 
-PROGRAM = "python -m dcp_adapters"
 FINE, FOUND, FAILED = 0, 1, 2
 VERIFY_FORMAT = "dcp_adapters.verify/1"
 
@@ -41,7 +39,7 @@ VERIFY_FORMAT = "dcp_adapters.verify/1"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. `argv` is without the program's name."""
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = parser(COMMANDS).parse_args(argv)
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
@@ -213,160 +211,14 @@ def _show(result: Any) -> None:
     print(result if isinstance(result, str) else json.dumps(result, indent=2, allow_nan=False))
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports bad usage as any other failure: a message of two lines, without the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}\n(see {self.prog} --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=PROGRAM,
-        description=MAIN.about,
-        epilog=MAIN.examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_inspect(_command(commands, "inspect"))
-    _add_report(_command(commands, "report"))
-    _add_verify(_command(commands, "verify"))
-    _add_digest(_command(commands, "digest"))
-    _add_diff(_command(commands, "diff"))
-    _add_convert(_command(commands, "convert"))
-    _add_export(_command(commands, "export"))
-    _add_delta(_command(commands, "delta"))
-    _add_apply(_command(commands, "apply"))
-    return parser
-
-
-def _command(commands: Any, name: str) -> argparse.ArgumentParser:
-    text = HELP[name]
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=text.summary,
-        description=text.about,
-        epilog=text.examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    return parser
-
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
-    parser.add_argument("--match", metavar="GLOB", action="append", default=[], help="only these names (repeatable)")
-    _add_json(parser)
-    parser.set_defaults(run=_inspect)
-
-
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
-    parser.add_argument("--against", metavar="DENSE", help="the checkpoint whose values are right")
-    parser.add_argument("--match", metavar="GLOB", action="append", default=[], help="only these names (repeatable)")
-    parser.add_argument(
-        "-o", "--output", metavar="PAGE", help="the file to write (default: CHECKPOINT-report.html here)"
-    )
-    _add_json(parser)
-    _add_progress(parser)
-    parser.set_defaults(run=_report)
-
-
-def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
-    _add_json(parser)
-    _add_progress(parser)
-    parser.set_defaults(run=_verify)
-
-
-def _add_digest(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="a checkpoint or a Hugging Face directory")
-    parser.add_argument("b", metavar="B", nargs="?", help="what is compared with it")
-    parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in checkpoints")
-    _add_json(parser)
-    _add_progress(parser)
-    parser.set_defaults(run=_digest)
-
-
-def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="the reference")
-    parser.add_argument("b", metavar="B", help="what is compared with it")
-    _add_json(parser)
-    _add_progress(parser)
-    parser.set_defaults(run=_diff)
-
-
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    globs: dict[str, Any] = {"metavar": "GLOB", "action": "extend", "nargs": "+", "default": []}
-    parser.add_argument("source", metavar="SRC", help="the checkpoint to convert")
-    parser.add_argument("destination", metavar="DST", help="the directory to write; must not exist, or be empty")
-    names = f"{', '.join(short_names())}, the name of a recipe's type, or {', '.join(DTYPES)}"
-    parser.add_argument("--to", metavar="FORMAT", required=True, help=names)
-    parser.add_argument("--include", **globs, help="convert the tensors with these names (default: all quantized ones)")
-    parser.add_argument("--exclude", **globs, help="leave the tensors with these names as they are")
-    parser.add_argument(
-        "--option", metavar="KEY=VALUE", action="append", default=[], help="a field of the recipe (repeatable)"
-    )
-    _add_checksums(parser)
-    _add_json(parser)
-    _add_progress(parser)
-    parser.set_defaults(run=_convert)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="CHECKPOINT", help="the directory of the checkpoint")
-    parser.add_argument("destination", metavar="OUT", help="the directory to write; must not exist, or be empty")
-    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="compressed-tensors", help="default: %(default)s")
-    parser.add_argument("--config", metavar="PATH", help="the model's directory, or its config.json; engines need it")
-    parser.add_argument("--rest", metavar="PATH", help="where to take tensors from that the checkpoint does not have")
-    parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in the checkpoint")
-    parser.add_argument(
-        "--fused-scales",
-        choices=["raise", "requantize"],
-        default="raise",
-        help="where linears that engines fuse have different NVFP4 global scales: fail, or round them again",
-    )
-    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file; default: %(default)s")
-    _add_checksums(parser)
-    _add_progress(parser)
-    parser.set_defaults(run=_export)
-
-
-def _add_delta(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", metavar="OLD", help="the state that receivers have")
-    parser.add_argument("new", metavar="NEW", help="the state that they should get")
-    parser.add_argument("out", metavar="OUT", help="the file to write; must not exist")
-    _add_checksums(parser)
-    _add_json(parser)
-    _add_progress(parser)
-    parser.set_defaults(run=_delta)
-
-
-def _add_apply(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", metavar="BASE", help="the state to start from")
-    parser.add_argument("deltas", metavar="DELTA", nargs="+", help="files, in the order in which they were made")
-    parser.add_argument("out", metavar="OUT", help="the directory to write; must not exist, or be empty")
-    _add_json(parser)
-    _add_progress(parser)
-    parser.set_defaults(run=_apply)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-
-
-def _add_checksums(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-checksums",
-        dest="checksums",
-        action="store_false",
-        help="do not compare what is read with the checkpoint's checksums",
-    )
-
-
-def _add_progress(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar on a terminal")
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "inspect": _inspect,
+    "report": _report,
+    "verify": _verify,
+    "digest": _digest,
+    "diff": _diff,
+    "convert": _convert,
+    "export": _export,
+    "delta": _delta,
+    "apply": _apply,
+}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtensor import MasterWeightOptimizer, optim, quantize
+from qtensor import MasterWeightOptimizer, inner_step, quantize
 from tests.qtensor.recipes_under_test import same_bytes
 from tests.recipes import ROW
 
@@ -40,14 +40,16 @@ def state_of(optimizer: MasterWeightOptimizer) -> list[Tensor]:
     return [value for index in sorted(state) for _, value in sorted(state[index].items()) if isinstance(value, Tensor)]
 
 
-@pytest.mark.parametrize("kind", sorted(optim.APART, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", sorted(inner_step.APART, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+)
 def test_steps_of_chunks_are_those_of_all_at_once(
     kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, in every state, with two groups and parameters without gradients."""
     found = []
     for chunk in (2**22, 1500):
-        monkeypatch.setitem(optim.CHUNK, "cpu", chunk)
+        monkeypatch.setitem(inner_step.CHUNK, "cpu", chunk)
         params = parameters()
         optimizer = MasterWeightOptimizer(kind, [{"params": params[:3]}, {"params": params[3:], "lr": 0.02}], lr=0.01)
         for step in range(3):
@@ -71,8 +73,8 @@ class Watching(torch.optim.SGD):
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_gradients_are_copied_to_fp32_a_chunk_at_a_time(*, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(optim.CHUNK, "cpu", 4096)
-    monkeypatch.setattr(optim, "APART", frozenset({Watching} if apart else ()))
+    monkeypatch.setitem(inner_step.CHUNK, "cpu", 4096)
+    monkeypatch.setattr(inner_step, "APART", frozenset({Watching} if apart else ()))
     params = parameters()
     optimizer = MasterWeightOptimizer(Watching, params, lr=0.1)
     backward(params, 0)
@@ -92,8 +94,8 @@ def test_a_step_that_raises_leaves_groups_and_no_gradients(monkeypatch: pytest.M
         def step(self, closure: Any = None) -> Any:
             raise RuntimeError("no step today")
 
-    monkeypatch.setitem(optim.CHUNK, "cpu", 1)
-    monkeypatch.setattr(optim, "APART", frozenset({Failing}))
+    monkeypatch.setitem(inner_step.CHUNK, "cpu", 1)
+    monkeypatch.setattr(inner_step, "APART", frozenset({Failing}))
     params = parameters()
     optimizer = MasterWeightOptimizer(Failing, params, lr=0.1)
     backward(params, 0)
