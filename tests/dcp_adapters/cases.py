@@ -132,8 +132,10 @@ def alone() -> Iterator[None]:
 
 
 def bits(tensor: Tensor) -> bytes:
-    """Every byte of a plain tensor."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    """Every byte of a plain tensor; of a copy, since memory that numpy has seen can no longer be resized."""
+    if not tensor.numel():
+        return b""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def leaves(state_dict: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -166,7 +166,7 @@ def vector(_: Path) -> object:
     return fully_shard(module)
 
 
-@earns("sync_scales: the parameters are on the meta device")
+@earns("…: the parameters are on the meta device")
 def agree_on_meta(_: Path) -> object:
     return sync_scales(meta())
 

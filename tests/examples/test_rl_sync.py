@@ -15,7 +15,8 @@ from tests.ranks import agreed
 def test_an_engine_follows_the_trainer(tmp_path: Path) -> None:
     if agreed(value=str(tmp_path)) != str(tmp_path):
         return  # one rank of torchrun is enough
-    command = [sys.executable, "examples/rl_sync.py", "--updates", "3", "--layers", "2", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "examples/rl_sync.py", "--updates", "3", "--layers", "2", "--bucket-bytes", "8192"]
+    command += ["--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads((tmp_path / "out").read_text())

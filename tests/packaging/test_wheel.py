@@ -91,8 +91,13 @@ def test_the_metadata(built: Built) -> None:
     assert {*about.get_all("Provides-Extra", [])} == {*extras}
     declared = {str(Requirement(line)) for line in PROJECT["dependencies"]}
     for extra, lines in extras.items():
-        declared |= {str(Requirement(f'{line}; extra == "{extra}"')) for line in lines}
+        declared |= {str(Requirement(_of_extra(line, extra))) for line in lines}
     assert {str(Requirement(line)) for line in about.get_all("Requires-Dist", [])} == declared
+
+
+def _of_extra(line: str, extra: str) -> str:
+    requirement, _, marker = line.partition(";")
+    return f'{requirement}; {f"{marker} and " if marker else ""}extra == "{extra}"'
 
 
 def test_the_sdist_holds_what_the_wheel_is_built_from(built: Built) -> None:

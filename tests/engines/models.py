@@ -1,0 +1,114 @@
+"""SmolLM2, cut to its first layers and tokens, quantized in every way; and what its text should be.
+
+Two references of each model, in transformers: `bf16`, as it computes, and `exact`, the same weights and the same codes
+of inputs in fp32. vLLM rounds to bf16 where transformers does, in another order, so it may be as far from `exact` as
+transformers is; FACTOR is the room for the order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from dcp_adapters import export_hf
+from examples import smollm2
+from layerwise import calibrate
+from qtensor import Float8CurrentScaling, NVFP4BlockScaling, QuantizedTensor, kernels, quantize, quantize_
+from qtensor.recipes import Recipe
+
+LAYERS, TOKENS = 2, 2048
+FACTOR = 2.0
+PROMPT = torch.randint(TOKENS, (1, 24), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
+BATCHES = [torch.randint(TOKENS, (2, 32), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A quantized model, and where it was exported.
+
+    dense: the model before. weights: module -> quantized weight. inputs: module -> static scale of its inputs.
+    """
+
+    path: Path
+    dense: LlamaForCausalLM
+    recipe: Recipe | None
+    weights: dict[str, QuantizedTensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def reference(self, *, exact: bool, inputs: bool) -> LlamaForCausalLM:
+        """The dense architecture with the decoded weights; `inputs`: with the inputs of these linears quantized."""
+        model = copy.deepcopy(self.dense)
+        model = model.float() if exact else model
+        for module, weight in self.weights.items():
+            linear = model.get_submodule(module)
+            with torch.no_grad():
+                linear.weight.copy_(weight.dequantize(torch.bfloat16))
+            if inputs:
+                linear.register_forward_pre_hook(self.rounding(module))
+        return model
+
+    def rounding(self, module: str) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
+        """A hook that gives a linear the values of its input's codes."""
+        return lambda _, args: self.rounded(module, args[0])
+
+    def rounded(self, module: str, x: Tensor) -> Tensor:
+        """The values of the codes of x [.., K]: under a scale for each row, or the static one."""
+        rows = x.reshape(-1, x.shape[-1])
+        if isinstance(self.recipe, NVFP4BlockScaling):
+            amax = self.inputs[module].float() * (448 * 6)
+            parts = kernels.encode(rows, self.recipe, amax)
+            return QuantizedTensor.from_parts(parts, self.recipe, x.dtype).dequantize().view_as(x)
+        if self.inputs:
+            scale = self.inputs[module].float()
+            codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            return (codes.float() * scale).to(x.dtype)
+        return quantize(rows, Float8CurrentScaling()).dequantize().view_as(x)
+
+
+def cut_model(layers: int | None = LAYERS, tokens: int | None = TOKENS) -> LlamaForCausalLM:
+    """The real weights of the first layers, for the first tokens; None: of all."""
+    config = smollm2.config()
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    config.vocab_size = tokens or config.vocab_size
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    params = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in smollm2.iter_weights(params):
+            params[name].copy_(weight[: params[name].shape[0]])
+    return model
+
+
+def written(path: Path, model: LlamaForCausalLM, recipe: Recipe | None, layout: str, *, static: bool) -> Written:
+    """Quantize a copy of the model, and export it."""
+    if recipe is None:
+        model.save_pretrained(path)  # export_hf writes quantized weights alone
+        return Written(path, model, None)
+    if static:
+        result = calibrate(copy.deepcopy(model), BATCHES, recipe=recipe, inputs="static", progress=False)
+        state = dict(result.state_dict())
+        export_hf(result, path, rest=model, config=model.config, layout=layout, progress=False)
+    else:
+        quantized = copy.deepcopy(model)
+        quantize_(quantized, recipe, exclude=("lm_head",))
+        state = dict(quantized.state_dict())
+        export_hf(quantized, path, layout=layout, fused_scales="requantize", progress=False)
+    weights = {n.removesuffix(".weight"): value for n, value in state.items() if isinstance(value, QuantizedTensor)}
+    inputs = {n.removesuffix(".input_scale"): value for n, value in state.items() if n.endswith(".input_scale")}
+    return Written(path, model, recipe, weights, inputs)
+
+
+@torch.no_grad()
+def logits_of(model: LlamaForCausalLM, tokens: Tensor = PROMPT) -> Tensor:
+    """fp32 [positions, vocabulary]."""
+    return model(tokens).logits[0].float()
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Root of the mean square of a difference."""
+    return float((found - exact).square().mean().sqrt())
