@@ -93,7 +93,10 @@ class Incoming(ABC):
         """
         if self.base is None:
             raise self.broken("all of its tensors come, and no delta; iterate instead of taking delta()")
-        data = b"".join(memory_of(tensors[DELTA].to("cpu")).raw for tensors in self._buckets())
+        data = b""
+        for tensors in self._buckets():  # one
+            held = tensors[DELTA].to("cpu")
+            data = memory_of(held).raw
         found = delta_from_bytes(data, "the delta that came")
         if (found.base_version, found.version) != (self.base, self.version):
             raise ValueError(

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.sync_rank import BytesAlive
 from dcp_adapters import WeightStream, WeightStreamError, apply_deltas, delta_to_bytes, export_hf
 from dcp_adapters.delta.make import delta_between
 from dcp_adapters.delta.stored_states import InMemory, StoredFiles
+from dcp_adapters.streams.buckets import TensorRecord
+from dcp_adapters.streams.kept_tensors import KeptTensors, Pass
 from qtensor import quantize_
+from tests.dcp_adapters.cases import values
 from tests.dcp_adapters.streams.cases import CONFIG, EXPORTED, Model, assert_same, dense, files, sharded, streamed
 from tests.dcp_adapters.streams.test_transports import Ends, every_transport, in_thread, take
 from tests.fsdp_hooks.cases import Collectives
@@ -146,6 +150,26 @@ def test_another_version_than_the_kept_one_is_refused(passes: int, keep: bool, w
             "iteration"
         )
     assert stream.version == passes
+
+
+def test_what_is_staged_takes_no_more_than_the_tensors() -> None:
+    """All of one tensor changes, and one element of the other."""
+    old = {name: values((64, 128), seed) for seed, name in enumerate(("all", "few"))}
+    new = {"all": -old["all"], "few": old["few"].clone()}
+    new["few"][3, 7] += 1
+    last = KeptTensors([TensorRecord(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in old.items()])
+    first, staged = Pass(last), []
+    for name, tensor in old.items():
+        first.take(name, tensor)
+    first.complete()
+    with BytesAlive() as alive:
+        taken = Pass(last)
+        for name, tensor in new.items():
+            taken.take(name, tensor)
+            staged.append(sum(alive.alive.values()))
+    assert staged[0] == old["all"].nbytes
+    assert staged[1] - staged[0] == 8 + old["few"].itemsize  # a position and a step
+    assert told(taken.delta()) == in_one_process(old, new, 1)
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
