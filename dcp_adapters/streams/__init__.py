@@ -3,6 +3,8 @@
 buckets.py         which tensors travel together, and where each lies among the bytes; pure
 announcement.py    what a sender says before the first bucket: names, dtypes, shapes, files of JSON
 transport.py       the interface of senders; what receivers check; their errors
+kept_tensors.py    the last version, on the host: what `since` makes deltas from
+together.py        steps of a pass that may fail on one rank
 weight_stream.py   WeightStream: a model or state dict -> buckets of tensors, and `send`
 shared_memory.py   an engine on the same host: memory of the trainer, mapped by the engine
 process_group.py   an engine anywhere: broadcasts of torch.distributed, over gloo or NCCL

@@ -4,6 +4,7 @@ version    counts the complete passes of a stream, from 1 on
 records    of all tensors, in the order in which they come
 sizes      how many tensors are in each bucket
 json       file name -> content of the files of JSON that an engine reads beside the weights
+base       None where all tensors come. Else one tensor of bytes comes, a delta, and leads from this version
 """
 
 import json
@@ -18,6 +19,8 @@ import torch
 from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.streams.buckets import TensorRecord, buckets_of, room_of
 
+DELTA = "delta"  # the name of its bytes
+
 
 @dataclass(frozen=True)
 class Announcement:
@@ -27,6 +30,12 @@ class Announcement:
     records: tuple[TensorRecord, ...]
     sizes: tuple[int, ...]
     json: Mapping[str, Any]
+    base: int | None = None
+
+    @staticmethod
+    def of_delta(version: int, base: int, nbytes: int) -> "Announcement":
+        """That of a delta, as one tensor of bytes in one bucket."""
+        return Announcement(version, (TensorRecord(DELTA, torch.uint8, (nbytes,)),), (1,), {}, base)
 
     @cached_property
     def buckets(self) -> list[tuple[TensorRecord, ...]]:
@@ -47,7 +56,7 @@ class Announcement:
         """As it travels."""
         tensors = [[record.name, dtype_name(record.dtype), list(record.shape)] for record in self.records]
         told = {"version": self.version, "tensors": tensors, "sizes": list(self.sizes), "json": self.json}
-        return json.dumps(told).encode()
+        return json.dumps(told | {"base": self.base}).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> "Announcement":
@@ -56,7 +65,8 @@ class Announcement:
             told = json.loads(data)
             records = tuple(_record(*each) for each in told["tensors"])
             sizes = tuple(int(size) for size in told["sizes"])
-            found = Announcement(int(told["version"]), records, sizes, dict(told["json"]))
+            base = None if told["base"] is None else int(told["base"])
+            found = Announcement(int(told["version"]), records, sizes, dict(told["json"]), base)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"an announcement of weights cannot be read ({type(error).__name__}: {error}); let sender and receiver "
@@ -69,6 +79,10 @@ class Announcement:
         ):
             raise ValueError(
                 f"an announcement of {len(records)} tensors has buckets of {sum(sizes)}, or two tensors of one name"
+            )
+        if base is not None and found != Announcement.of_delta(found.version, base, found.nbytes):
+            raise ValueError(
+                f"an announcement of a delta has {len(records)} tensors or files of JSON; expected its bytes alone"
             )
         return found
 

@@ -9,6 +9,9 @@
 `weights` ends only when the sender has said that the version is complete and every byte has been compared. Until then
 nothing of it is a version: whatever happens, both sides raise WeightStreamError, `receiver.version` is that of the last
 complete one, and the engine must not serve what it has half loaded.
+
+A delta travels in the same way, as one bucket. A receiver looks at `weights.base`: None says that all tensors come, a
+number that `weights.delta()` has what leads from that version to this one.
 """
 
 import struct
@@ -17,11 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 import xxhash
 from torch import Tensor
 
+from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes
 from dcp_adapters.plain_memory import memory_of
-from dcp_adapters.streams.announcement import Announcement
+from dcp_adapters.streams.announcement import DELTA, Announcement
 from fsdp_hooks.digest import digest
 
 
@@ -49,7 +55,7 @@ class Sender(Protocol):
 
 
 class Incoming(ABC):
-    """One version on its way in: an iterator of buckets, name -> tensor.
+    """One version on its way in: an iterator of buckets, name -> tensor; or, where `base` is a number, a delta.
 
     Attributes:
         announcement: what it is.
@@ -67,7 +73,39 @@ class Incoming(ABC):
         """The number of the version."""
         return self.announcement.version
 
+    @property
+    def base(self) -> int | None:
+        """The version since which this one has the changes; None where all tensors come."""
+        return self.announcement.base
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """The buckets. Raises WeightStreamError where something does not arrive, or a delta comes."""
+        if self.base is not None:
+            raise self.broken(f"it comes as a delta since version {self.base}; take delta() instead of iterating")
+        yield from self._buckets()
+
+    def delta(self) -> Delta:
+        """The delta, once all of it has come; `apply_deltas` takes it, and refuses tensors of another version.
+
+        Raises:
+            WeightStreamError: it does not arrive, or all tensors come instead of a delta.
+            ValueError: it is damaged, or of other versions than were announced.
+        """
+        if self.base is None:
+            raise self.broken("all of its tensors come, and no delta; iterate instead of taking delta()")
+        data = b""
+        for tensors in self._buckets():  # one
+            held = tensors[DELTA].to("cpu")
+            data = memory_of(held).raw
+        found = delta_from_bytes(data, "the delta that came")
+        if (found.base_version, found.version) != (self.base, self.version):
+            raise ValueError(
+                f"{found.where} leads from version {found.base_version} to {found.version}, and was announced as one "
+                f"from {self.base}; send the full version"
+            )
+        return found
+
+    def _buckets(self) -> Iterator[dict[str, Tensor]]:
         while self.came < len(self.announcement.buckets):
             tensors = self._next()
             self.came += 1
@@ -130,6 +168,16 @@ class Receiver(ABC):
     @abstractmethod
     def _refuse(self, incoming: Incoming, error: BaseException) -> None:
         """Tell the sender why it does not become complete; must not raise."""
+
+
+def send_delta(sender: Sender, delta: Delta) -> None:
+    """Send a delta between two versions of a stream, and wait until it is accepted."""
+    data = torch.frombuffer(bytearray(delta_to_bytes(delta)), dtype=torch.uint8)
+    assert delta.version is not None
+    assert delta.base_version is not None
+    sender.begin(Announcement.of_delta(delta.version, delta.base_version, data.numel()))
+    sender.bucket({DELTA: data})
+    sender.end()
 
 
 def bytes_digest(memory: Tensor) -> int:

@@ -7,7 +7,8 @@
 A group is what FSDP gathers at once: one collective brings the shards of all its tensors together, on rank 0 alone
 (to="first": the others receive nothing) or on all ranks. Shards are only read: nothing is unsharded, and whoever leaves
 a stream half-way leaves the model as it was. Memory is the group that is handed out, the one that is gathered
-meanwhile, and a bucket, whatever the size of the model.
+meanwhile, and a bucket, whatever the size of the model. A stream that keeps its last version (kept_tensors.py) has that
+copy on the host, too, and makes deltas from it.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dcp_adapters.delta.patch import Delta
 from dcp_adapters.hf.config import model_config
 from dcp_adapters.hf.groups import groups_of
 from dcp_adapters.hf.layout import layout_named
@@ -29,7 +31,9 @@ from dcp_adapters.source import Keep, Source
 from dcp_adapters.stored.progress_bar import progress_bar
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of
-from dcp_adapters.streams.transport import Sender, WeightStreamError
+from dcp_adapters.streams.kept_tensors import KeptTensors, Pass
+from dcp_adapters.streams.together import aborting, attempt, raise_first, together
+from dcp_adapters.streams.transport import Sender, send_delta
 from fsdp_hooks.across_ranks import on_all, on_first, rank_of
 from qtensor.formats import registered
 from qtensor.recipes import Recipe
@@ -61,6 +65,8 @@ class WeightStream:
             layer that its name tells.
         to: who receives the buckets: "first", rank 0, and the others help, receive nothing, and get empty buckets;
             "all", every rank.
+        keep_last: keep the tensors of the last complete pass, for `since`. On ranks that receive, this takes `nbytes`
+            of host memory, and at most as much again while a pass is under way.
         progress: a bar on rank 0, if it has a terminal.
 
     Attributes:
@@ -89,6 +95,7 @@ class WeightStream:
         bucket_bytes: int = 256 * 2**20,
         group_of: Callable[[str], Hashable] | None = None,
         to: str = "first",
+        keep_last: bool = False,
         progress: bool = False,
     ) -> None:
         requantize = requantizes("WeightStream", fused_scales)
@@ -118,7 +125,8 @@ class WeightStream:
         groups = self._groups(plan)
         self._records = _records(groups)
         self.sizes = bucket_sizes(self._records, bucket_bytes)
-        _check_alike(groups, self.sizes, to)
+        _check_alike(groups, (self.sizes, to, keep_last))
+        self._kept = KeptTensors(self._records) if keep_last else None
         self.json: dict[str, Any] = described.json(plan.json, dtype_name(plan.dtype))
 
     def metadata(self) -> tuple[TensorRecord, ...]:
@@ -145,8 +153,9 @@ class WeightStream:
             ValueError: as at construction, since scales are compared in every pass; the tensors are not those of
                 `metadata()` any more; NaN in a weight. On all ranks; buckets before it may have been handed out.
         """
-        yield from self._buckets(self._prepared(), [])
-        self.version += 1
+        taken = self._pass()
+        yield from self._buckets(self._prepared(), [], taken)
+        self._complete(taken)
 
     def send(self, sender: Sender | None) -> None:
         """Send the next version. A collective: all ranks call it, rank 0 with the sender, the others with None.
@@ -159,19 +168,55 @@ class WeightStream:
         """
         prepared = self._prepared()
         failed: list[Exception] = []
+        taken = self._pass()
         announcement = Announcement(self.version + 1, self._records, self.sizes, self.json)
-        try:
+        with aborting(sender):
             if sender is not None:
-                _attempt(failed, sender.begin, announcement)
-            for bucket in self._buckets(prepared, failed):
+                attempt(failed, sender.begin, announcement)
+            for bucket in self._buckets(prepared, failed, taken):
                 if sender is not None and bucket and not failed:
-                    _attempt(failed, sender.bucket, bucket)
-            _together(lambda: None if sender is None else sender.end())
-        except BaseException as error:
-            if sender is not None:
-                sender.abort(error)
-            raise
-        self.version += 1
+                    attempt(failed, sender.bucket, bucket)
+            together(lambda: None if sender is None else sender.end())
+        self._complete(taken)
+
+    def since(self, version: int) -> Delta | None:
+        """The next version, as what changed since the last complete one. A collective; it needs keep_last=True.
+
+        It is the delta that one process makes from the tensors of two exports, byte for byte, and leads from `version`
+        to `version` + 1, which is the stream's version from then on. `apply_deltas` brings tensors that a receiver
+        holds, by the names of `metadata()`, to it.
+
+        Args:
+            version: that the receiver has; the stream must have kept it.
+
+        Returns:
+            The delta on ranks that receive (rank 0, or all of them with to="all"); None elsewhere.
+
+        Raises:
+            ValueError: the stream keeps another version, or none, or ranks ask for different ones: on all ranks,
+                before anything is gathered. What iteration raises; the version that was kept stays.
+            ImportError: there is no zstd; install the extra `delta`.
+        """
+        self._refuse_other(version, None)
+        taken, delta = self._delta()
+        self._complete(taken)
+        return delta
+
+    def send_since(self, sender: Sender | None, version: int) -> None:
+        """Send the next version as the delta of `since`, which the receiver takes with `Incoming.delta`.
+
+        A collective, as `send`. The version counts when the receiver has accepted it; else the kept one stays.
+
+        Raises:
+            ValueError, ImportError: as of `since`, before the receiver is told anything; a sender on a rank that
+                receives nothing.
+            WeightStreamError: as of `send`.
+        """
+        self._refuse_other(version, sender)
+        taken, delta = self._delta()
+        with aborting(sender):
+            together(lambda: None if sender is None or delta is None else send_delta(sender, delta))
+        self._complete(taken)
 
     def _prepared(self) -> tuple[Source, list[tuple[Output, ...]]]:
         source, plan = prepared(self._asked)
@@ -190,8 +235,45 @@ class WeightStream:
     def _groups(self, plan: ExportPlan) -> list[tuple[Output, ...]]:
         return in_groups((output for file in plan.files for output in file.outputs), self._group_of)
 
+    def _pass(self) -> Pass | None:
+        return None if self._kept is None else Pass(self._kept)
+
+    def _complete(self, taken: Pass | None) -> None:
+        if taken is not None:
+            taken.complete()
+        self.version += 1
+
+    def _delta(self) -> tuple[Pass, Delta | None]:
+        """A pass, and on ranks that receive what it changes."""
+        taken, made = self._pass(), []
+        assert taken is not None
+        for bucket in self._buckets(self._prepared(), [], taken):
+            del bucket
+        together(lambda: made.append(taken.delta()) if self.receives else None)
+        return taken, made[0] if made else None
+
+    def _refuse_other(self, version: int, sender: Sender | None) -> None:
+        """Refuse a delta since another version than the one that is kept, with the same text on all ranks."""
+        kept = 0 if self._kept is None else self._kept.version
+        told = on_all(None, lambda: (version, sender is not None and not self.receives))
+        asked = next((each for each, _ in told if each != kept), version)
+        if not kept or asked != kept:
+            why = f"the stream keeps version {kept}" if kept else "no version is complete yet"
+            if self._kept is None:
+                why = "the stream keeps none: make it with keep_last=True"
+            raise ValueError(
+                f"WeightStream: a delta since version {asked!r} was asked for, and {why}; send the full version, by "
+                "send() or iteration"
+            )
+        useless = next((rank for rank, (_, each) in enumerate(told) if each), None)
+        if useless is not None:
+            raise ValueError(
+                f"WeightStream: rank {useless} has a sender, and receives nothing; give it to rank 0, or make the "
+                'stream with to="all"'
+            )
+
     def _buckets(
-        self, prepared: tuple[Source, list[tuple[Output, ...]]], failed: list[Exception]
+        self, prepared: tuple[Source, list[tuple[Output, ...]]], failed: list[Exception], taken: Pass | None
     ) -> Iterator[dict[str, Tensor]]:
         """The buckets; after an error the rest of them are empty, and it is raised on all ranks at the end."""
         source, groups = prepared
@@ -207,11 +289,13 @@ class WeightStream:
                     written, tensor = next(tensors)
                     if tensor is not None:
                         bucket[written.name] = tensor
+                    if tensor is not None and taken is not None and not failed:
+                        attempt(failed, taken.take, written.name, tensor)
                     advance(written.nbytes)
                 tensor = None  # the bucket alone holds it
                 yield {} if failed else bucket
                 del bucket
-        _together(lambda: _raise_first(failed))
+        together(lambda: raise_first(failed))
 
 
 def _records(groups: list[tuple[Output, ...]]) -> tuple[TensorRecord, ...]:
@@ -223,15 +307,15 @@ def _records(groups: list[tuple[Output, ...]]) -> tuple[TensorRecord, ...]:
     )
 
 
-def _check_alike(groups: list[tuple[Output, ...]], sizes: tuple[int, ...], to: str) -> None:
+def _check_alike(groups: list[tuple[Output, ...]], options: tuple[object, ...]) -> None:
     """Refuse ranks that would not gather alike."""
-    own = repr(([[output.source for output in group] for group in groups], sizes, to))
+    own = repr(([[output.source for output in group] for group in groups], options))
     told = on_all(None, lambda: hashlib.sha256(own.encode()).hexdigest())
     other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
     if other is not None:
         raise ValueError(
-            f"WeightStream: ranks 0 and {other} differ in group_of=, bucket_bytes= or to=; give all ranks the same "
-            "arguments"
+            f"WeightStream: ranks 0 and {other} differ in group_of=, bucket_bytes=, to= or keep_last=; give all ranks "
+            "the same arguments"
         )
 
 
@@ -241,31 +325,3 @@ def _quantizing(
     registered(recipe)
     linears = linears_of(given, prefix) if isinstance(given, nn.Module) else None
     return Quantizing(recipe, tuple(include), tuple(exclude), linears)
-
-
-def _attempt(failed: list[Exception], step: Callable[[Any], None], value: Any) -> None:
-    """A step of the sender; after an error, the gathers go on for the sake of the other ranks."""
-    try:
-        step(value)
-    except Exception as error:  # noqa: BLE001 - raised on all ranks when everything is gathered
-        failed.append(error)
-
-
-def _together(step: Callable[[], None]) -> None:
-    """A step that may fail on one rank; its error is raised on all, and a WeightStreamError stays one."""
-
-    def told() -> str | None:
-        try:
-            step()
-        except WeightStreamError as error:
-            return str(error)
-        return None
-
-    text = next(filter(None, on_all(None, told)), None)
-    if text is not None:
-        raise WeightStreamError(text)
-
-
-def _raise_first(failed: list[Exception]) -> None:
-    if failed:
-        raise failed[0]

@@ -146,7 +146,25 @@ def engines(path: Path) -> None:
             assert version.result() == 2
         else:
             names["stream"].send(None)
-        names = code.run(names, only=[4])
+        names = code.run(names, only=[4, 6])
+        alone = dist.new_group([0])
+        if first:
+            held: dict[str, torch.Tensor] = {}
+
+            def follow() -> int:
+                with names["SharedMemoryReceiver"](path / "weights") as receiver:
+                    for _ in range(2):
+                        names["receive_into"](held, receiver, alone)
+                return int(receiver.version)
+
+            version = threads.submit(follow)
+            code.run(names | {"address": path / "weights"}, only=[5])
+            assert version.result() == 2
+            assert held.keys() == loaded.keys()
+        else:
+            names["keeping"].send(None)
+            names["keeping"].send_since(None, 1)
+        names = code.run(names, only=[7])
         if first:
             with closing(socket.socket()) as probe:
                 probe.bind(("127.0.0.1", 0))

@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 RESULTS = HERE / "results.json"
 PAGE = REPO / "docs" / "compatibility.md"
+TABLE = "tests/torch_versions/test_matrix.py::test_no_version_in_the_table_has_a_failure"  # it judges the other rows
 BEGIN, END = "<!-- made by `make matrix` -->", "<!-- end -->"
 
 # What torch touches: sharding, planners, staging, readers, and the checkpoints of calibrations.
@@ -61,7 +62,7 @@ def counted(version: str, chosen: Sequence[str]) -> dict[str, Any]:
     """What running these tests came to."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        arguments = f"PYTEST_ARGS=--junitxml={report} {' '.join(map(shlex.quote, chosen))}"
+        arguments = f"PYTEST_ARGS=--junitxml={report} --deselect {TABLE} {' '.join(map(shlex.quote, chosen))}"
         subprocess.run(["make", "test", f"TORCH={version}", arguments], cwd=REPO, check=False)
         suite = ET.parse(report).getroot().find("testsuite")
     assert suite is not None

@@ -57,6 +57,9 @@ def test_an_announcement_survives_its_journey() -> None:
     assert heard == said
     assert heard.largest == 384
     assert heard.nbytes == 15 + 14 + 4 + 320
+    delta = Announcement.of_delta(3, 2, 1000)
+    assert Announcement.from_bytes(delta.to_bytes()) == delta
+    assert (heard.base, delta.base, delta.nbytes, len(delta.buckets)) == (None, 2, 1000, 1)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,7 @@ def test_an_announcement_survives_its_journey() -> None:
         ("tensors", [["a", "float32", [-3]]], r"a has the shape \(-3,\)"),
         ("sizes", [1], "an announcement of 5 tensors has buckets of 1, or two tensors of one name"),
         ("version", None, "an announcement of weights cannot be read"),
+        ("base", 2, "an announcement of a delta has 5 tensors or files of JSON; expected its bytes alone"),
     ],
 )
 def test_an_announcement_that_cannot_be_is_refused(key: str, value: object, text: str) -> None:

@@ -382,7 +382,7 @@ def test_ranks_that_differ_are_told_before_anything_is_gathered() -> None:
     scales = run_ranks(2, _disagrees, "scales")
     text = "differ in the values of tensor-wide scales; call fsdp_hooks.sync_scales on the model first"
     assert scales == [f"WeightStream: ranks 0 and 1 {text}"] * 2
-    text = "differ in group_of=, bucket_bytes= or to=; give all ranks the same arguments"
+    text = "differ in group_of=, bucket_bytes=, to= or keep_last=; give all ranks the same arguments"
     assert run_ranks(2, _disagrees, "buckets") == [f"WeightStream: ranks 0 and 1 {text}"] * 2
     arguments = run_ranks(2, _disagrees, "arguments")
     assert len(set(arguments)) == 1

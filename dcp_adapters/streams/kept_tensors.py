@@ -1,0 +1,102 @@
+"""The tensors that a stream handed out last, kept on the host, and what the next pass changes in them.
+
+    a pass     each tensor, as it comes, is compared with the kept one; its changes are staged
+    complete   the staged changes move the kept tensors to the new version; a pass that was left, or failed, is dropped
+
+Staged are positions and steps, or the whole tensor where those would take more bytes. So a pass takes, beside the kept
+copy, at most one more, and next to nothing where little changes. Changes are encoded when all tensors have come: a
+delta has them by dtype and name, a stream in the order of its groups.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from dcp_adapters.delta.changes import Changes, changes_between, units
+from dcp_adapters.delta.encoder import Encoder
+from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.make import sum_of
+from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.state_digest import state_digest
+from dcp_adapters.entry import Entry
+from dcp_adapters.streams.buckets import TensorRecord
+
+
+class KeptTensors:
+    """The tensors of the last complete pass.
+
+    version: of that pass; 0 before the first. tensors, sums: by name, on ranks that receive; empty elsewhere.
+    """
+
+    def __init__(self, records: Iterable[TensorRecord]) -> None:
+        self.layout = Layout.of(Entry(each.name, None, each.shape, each.dtype) for each in records)
+        self.version = 0
+        self.tensors: dict[str, Tensor] = {}
+        self.sums: dict[str, int] = {}
+
+
+class Pass:
+    """One pass over a stream."""
+
+    def __init__(self, kept: KeptTensors) -> None:
+        self._kept, self._base = kept, kept.version
+        self._staged: dict[str, Sequence[Changes] | Tensor] = {}
+        self._sums: dict[str, int] = {}
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Stage what the pass has for a name; the tensor itself is not kept."""
+        host = tensor.to("cpu")
+        self._sums[name] = sum_of(host)
+        staged = _sparse(self._kept.tensors[name], host) if name in self._kept.tensors else None
+        self._staged[name] = tensor.to("cpu", copy=True) if staged is None else staged
+
+    def delta(self) -> Delta:
+        """What leads from the kept version to this one, once everything has been taken.
+
+        Raises:
+            ImportError: there is no zstd.
+        """
+        layout = self._kept.layout
+        encoder = Encoder(layout)
+        for run in layout.runs:
+            for name in run.keys:
+                for changes in self._changes(name):
+                    encoder.add(name, changes)
+        states = state_digest(layout, self._kept.sums, {}), state_digest(layout, self._sums, {})
+        return Delta.made(layout, states, encoder.frames(), {}, (self._base, self._base + 1))
+
+    def complete(self) -> None:
+        """Make this the kept version.
+
+        Raises:
+            RuntimeError: another pass has been completed since this one began.
+        """
+        if self._kept.version != self._base:
+            raise RuntimeError(
+                f"WeightStream: a pass that began after version {self._base} ended after version "
+                f"{self._kept.version} was complete; with keep_last=True, end or leave one pass before the next one"
+            )
+        for name, staged in self._staged.items():
+            if isinstance(staged, Tensor):
+                self._kept.tensors[name] = staged
+                continue
+            flat = units(self._kept.tensors[name])
+            for changes in staged:
+                flat[changes.positions] += changes.steps
+        self._kept.sums = self._sums
+        self._kept.version += 1
+
+    def _changes(self, name: str) -> Iterable[Changes]:
+        staged = self._staged[name]
+        return changes_between(self._kept.tensors[name], staged) if isinstance(staged, Tensor) else staged
+
+
+def _sparse(old: Tensor, new: Tensor) -> list[Changes] | None:
+    """What changed, in pieces; None where these have as many bytes as the tensor."""
+    found, nbytes = [], 0
+    for changes in changes_between(old, new):
+        nbytes += changes.positions.nbytes + changes.steps.nbytes
+        if nbytes >= new.nbytes:
+            return None
+        found.append(changes)
+    return found
