@@ -38,8 +38,8 @@ class Manifest:
     """All quantized tensors of a checkpoint, by state-dict name; digests: of all tensors, where they were recorded."""
 
     tensors: Mapping[str, Entry] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the module docstring; it does not depend on the order of the tensors."""
@@ -96,7 +96,7 @@ class Manifest:
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}"
             ) from error
-        return Manifest(tensors, _parsed_digests(record.get("digests", {})))
+        return Manifest(tensors, digests=_parsed_digests(record.get("digests", {})))
 
     def to_tensor(self) -> Tensor:
         """uint8 [bytes]: UTF-8 JSON with sorted keys."""

@@ -82,7 +82,7 @@ def with_digests(
         ]
         if len(sums) == len(digested_parts(entry)):
             digests[name] = tensor_digest(sums)
-    return Manifest(manifest.tensors, digests)
+    return Manifest(manifest.tensors, digests=digests)
 
 
 def _chunks(
