@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -55,10 +56,18 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.__name__.split(".")[0]
-            self.counts[name] += 1
-            if name == "_allgather_base_":
+            self.counts["objects" if name == "_allgather_base_" and _of_objects() else name] += 1
+            if name == "_allgather_base_" and not _of_objects():
                 self.given.append(args[1].nbytes)
         return func(*args, **(kwargs or {}))
+
+
+def _of_objects() -> bool:
+    """Whether a collective is all_gather_object's own: from torch 2.15 on it is of the kind that weights use."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "all_gather_object":
+        frame = frame.f_back
+    return frame is not None
 
 
 class Block(nn.Module):
