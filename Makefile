@@ -4,6 +4,7 @@
 # make lint   ruff and mypy
 # make bench  all benchmarks in 25 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
+# make adversary random scenarios for ten minutes, against what tests do not look for    make adversary BUDGET=1h SEED=7
 # make matrix all tests under one torch after another, and the table of docs/compatibility.md    make matrix TORCH=2.15.0
 # make clean  removes the environment, caches and outputs
 #
@@ -21,6 +22,9 @@ RECIPE ?= mxfp8
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BUDGET ?= 10m
+SEED ?= 0
+ATTACKS ?=
 PIP_ARGS ?=
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 # Two packages are installed without what they require (see pyproject.toml): pip is not to report that as an error.
@@ -30,7 +34,7 @@ PIP_INSTALL := $(PIP) install --no-warn-conflicts $(PIP_ARGS) -c $(VENV)/constra
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-engines lint bench docs matrix clean
+.PHONY: demo test test-engines lint bench docs adversary matrix clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -51,6 +55,9 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+adversary: $(VENV)/.installed-demo-test
+	$(PY) -m tests.adversary $(ATTACKS) --budget $(BUDGET) --seed $(SEED)
 
 # The variable spares a banner about later versions of MkDocs.
 docs: $(VENV)/.installed-docs
