@@ -18,6 +18,7 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader
+from dcp_adapters.stored.durable import make_directory, sync_name
 from fsdp_hooks.across_ranks import is_first, on_all, on_first, rank_of, ranks_of
 from layerwise.resume.progress import Window
 
@@ -101,7 +102,8 @@ def check_usable(directory: Path, name: str, group: dist.ProcessGroup | None) ->
     shared = directory / f"{PROBE}{name}"
 
     def make() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
+        sync_name(directory)
         _write_probe(shared)
 
     def look() -> None:

@@ -1,10 +1,10 @@
 """Power loss and failing disks: every state that a file system may leave behind a crash is opened.
 
-    tape.c, tape.py   what a process and torch's writers do to files: written down, broken on demand (preloaded)
-    disk.py           what may be left of it: what was not synced is lost, torn, or in another order
-    operations.py     saves, exports, conversions, deltas, calibrations, and what may be seen of each when
-    explore.py        records one, opens the states; or breaks single calls and looks at what is left
-    host.py           the process in which this runs
+tape.c, tape.py   what a process and torch's writers do to files: written down, broken on demand (preloaded)
+disk.py           what may be left of it: what was not synced is lost, torn, or in another order
+operations.py     saves, exports, conversions, deltas, calibrations, and what may be seen of each when
+explore.py        records one, opens the states; or breaks single calls and looks at what is left
+host.py           the process in which this runs
 """
 
 from __future__ import annotations

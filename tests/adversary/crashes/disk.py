@@ -112,6 +112,7 @@ class Disk:
                 gone = ((*old, None),) if record.op is Op.RENAME else ()
                 self._change((*new, moved), *gone)
             case Op.SYNC:
+                self._renamed_unseen(record)
                 self._found(record.path, record.inode).sync()
                 self.synced = self.count
             case Op.STRANGE:
@@ -141,7 +142,8 @@ class Disk:
             )
         else:
             drawn = [(draw.choice(kept_ways), [draw.choice(choices) for choices in contents]) for _ in range(most - 2)]
-            ends = [(kept_ways[0], [c[0] for c in contents]), (kept_ways[-1], [c[min(1, len(c) - 1)] for c in contents])]
+            lost, whole = [[held[0] for held in contents], [held[min(1, len(held) - 1)] for held in contents]]
+            ends = [(kept_ways[0], lost), (kept_ways[-1], whole)]
             pairs = iter([*ends, *drawn])
         for kept, held in pairs:
             names = {id(node): dict(node.kept) for node in _nodes(self.root) if isinstance(node, Directory)}
@@ -163,6 +165,15 @@ class Disk:
             node = node.now[name]
         return node
 
+    def _renamed_unseen(self, record: Record) -> None:
+        """A file that is synced under a name that no record gave it: safetensors renames by a call of its own."""
+        directory, name = self._place(record.path) if record.path else (self.root, "")
+        node = self.inodes.get(record.inode)
+        if name in directory.now or node is None:
+            return
+        for old in [old for old, there in directory.now.items() if there is node]:
+            self._change((directory, name, node), (directory, old, None))
+
     def _place(self, path: str) -> tuple[Directory, str]:
         above, _, name = path.rpartition("/")
         directory = self._found(above, 0)
@@ -180,10 +191,7 @@ class Disk:
     def _changes(self, order: Order) -> list[Change]:
         """Changes that may be lost, in the order they were made."""
         found = {
-            change.number: change
-            for node in _nodes(self.root)
-            if isinstance(node, Directory)
-            for change in node.since
+            change.number: change for node in _nodes(self.root) if isinstance(node, Directory) for change in node.since
         }
         ordered = [found[number] for number in sorted(found)]
         if order == "two_step":

@@ -55,7 +55,7 @@ class Scene:
         shutil.rmtree(self.root, ignore_errors=True)
         self.root.mkdir(parents=True)
 
-    def recorded(self, breaking: Callable[[], None] | None = None) -> tuple[list[Record], BaseException | None]:
+    def recorded(self, breaking: tuple[Break, int, int] | None = None) -> tuple[list[Record], BaseException | None]:
         """The records of one run, from an empty root on; and its error, if it may have one."""
         self.fresh()
         error = None
@@ -65,7 +65,7 @@ class Scene:
             if breaking is None:
                 self.operation.act(self.root, self._mark)
             else:
-                breaking()
+                self.tape.broken_by(*breaking)
                 try:
                     self.operation.act(self.root, self._mark)
                 except BaseException as raised:
@@ -153,13 +153,13 @@ def judge(scene: Scene, see: Callable[[], Any], allowed: list[Any], where: str, 
 def _errors(scene: Scene, draw: random.Random) -> Told:
     operation, told = scene.operation, Told(f"errors in {scene.operation.name}")
     scene.recorded()
-    before = scene.tape.calls
+    before = scene.tape.calls  # with those of preparing: some errors come too late
     for _ in range(TRIES):
         kind = draw.choice(list(ERRORS))
         error = draw.choice(ERRORS[kind])
         at = draw.randrange(max(1, before))
         where = f"{kind.name} {errno.errorcode.get(error, '')} at call {at} of at most {before}"
-        records, raised = scene.recorded(lambda: scene.tape.broken_by(kind, at, error))
+        records, raised = scene.recorded((kind, at, error))
         told.add("runs")
         told.add("errors injected", scene.tape.broken)
         marks = [int(record.path) for record in records if record.op is Op.MARK and record.path != SETTLED]

@@ -93,4 +93,3 @@ def serve(descriptor: int) -> None:
         pass
     finally:
         shutil.rmtree(base, ignore_errors=True)
-

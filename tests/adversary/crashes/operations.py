@@ -215,7 +215,10 @@ class Calibration(Operation):
 
     def _window(self, checkpoint: CalibrationCheckpoint, number: int) -> None:
         with quiet():
-            checkpoint.save_window(number, number, full(self.recipes, number), {"number": number})
+            checkpoint.save_window(number, number, self._tensors(number), {"number": number})
+
+    def _tensors(self, number: int) -> dict[str, Any]:
+        return {name: value for name, value in full(self.recipes, number).items() if name != "step"}
 
     def seen(self, root: Path) -> Any:
         with warnings.catch_warnings():
@@ -223,9 +226,9 @@ class Calibration(Operation):
             checkpoint = CalibrationCheckpoint(root / self.place)
             found = checkpoint.open(RUN)
             for number, window in enumerate(found.windows if found else ()):
-                target = full(self.recipes, 99)
+                target = self._tensors(99)
                 checkpoint.load_window(window, target)
-                assert_holds(target, full(self.recipes, number))
+                assert_holds(target, self._tensors(number))
         if found is None:
             return 0
         return "finished" if found.finished else len(found.windows)
