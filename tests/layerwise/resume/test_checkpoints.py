@@ -248,12 +248,28 @@ def test_all_that_a_record_names_is_durable_before_it(tmp_path: Path, monkeypatc
     checkpoint.save_window(1, 1, dense(1))
     window = "layers-00001-00001"
     data, listing = f"{window}/__0_0.distcp", f"{window}/.metadata.tmp"
-    temporary = [re.sub(r"json\.\w{8}\.tmp", "json.tmp", step) for step in steps]
+    temporary = [re.sub(r"(json|metadata)\.\w{8}\.tmp", r"\1.tmp", step) for step in steps]
     assert temporary == [
-        *[data, listing, window, "-> .metadata", window, "."],
+        *[data, listing, window, ".", "-> .metadata", window, "."],
         *[f"{PROGRESS}.tmp", f"-> {PROGRESS}", "."],
         *[f"{BACKUP}.tmp", f"-> {BACKUP}", "."],
     ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="tells files by their descriptors through /proc")
+def test_the_name_of_a_new_directory_is_durable_before_anything_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, list[str]]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            synced.append((str(path.relative_to(tmp_path)), sorted(one.name for one in path.iterdir())))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    CalibrationCheckpoint(tmp_path / "a" / "run").open(RUN)
+    assert synced[:2] == [(".", ["a"]), ("a", ["run"])]
 
 
 def flip(file: Path, place: int | None = None) -> None:
