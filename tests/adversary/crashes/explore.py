@@ -95,12 +95,13 @@ def scenario(seed: int, base: Path) -> Told:
     shutil.rmtree(base, ignore_errors=True)
     scene = Scene(base, drawn(draw))
     try:
-        return (_crashes if draw.random() < 0.6 else _errors)(scene, draw)
+        return (crashes if draw.random() < 0.6 else _errors)(scene, draw)
     finally:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def _crashes(scene: Scene, draw: random.Random) -> Told:
+def crashes(scene: Scene, draw: random.Random) -> Told:
+    """Record the operation, and open what a crash may leave at each point."""
     operation, told = scene.operation, Told(f"crash of {scene.operation.name}")
     records, _ = scene.recorded()
     points = [place for place, record in enumerate(records) if record.op is not Op.WRITE or draw.random() < 0.3]

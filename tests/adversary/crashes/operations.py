@@ -237,8 +237,6 @@ class Calibration(Operation):
 class Appearing(Operation):
     """Something that appears when it is complete, and is then as one that nothing has interrupted."""
 
-    gaps_of_first = True
-
     def build(self) -> None:
         self.recipes = [self.draw.choice([name for name in NAMES if "delayed" not in name]) for _ in range(2)]
         self.states = [NOTHING, "whole"]
