@@ -1,7 +1,7 @@
 """One scenario: an operation is recorded, and every state that a crash may leave, up to a bound, is opened.
 
 Or it is run again with errors: one call fails, does half of its work, or all fail from one on. Then what it left is
-opened, and it is run once more without errors.
+opened, and it is run once more without errors. Or what it made is read with errors.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def scenario(seed: int, base: Path) -> Told:
     shutil.rmtree(base, ignore_errors=True)
     scene = Scene(base, drawn(draw))
     try:
-        return (crashes if draw.random() < 0.6 else _errors)(scene, draw)
+        return draw.choices((crashes, _errors, _reads), (6, 3, 1))[0](scene, draw)
     finally:
         shutil.rmtree(base, ignore_errors=True)
 
@@ -175,6 +175,35 @@ def _errors(scene: Scene, draw: random.Random) -> Told:
         found = judge(scene, lambda: operation.seen(scene.root), allowed, f"{where}: {raised!r}")
         if raised is not None and found != operation.states[-1] and kind is not Break.NEVER:
             _again(scene, where, found)
+    return told
+
+
+def _reads(scene: Scene, draw: random.Random) -> Told:
+    """Errors while something whole is read: it is read, or that raises."""
+    operation, told = scene.operation, Told(f"reading {scene.operation.name}")
+    scene.recorded()
+    operation.seen(scene.root)
+    before = 0
+    for number in range(TRIES):
+        kind = draw.choice([kind for kind in ERRORS if kind is not Break.FULL])
+        error, at = draw.choice(ERRORS[kind]), draw.randrange(max(1, before))
+        where = f"read with {kind.name} {errno.errorcode.get(error, '')} at call {at} of about {before}"
+        with scene.tape.watching():
+            if number:  # the first one counts
+                scene.tape.broken_by(kind, at, error)
+            try:
+                found = operation.seen(scene.root)
+            except (Found, AssertionError) as wrong:
+                raise Found(f"{operation.name}: {where}: {wrong}") from wrong
+            except BaseException as raised:
+                found = operation.states[-1]
+                told.add("reads that raised")
+                _check_error(operation, raised, where)
+            before = max(before, scene.tape.calls)
+        told.add("reads")
+        told.add("errors injected", scene.tape.broken)
+        if found != operation.states[-1]:
+            raise Found(f"{operation.name}: {where}: expected {operation.states[-1]}, found {found}")
     return told
 
 
