@@ -118,7 +118,7 @@ def clear(checkpoint_id: Directory, *, own: str | None = None) -> bool:
     sync(directory)
     if own is None:
         for path in directory.iterdir():
-            if DATA.fullmatch(path.name):
+            if DATA.fullmatch(path.name) or BEGUN.fullmatch(path.name):
                 _removed(path)
     return True
 

@@ -302,7 +302,7 @@ def made(directory: Path, metadata: dict[str, list[str]], *names: str) -> None:
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
     data = ("__0_0.distcp", "__3_1a2b3c4d_0.distcp")
-    names = (".metadata", "__0.metadata", "__11.metadata", *data)
+    names = (".metadata", ".metadata.1a2b3c4d.tmp", "__0.metadata", "__11.metadata", *data)
     made(tmp_path, {}, *names)
     assert clear(tmp_path, own="__0_")
     assert listing(tmp_path) == {*names[1:], *OTHERS}
