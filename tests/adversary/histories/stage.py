@@ -18,6 +18,7 @@ from tests.adversary.crashes import tape
 from tests.adversary.crashes.tape import State
 
 KILLED = "killed"
+LONGEST = 10_000  # characters of an error: a pipe takes 64 KB before it blocks
 
 
 @dataclass
@@ -117,7 +118,7 @@ def _act(number: int, part: Callable[[], Any], pipe: int) -> None:
         try:
             told: tuple[Any, str | None] = (part(), None)
         except BaseException as error:
-            told = (None, f"{type(error).__name__}: {error}")
+            told = (None, f"{type(error).__name__}: {error}"[:LONGEST])
         os.write(pipe, pickle.dumps(told))
         os.close(pipe)
         tape.leave_stage()
