@@ -256,6 +256,28 @@ def test_all_that_a_record_names_is_durable_before_it(tmp_path: Path, monkeypatc
     ]
 
 
+def test_a_run_takes_over_while_the_earlier_one_writes_a_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_dense(tmp_path, 1)
+    begun = tmp_path / "layers-00001-00001"
+    begun.mkdir()
+    rmdir = os.rmdir
+
+    def written_meanwhile(path: Any, **options: Any) -> None:
+        (begun / "__0_0.distcp").touch()
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", written_meanwhile)
+    checkpoint = CalibrationCheckpoint(tmp_path)
+    assert checkpoint.open(RUN) is not None
+    assert begun.exists()
+    checkpoint.save_window(1, 1, dense(1))  # into another directory
+    monkeypatch.undo()
+    assert_loads(tmp_path, 2)
+    assert not begun.exists()
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="tells files by their descriptors through /proc")
 def test_the_name_of_a_new_directory_is_durable_before_anything_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
