@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.adversary.attack import Found
-from tests.adversary.crashes.tape import environment
+from tests.adversary.crashes.tape import environment, seed_names
 
 REPO = Path(__file__).resolve().parents[3]
 MEMORY = Path("/dev/shm")  # a file system in memory, where there is one: an fsync costs nothing
@@ -84,6 +84,7 @@ def serve(descriptor: int) -> None:
     try:
         while True:
             module, seed = connection.recv()
+            seed_names(seed)
             try:
                 told = importlib.import_module(module).scenario(seed, base / "scene")
                 connection.send((told.word, told.counts, ""))

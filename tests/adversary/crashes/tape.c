@@ -314,6 +314,23 @@ DIR *opendir(const char *path) {
     return ((DIR * (*)(const char *)) dlsym(RTLD_NEXT, "opendir"))(path);
 }
 
+/* Names are drawn from here: the same in every run of a scenario, and never twice in one. */
+static uint64_t salt, drawn;
+static uint64_t mixed(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+ssize_t getrandom(void *data, size_t count, unsigned flags) {
+    if (!c || !c->on) return syscall(SYS_getrandom, data, count, flags);
+    for (size_t i = 0; i < count; i += 8) {
+        uint64_t value = mixed(salt ^ mixed(((uint64_t)(me + 1) << 48 | (uint64_t)c->calls << 16) + drawn++ % 65536));
+        memcpy((char *)data + i, &value, count - i < 8 ? count - i : 8);
+    }
+    return count;
+}
+
 /* What is not modelled: refused where callers have another way, else written down, so that the model refuses it. */
 static void strange(int fd, const char *what) {
     char path[LONGEST];
@@ -362,6 +379,7 @@ void *tape_begin(const char *prefix, long room) {
     }
     c->on = c->gated = c->kind = 0;
     c->used = c->calls = c->broken = 0;
+    salt = mixed(salt);
     snprintf(c->prefix, LONGEST, "%s", prefix);
     sem_init(&c->arrived, 1, 0);
     for (int i = 0; i < ACTORS; i++) {
@@ -370,6 +388,10 @@ void *tape_begin(const char *prefix, long room) {
     }
     c->on = 1;
     return c->log;
+}
+void tape_seed(long seed) {
+    salt = seed;
+    drawn = 0;
 }
 void tape_end(void) { c->on = c->gated = 0; }
 long tape_used(void) { return c->used; }

@@ -86,7 +86,7 @@ def compiled() -> Path:
 
 def environment() -> dict[str, str]:
     """For a process that is to have the recorder."""
-    return os.environ | {"LD_PRELOAD": str(compiled()), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"LD_PRELOAD": str(compiled()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 @functools.cache
@@ -94,11 +94,17 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)  # what is preloaded
     library.tape_begin.restype = ctypes.c_void_p
     library.tape_begin.argtypes = [ctypes.c_char_p, ctypes.c_long]
+    library.tape_seed.argtypes = [ctypes.c_long]
     library.tape_break.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_int]
     library.tape_path.restype = ctypes.c_char_p
     for name in ("used", "calls", "broken"):
         getattr(library, f"tape_{name}").restype = ctypes.c_long
     return library
+
+
+def seed_names(seed: int) -> None:
+    """While a tape is watching, random names follow from this."""
+    _library().tape_seed(seed)
 
 
 class Tape:
