@@ -109,7 +109,8 @@ def check_usable(directory: Path, name: str, group: dist.ProcessGroup | None) ->
     def look() -> None:
         if not shared.exists():
             raise FileNotFoundError(
-                "the directory is another one here than on rank 0; give one of a file system that all ranks share"
+                "the directory is another one here than on rank 0, or another run has begun in it; give one of a file "
+                "system that all ranks share, to one run at a time"
             )
         own = directory / f"{PROBE}{name}-{rank_of(group)}"
         try:

@@ -272,7 +272,7 @@ def test_a_run_takes_over_while_the_earlier_one_writes_a_window(
     checkpoint = CalibrationCheckpoint(tmp_path)
     assert checkpoint.open(RUN) is not None
     assert begun.exists()
-    checkpoint.save_window(1, 1, dense(1))  # into another directory
+    checkpoint.save_window(1, 1, dense(1), {"layer": 1})  # into another directory
     monkeypatch.undo()
     assert_loads(tmp_path, 2)
     assert not begun.exists()
@@ -512,7 +512,8 @@ def test_a_directory_that_ranks_do_not_share_or_that_is_none_is_refused(shared_t
     for rank, error in enumerate(errors):
         assert error == (
             f"FileNotFoundError: checkpoint_dir={str(shared_tmp_path / str(rank))!r} can not be used: rank 1: the "
-            "directory is another one here than on rank 0; give one of a file system that all ranks share"
+            "directory is another one here than on rank 0, or another run has begun in it; give one of a file system "
+            "that all ranks share, to one run at a time"
         )
     assert not files(shared_tmp_path / "0")
     file = shared_tmp_path / "file"
