@@ -1,4 +1,4 @@
-"""What is interrupted: saves, exports, conversions, deltas and calibrations, each with the states that may be seen.
+"""What is interrupted: saves and calibrations (and what making.py has), each with the states that may be seen.
 
 An operation goes through states 0, 1, ...: it is in state 0 before `act`, and whenever `act` has come to the next one
 for good, it marks that. At any moment the last state that was marked may be seen, or the one after it, or, where a step
@@ -30,13 +30,8 @@ from dcp_adapters import (
     QuantizedLoadPlanner,
     QuantizedSavePlanner,
     SafeFileSystemReader,
-    export_hf,
     remove_replaced,
 )
-from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
-from dcp_adapters.cli.deltas import patched_copy, write_delta
-from dcp_adapters.digests.stored import source_digests, stored_source
-from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint
 from qtensor import quantize
@@ -75,9 +70,12 @@ class Operation:
         """Which state a directory shows. Raises Found for none of them, and what reading raises."""
         raise NotImplementedError
 
-    def allowed(self, marked: int) -> list[Any]:
-        """What may be seen after that many steps, while the next one may be under way."""
-        gap = [NOTHING] if marked in self.gaps else []
+    def allowed(self, marked: int, *, renames: bool = True) -> list[Any]:
+        """What may be seen after that many steps, while the next one may be under way.
+
+        renames: whether the file system renames in one step; else nothing may be seen, but never anything wrong.
+        """
+        gap = [] if renames and marked not in self.gaps else [NOTHING]
         return [*self.states[marked : marked + 2], *gap]
 
 
@@ -140,10 +138,16 @@ class Saves(Operation):
         self.states = [100 if self.prepared else NOTHING, *range(1, self.count + 1)]
         self.gaps = self.deleting
         self.place = draw.choice(("latest", "runs/latest", "a/b/latest"))
+        self.apart = not self.deleting and draw.random() < 0.3  # each in a directory of its own, the last two kept
+
+    def path(self, root: Path, seed: int) -> Path:
+        return root / self.place / f"step-{seed % 100:03}" if self.apart else root / self.place
 
     def prepare(self, root: Path) -> None:
         for seed in range(98, 101) if self.prepared else ():
-            self._save(root / self.place, seed, self.options[0], overwrite="keep")
+            self._save(self.path(root, seed), seed, self.options[0], overwrite="keep")
+            if self.apart and seed < 100:
+                shutil.rmtree(self.path(root, seed))
 
     def act(self, root: Path, mark: Mark) -> None:
         if self.ranks == 1:
@@ -155,12 +159,14 @@ class Saves(Operation):
         planner = QuantizedSavePlanner(enable_plan_caching=True) if self.caching else None
         for step, options in enumerate(self.options):
             overwrite = "delete_first" if step in self.deleting else "keep"
-            self._save(root / self.place, step + 1, options, overwrite=overwrite, planner=planner)
+            self._save(self.path(root, step + 1), step + 1, options, overwrite=overwrite, planner=planner)
             if self.ranks > 1:
                 dist.barrier()  # until then not every rank has returned
             if mark is not None:
                 mark(step + 1)
-                if step in self.tidied:
+                if self.apart:
+                    shutil.rmtree(self.path(root, step - 1), ignore_errors=True)
+                elif step in self.tidied:
                     remove_replaced(root / self.place)
             if self.ranks > 1:
                 dist.barrier()
@@ -179,7 +185,10 @@ class Saves(Operation):
             )
 
     def seen(self, root: Path) -> Any:
-        return loaded(root / self.place, self.recipes, safe=self.draw.random() < 0.5)
+        path = root / self.place
+        if self.apart:  # the newest that has metadata
+            path = max(path.glob("step-*/.metadata"), default=path / ".metadata").parent
+        return loaded(path, self.recipes, safe=self.draw.random() < 0.5)
 
 
 class Calibration(Operation):
@@ -213,6 +222,10 @@ class Calibration(Operation):
                 checkpoint.finish({"w": 2})
                 mark(len(self.states) - 1)
 
+    def allowed(self, marked: int, *, renames: bool = True) -> list[Any]:
+        # the record has a copy that is one window behind
+        return super().allowed(marked) if renames else [*self.states[max(marked - 1, 0) : marked + 2], 0]
+
     def _window(self, checkpoint: CalibrationCheckpoint, number: int) -> None:
         with quiet():
             checkpoint.save_window(number, number, self._tensors(number), {"number": number})
@@ -223,6 +236,7 @@ class Calibration(Operation):
     def seen(self, root: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "checkpoint_dir=.*progress.json is missing. Its copy is used")
             checkpoint = CalibrationCheckpoint(root / self.place)
             found = checkpoint.open(RUN)
             for number, window in enumerate(found.windows if found else ()):
@@ -232,122 +246,6 @@ class Calibration(Operation):
         if found is None:
             return 0
         return "finished" if found.finished else len(found.windows)
-
-
-class Appearing(Operation):
-    """Something that appears when it is complete, and is then as one that nothing has interrupted."""
-
-    def build(self) -> None:
-        self.recipes = [self.draw.choice([name for name in NAMES if "delayed" not in name]) for _ in range(2)]
-        self.states = [NOTHING, "whole"]
-        self.wanted: Any = None
-
-    def prepare(self, root: Path) -> None:
-        for name, seed in (("old", 1), ("new", 2)):
-            with quiet():
-                dcp.save(self.weights(seed), checkpoint_id=root / name, planner=QuantizedSavePlanner(), no_dist=True)
-
-    def weights(self, seed: int) -> dict[str, Any]:
-        return {name: value for name, value in full(self.recipes, seed).items() if name != "step"}
-
-    def act(self, root: Path, mark: Mark) -> None:
-        self.make(root, root / "out")
-        mark(1)
-
-    def make(self, root: Path, out: Path) -> None:
-        raise NotImplementedError
-
-    def held(self, out: Path) -> Any:
-        """What tells two of them apart."""
-        return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-
-    def seen(self, root: Path) -> Any:
-        if self.wanted is None:
-            other = root / "reference"
-            self.make(root, other)
-            self.wanted = self.held(other)
-            shutil.rmtree(other) if other.is_dir() else other.unlink()
-        out = root / "out"
-        if not os.path.lexists(out):
-            return NOTHING
-        if (found := self.held(out)) != self.wanted:
-            raise Found(f"{out} is there and not what was written: {_difference(found, self.wanted)}")
-        return "whole"
-
-
-class Export(Appearing):
-    name = "export"
-
-    def build(self) -> None:
-        super().build()
-        recipe = self.draw.choice([name for name in NAMES if name.startswith(("nvfp4", "float8_row"))])
-        self.recipes = [recipe, recipe]
-        self.size = self.draw.choice(("5GB", 4000))
-
-    def make(self, root: Path, out: Path) -> None:
-        config = {"model_type": "llama", "architectures": ["X"]}
-        export_hf(root / "old", out, config=config, max_shard_size=self.size, progress=False)
-
-    def weights(self, seed: int) -> dict[str, Any]:
-        held = super().weights(seed)
-        return {f"model.layers.{i}.mlp.down_proj.weight": held[f"w{i}"] for i in range(len(self.recipes))}
-
-
-class Convert(Appearing):
-    name = "convert"
-
-    def build(self) -> None:
-        super().build()
-        self.to: Any = self.draw.choice((torch.bfloat16, *(RECIPES[name] for name in NAMES)))
-
-    def make(self, root: Path, out: Path) -> None:
-        source = StoredCheckpoint(root / "old", check=True)
-        convert_checkpoint(source, out, plan_conversion(source.entries, self.to))
-
-    def held(self, out: Path) -> Any:
-        return source_digests(stored_source(out, None))
-
-
-class MakeDelta(Appearing):
-    name = "delta"
-
-    def make(self, root: Path, out: Path) -> None:
-        write_delta(root / "old", root / "new", out)
-
-    def held(self, out: Path) -> Any:
-        return {"": out.read_bytes()}
-
-
-class Apply(Convert):
-    name = "apply"
-
-    def prepare(self, root: Path) -> None:
-        super().prepare(root)
-        write_delta(root / "old", root / "new", root / "delta")
-
-    def make(self, root: Path, out: Path) -> None:
-        patched_copy(root / "old", [root / "delta"], out)
-
-
-class ApplyFiles(Export):
-    name = "apply to files"
-
-    def prepare(self, root: Path) -> None:
-        super().prepare(root)
-        for name in ("old", "new"):
-            export_hf(root / name, root / f"{name}-files", max_shard_size=self.size, progress=False)
-        write_delta(root / "old-files", root / "new-files", root / "delta")
-
-    def make(self, root: Path, out: Path) -> None:
-        patched_copy(root / "old-files", [root / "delta"], out)
-
-
-OPERATIONS: tuple[type[Operation], ...] = (Saves, Calibration, Export, Convert, MakeDelta, Apply, ApplyFiles)
-WEIGHTS = (6, 3, 1, 1, 1, 1, 1)
-
-
-def drawn(draw: random.Random) -> Operation:
-    return draw.choices(OPERATIONS, WEIGHTS)[0](draw)
 
 
 def forked(ranks: int, store: Path, part: Callable[[], None]) -> None:
@@ -374,8 +272,3 @@ def forked(ranks: int, store: Path, part: Callable[[], None]) -> None:
     statuses = [os.waitpid(child, 0)[1] for child in children]
     if any(statuses):
         raise RuntimeError(reader.read_text() if reader.exists() else f"ranks ended with {statuses}")
-
-
-def _difference(found: Any, wanted: Any) -> str:
-    names = sorted({*found, *wanted})
-    return ", ".join(name for name in names if found.get(name) != wanted.get(name)) or "nothing"

@@ -17,18 +17,8 @@ from layerwise.resume.checkpoints import CalibrationCheckpoint
 from tests.adversary.attack import Found
 from tests.adversary.crashes.disk import ORDERS, Disk, Tree
 from tests.adversary.crashes.explore import SETTLED, Told
-from tests.adversary.crashes.operations import (
-    NAMES,
-    NOTHING,
-    RUN,
-    Appearing,
-    Convert,
-    Export,
-    MakeDelta,
-    full,
-    loaded,
-    quiet,
-)
+from tests.adversary.crashes.making import Appearing, Convert, Export, MakeDelta
+from tests.adversary.crashes.operations import NAMES, NOTHING, RUN, full, loaded, quiet
 from tests.adversary.crashes.tape import Op, Tape
 from tests.adversary.histories.model import may_be_seen, may_fail, write_of
 from tests.adversary.histories.stage import KILLED, Actor, Stage
