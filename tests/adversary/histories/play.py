@@ -24,7 +24,9 @@ from tests.adversary.histories.model import may_be_seen, may_fail, write_of
 from tests.adversary.histories.stage import KILLED, Actor, Stage
 from tests.dcp_adapters.cases import assert_holds
 
-MISSING = re.compile(r"No such file|is missing|metadata is None|no such file|does not exist|not there")
+MISSING = re.compile(
+    r"No such file|another save into the same directory has removed it|is missing|metadata is None|no such file|does not exist|not there"
+)
 SAVERS = ("saver", "clearing saver")
 
 
