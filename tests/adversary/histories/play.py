@@ -25,7 +25,8 @@ from tests.adversary.histories.stage import KILLED, Actor, Stage
 from tests.dcp_adapters.cases import assert_holds
 
 MISSING = re.compile(
-    r"No such file|another save into the same directory has removed it|is missing|metadata is None|no such file|does not exist|not there"
+    "another save into the same directory has removed it|"
+    "No such file|no such file|is missing|metadata is None|does not exist|not there"
 )
 SAVERS = ("saver", "clearing saver")
 
