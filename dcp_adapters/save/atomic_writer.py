@@ -62,12 +62,14 @@ class AtomicFiles(FileSystem):
             super().rm_file(path)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Replace `new_path`; with `syncs` the data files' names are durable before that, and the rename after it."""
+        """Replace `new_path`; with `syncs` all names are durable before that, and the rename after it.
+
+        Also the directory's own name, whoever made it: a save that was killed, or stock's writer, has not synced it.
+        """
         final = Path(new_path)
         if self.syncs:
             sync(final.parent)
-            if not final.exists():  # nothing was committed here: the directory is a new one
-                sync_name(final.parent)
+            sync_name(final.parent)
         begun = self._begun(path)
         try:
             begun.replace(final)
