@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("gguf")
 
 import gguf
+import numpy as np
 import torch
 
 from dcp_adapters.gguf.blocks import BLOCK_TYPES, mxfp4_blocks, nvfp4_blocks
@@ -23,7 +24,7 @@ def test_mxfp4_decodes_to_our_values_for_every_scale_and_pair_of_codes() -> None
     scale = ALL_BYTES[:255].repeat_interleave(16).unsqueeze(1)  # 255 is NaN, and no file gets it
     payload = ALL_BYTES.view(16, 16).repeat(255, 1)
     ours = QuantizedTensor.from_parts({"payload": payload, "scale": scale}, MXFP4BlockScaling(), torch.float32)
-    with pytest.warns(RuntimeWarning, match="overflow"):  # 6 * 2^127 is inf here and there
+    with np.errstate(over="ignore"):  # 6 * 2^127 is inf here and there
         found = decoded(mxfp4_blocks(payload, scale), "MXFP4")
     assert torch.equal(found, ours.dequantize())
 

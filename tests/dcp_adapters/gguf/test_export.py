@@ -37,7 +37,7 @@ from qtensor import (
 from qtensor.tensor import dense
 from tests.dcp_adapters.gguf import files
 from tests.dcp_adapters.hf.exports import llama
-from tests.ranks import run_ranks
+from tests.ranks import agreed, run_ranks
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -148,10 +148,12 @@ def _of_shards(rank: int, size: int, where: str) -> None:
     export_gguf(model, Path(where) / "shards.gguf", like=Path(where) / "like.gguf", progress=False)
 
 
-def test_shards_make_the_file_of_one_process(tmp_path: Path, like: Path) -> None:
-    alone = export_gguf(quantized("NVFP4"), tmp_path / "alone.gguf", like=like, progress=False)
-    run_ranks(2, _of_shards, str(tmp_path))
-    assert (tmp_path / "shards.gguf").read_bytes() == alone.read_bytes()
+def test_shards_make_the_file_of_one_process(tmp_path: Path) -> None:
+    there = Path(agreed(value=str(tmp_path)))  # a directory that all ranks have, under torchrun too
+    files.like(there / "like.gguf", llama())
+    run_ranks(2, _of_shards, str(there))
+    alone = export_gguf(quantized("NVFP4"), tmp_path / "alone.gguf", like=there / "like.gguf", progress=False)
+    assert (there / "shards.gguf").read_bytes() == alone.read_bytes()
 
 
 def test_a_checkpoint_is_exported_from_the_command_line(
@@ -253,7 +255,7 @@ def test_tensors_that_the_source_lacks_are_named(tmp_path: Path, like: Path) -> 
     with pytest.raises(ValueError, match="the source lacks 2 tensors") as raised:
         export_gguf(state, tmp_path / "out.gguf", like=like, progress=False)
     assert str(raised.value) == (
-        f"the source lacks 2 tensors that {like} has (output.weight, output_norm.weight); say by rest=... (--rest) "
+        f"the source lacks 2 tensors that {like} has (output_norm.weight, output.weight); say by rest=... (--rest) "
         "where they are taken from, for example the model's directory"
     )
 

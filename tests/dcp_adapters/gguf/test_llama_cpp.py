@@ -91,9 +91,10 @@ def test_a_small_model_computes_with_our_bytes(tmp_path: Path, recipe: Recipe) -
     tokens, found = next_tokens(path, prompt, 6, model.config.vocab_size)
     exact = reference(model, [*prompt, *tokens[:-1]], len(prompt), rounded=True)
     apart = error(reference(model, [*prompt, *tokens[:-1]], len(prompt), rounded=False), exact)
-    print("TINY", error(found, exact), apart, float(exact.std()), (found - exact).abs().amax(1))
-    assert error(found, exact) < apart / 8
-    assert apart < float(exact.std()) / 8
+    off = (found - exact).abs().amax(1)
+    assert float(off.median()) < 2**-17  # some bits of 2^-20, which is one of a log probability between 8 and 16
+    assert error(found, exact) < apart / 8  # with codes on a tie
+    assert apart < float(exact.std()) / 8  # a wrong scale, block or row would not hide in it
 
 
 @pytest.mark.slow
@@ -114,7 +115,6 @@ def test_the_real_model_makes_the_text_of_its_weights(tmp_path: Path, recipe: Re
     sequence = [*prompt, *tokens[:-1]]
     exact = reference(model, sequence, len(prompt), rounded=False)
     theirs = reference(model, sequence, len(prompt), rounded=True)
-    print("REAL", error(found, exact), error(theirs, exact), float(exact.std()))
     assert error(found, exact) < 2 * error(theirs, exact) < float(exact.std()) / 4
     chosen = exact.gather(1, torch.tensor(tokens)[:, None])[:, 0]  # no other token is ahead by more than both errors
     assert bool((exact.amax(1) - chosen <= 4 * (theirs - exact).abs().amax(1)).all())
