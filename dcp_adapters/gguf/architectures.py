@@ -52,4 +52,5 @@ def name_in_file(architecture: Architecture, module: str) -> str | None:
 
 def rows_in_pairs(part: Tensor, heads: int) -> Tensor:
     """The rows of each head, [heads * d, ..], in the order 0, d / 2, 1, d / 2 + 1, ..."""
-    return part.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    pairs: Tensor = part.unflatten(0, (heads, 2, -1)).transpose(1, 2)  # [heads, d / 2, 2, ..]
+    return pairs.flatten(0, 2)

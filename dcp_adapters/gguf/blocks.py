@@ -43,7 +43,7 @@ def nvfp4_blocks(payload: Tensor, scale: Tensor) -> Tensor:
 
 def _halves_together(payload: Tensor, columns: int) -> Tensor:
     """uint8 [.., K / 2], neighbours in a byte -> [.., K / columns, columns / 2], columns of two halves in a byte."""
-    halves = unpacked(payload).unflatten(-1, (-1, 2, columns // 2))
+    halves: Tensor = unpacked(payload).unflatten(-1, (-1, 2, columns // 2))
     return halves[..., 0, :] | halves[..., 1, :] << 4
 
 

@@ -93,8 +93,8 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
     final = Path(out_file)
     begun = hidden_name(final)
     first = rank_of(None) == 0
-    with _file_gone_on_error(begun) if first else nullcontext():
-        writers: list[Any] = []
+    writers: list[Any] = []
+    with _file_gone_on_error(begun, writers) if first else nullcontext():
         on_first(None, lambda: writers.append(_begun_file(begun, readers[0], told, made)))
         with progress_bar("exporting", plan.nbytes, enabled=progress and first) as advance:
             _write_tensors(source, jobs, made, partial(_write_output, writers, told), advance)
@@ -117,10 +117,13 @@ def _refuse_taken(final: Path) -> None:
 
 
 @contextmanager
-def _file_gone_on_error(begun: Path) -> Iterator[None]:
+def _file_gone_on_error(begun: Path, writers: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        for writer in writers:
+            with suppress(OSError):
+                writer.close()
         with suppress(OSError):
             begun.unlink(missing_ok=True)
         raise

@@ -35,6 +35,7 @@ from qtensor import (
     quantize_,
 )
 from qtensor.tensor import dense
+from tests.dcp_adapters.cases import alone
 from tests.dcp_adapters.gguf import files
 from tests.dcp_adapters.hf.exports import llama
 from tests.ranks import agreed, run_ranks
@@ -152,8 +153,8 @@ def test_shards_make_the_file_of_one_process(tmp_path: Path) -> None:
     there = Path(agreed(value=str(tmp_path)))  # a directory that all ranks have, under torchrun too
     files.like(there / "like.gguf", llama())
     run_ranks(2, _of_shards, str(there))
-    alone = export_gguf(quantized("NVFP4"), tmp_path / "alone.gguf", like=there / "like.gguf", progress=False)
-    assert (there / "shards.gguf").read_bytes() == alone.read_bytes()
+    path = export_gguf(quantized("NVFP4"), tmp_path / "one.gguf", like=there / "like.gguf", progress=False)
+    assert (there / "shards.gguf").read_bytes() == path.read_bytes()
 
 
 def test_a_checkpoint_is_exported_from_the_command_line(
@@ -161,7 +162,8 @@ def test_a_checkpoint_is_exported_from_the_command_line(
 ) -> None:
     model = quantized("MXFP4")
     weights = {name: value for name, value in model.state_dict().items() if isinstance(value, QuantizedTensor)}
-    dcp.save({"model": weights}, checkpoint_id=tmp_path / "step", planner=QuantizedSavePlanner(), no_dist=True)
+    with alone():
+        dcp.save({"model": weights}, checkpoint_id=tmp_path / "step", planner=QuantizedSavePlanner())
     llama().save_pretrained(tmp_path / "dense")
     command = ["export", str(tmp_path / "step"), str(tmp_path / "out.gguf"), "--layout", "gguf", "--no-progress"]
     assert main([*command, "--like", str(like), "--rest", str(tmp_path / "dense")]) == 0
