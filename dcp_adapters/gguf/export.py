@@ -87,7 +87,7 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
     )
     source, plan = prepared(asked)
     (file,) = plan.files
-    groups = in_groups(file.outputs, groups_of(state_dict_or_checkpoint, prefix))
+    groups = in_groups(file.outputs, groups_of(None))  # by layers: the same order for every source
     made = tensors_of([output for group in groups for output in group], told)
     jobs = [Job(group, Keep(0, torch.device("cpu"))) for group in groups]
     final = Path(out_file)
