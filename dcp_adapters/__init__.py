@@ -23,6 +23,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     save/                  the save planner, and what is written in which order
     load/                  the load planner: compare, read in place, convert
     hf/                    Hugging Face directories: export and import
+    gguf/                  GGUF files: export
     digests/               one value for all weights: of a model, a checkpoint, a directory, received tensors
     delta/                 exact deltas between two states of the same tensors
     streams/               the tensors of an export into engines that are running
@@ -37,6 +38,7 @@ from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.digests.digest import digest, tensor_digests
 from dcp_adapters.expand import expand
+from dcp_adapters.gguf.export import export_gguf
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.importing import import_hf
 from dcp_adapters.load.planner import QuantizedLoadPlanner
@@ -77,6 +79,7 @@ __all__ = [
     "delta_to_bytes",
     "digest",
     "expand",
+    "export_gguf",
     "export_hf",
     "import_hf",
     "join_group",

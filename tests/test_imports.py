@@ -27,7 +27,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
     "qtensor": ("codecs", "."),
     "dcp_adapters": (
-        *(".", "reading", "stored", "save", "load", "staging", "hf", "digests", "delta"),
+        *(".", "reading", "stored", "save", "load", "staging", "hf", "gguf", "digests", "delta"),
         *("streams", "cli.report", "cli"),
     ),
     "layerwise": (
@@ -88,6 +88,7 @@ PUBLIC: dict[str, list[str]] = {
         "delta_to_bytes",
         "digest",
         "expand",
+        "export_gguf",
         "export_hf",
         "import_hf",
         "join_group",
