@@ -16,6 +16,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     weight_sums.py         what digests of weights are made of, wherever the weights are
     expand.py              quantized leaves of a state dict as their parts
 
+    coding/                what changed between two tensors, as few bytes
     reading/               checkpoints read without executing anything in them
     stored/                a checkpoint on disk: opened, inspected, verified
     staging/               copies in host memory for asynchronous saves

@@ -27,7 +27,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
     "qtensor": ("codecs", "."),
     "dcp_adapters": (
-        *(".", "reading", "stored", "save", "load", "staging", "hf", "digests", "delta"),
+        *(".", "coding", "reading", "stored", "save", "load", "staging", "hf", "digests", "delta"),
         *("streams", "cli.report", "cli"),
     ),
     "layerwise": (

@@ -1,10 +1,7 @@
 """Exact deltas: what changed between two states of the same tensors, byte for byte.
 
-zstd.py              the compression library, and what to do where it is not installed
-changes.py           two equal-shaped tensors, or two shards, to positions and steps, and back
 layout.py            which tensors a state has, and one numbering of all their units
 state_digest.py      one value of a state, to which shards add their terms
-codec.py             a run of changes as compressed bytes
 encoder.py           changes in the order of the numbering to frames
 patch.py             a delta: what it leads from and to, and its frames
 patch_format.py      a delta as a file, and back

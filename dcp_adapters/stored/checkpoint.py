@@ -25,6 +25,7 @@ from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.entry import Entry
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.reader import SafeFileSystemReader
+from dcp_adapters.reading.rebuilding import Rebuilding
 from dcp_adapters.source import Stored
 from fsdp_hooks.byte_sums import Piece
 
@@ -44,7 +45,8 @@ class StoredCheckpoint(Stored):
 
     Args:
         path: the directory.
-        check: compare what is read with the checkpoint's checksums, where it has some.
+        check: compare what is read with the checkpoint's checksums, where it has some. What is rebuilt from a delta
+            and its base is compared in any case.
 
     Raises:
         CheckpointUnusable: no such directory, no checkpoint, or one whose description cannot be read or contradicts
@@ -57,7 +59,11 @@ class StoredCheckpoint(Stored):
         self.metadata = self._read_metadata()
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._checksums: dict[bytes, bytes] = {}
+        self._rebuilding = Rebuilding(None, self.metadata)
         self.manifest = self._read_manifest()
+        if self.manifest is not None and self.manifest.base is not None:
+            self._rebuilding = Rebuilding(self.manifest.base, self.metadata)
+            self.base = self.manifest.base.path
         self.format_version = None if self.manifest is None else self.manifest.format_version
         self.entries = self._found_entries()
         self.digests = {} if self.manifest is None else self.manifest.digests
@@ -67,7 +73,7 @@ class StoredCheckpoint(Stored):
             if not isinstance(entry, TensorStorageMetadata)
         ]
         self.has_checksums = isinstance(self.metadata.state_dict_metadata.get(CHECKSUMS), TensorStorageMetadata)
-        if check and self.has_checksums:
+        if self.has_checksums and (check or self.base is not None):
             self._checksums = self._read_checksums()
         data = self.metadata.planner_data if isinstance(self.metadata.planner_data, Mapping) else {}
         keys = self.metadata.state_dict_metadata.keys() - BOOKKEEPING
@@ -139,8 +145,10 @@ class StoredCheckpoint(Stored):
     # -- below the surface ---------------------------------------------------------------------------------------------
 
     def _read(self, entry: str, items: list[ReadItem], targets: dict[str, Tensor]) -> io.BytesIO:
-        planner = _Into(targets, self._checksums)
+        planner = _Into(targets, self._checksums, self._rebuilding)
         try:
+            items = self._rebuilding.instead(items)
+            self._rebuilding.open(self.path)
             self._reader.read_data(LoadPlan(items), planner).wait()
         except CheckpointUnusable as error:
             raise CheckpointUnusable(f"{self.path}: {error}") from None
@@ -236,13 +244,18 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
 class _Into(DefaultLoadPlanner):
     """Reads into given tensors, keeps bytes as bytes, and compares each chunk with its checksum."""
 
-    def __init__(self, targets: dict[str, Tensor], checksums: Mapping[bytes, bytes]) -> None:
+    def __init__(self, targets: dict[str, Tensor], checksums: Mapping[bytes, bytes], rebuilding: Rebuilding) -> None:
         super().__init__()
         self.state_dict = targets
-        self.checksums = checksums
+        self.checksums, self.rebuilding = checksums, rebuilding
         self.blob = io.BytesIO()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if Rebuilding.is_for(read_item):
+            checksum = self.checksums.get(chunk_key(self.rebuilding.chunk_of(read_item)))
+            for item, piece in self.rebuilding.pieces(read_item, value, checksum):
+                self.resolve_tensor(item).copy_(piece)
+            return
         self.blob = value
         self._compare(read_item, value)
 
