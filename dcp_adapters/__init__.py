@@ -35,6 +35,7 @@ from dcp_adapters.delta.chain import Anchors, removable
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
+from dcp_adapters.delta.retention import checkpoint_bases, remove_checkpoints
 from dcp_adapters.digests.digest import digest, tensor_digests
 from dcp_adapters.expand import expand
 from dcp_adapters.hf.export import export_hf
@@ -70,6 +71,7 @@ __all__ = [
     "WeightStream",
     "WeightStreamError",
     "apply_deltas",
+    "checkpoint_bases",
     "delta_from_bytes",
     "delta_to_bytes",
     "digest",
@@ -81,6 +83,7 @@ __all__ = [
     "patched_copy",
     "read_manifest",
     "removable",
+    "remove_checkpoints",
     "remove_replaced",
     "save_delta",
     "tensor_digests",

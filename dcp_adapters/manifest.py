@@ -7,11 +7,11 @@
      "digests": {name: 32 hex digits},
      "base": {"path": "../step-1000", "digest": 32 hex digits}}
 
-`base` is there where the checkpoint is a delta to another one, and only there the version is 2: who knows version 1
-alone refuses it. `digests` is there where the save was asked for it: of all tensors, quantized or not, as in dcp_adapters/weight_sums.py.
-It is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch reads, and in
-the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused. Reading it needs
-neither the model nor a process group.
+`digests` is there where the save was asked for it: of all tensors, quantized or not, as in weight_sums.py. `base` is
+there where the checkpoint is a delta to another one; only then the version is 2, so who knows version 1 alone refuses.
+The manifest is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch
+reads, and in the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused.
+Reading it needs neither the model nor a process group.
 """
 
 import json
