@@ -9,6 +9,7 @@ at a time.
 """
 
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class Rebuilding:
             require()
         self.link, self.metadata = link, metadata
         self.base: Base | None = None
+        self._numbers = itertools.count()
         self._waiting: dict[MetadataIndex, tuple[MetadataIndex, list[ReadItem]]] = {}  # by destination
 
     def instead(self, items: Sequence[ReadItem]) -> list[ReadItem]:
@@ -73,7 +75,7 @@ class Rebuilding:
 
     def _item(self, index: MetadataIndex, items: list[ReadItem]) -> ReadItem:
         stored, zero = self.metadata.storage_data, torch.Size([0])
-        number = torch.Size([len(self._waiting)])
+        number = torch.Size([next(self._numbers)])
         alias, into = Alias(REBUILT, number, original=index), MetadataIndex(REBUILT, number)
         stored[alias] = unmarked(stored[index])
         self._waiting[into] = index, items
@@ -97,7 +99,8 @@ class Rebuilding:
 
     def pieces(self, item: ReadItem, value: io.BytesIO, checksum: bytes | None) -> Iterator[tuple[ReadItem, Tensor]]:
         """The items that an own one stands for, each with its piece of the rebuilt chunk. Raises as Base.rebuilt."""
-        index, items = self._waiting[item.dest_index]
+        index, items = self._waiting.pop(item.dest_index)
+        self.metadata.storage_data.pop(Alias(REBUILT, item.dest_index.offset), None)
         assert self.base is not None
         chunk = self.base.rebuilt(index, self.metadata, value.getvalue(), checksum)
         for each in items:

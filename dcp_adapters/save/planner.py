@@ -22,14 +22,15 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.checksums import CHECKSUMS, ROW, Checksums
+from dcp_adapters.checksums import CHECKSUMS, Checksums
 from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
 from dcp_adapters.manifest import MANIFEST, Manifest
 from dcp_adapters.plain_memory import without_bytes
+from dcp_adapters.reading.base import Base
 from dcp_adapters.save import plan_cache
 from dcp_adapters.save.coordinator import (
     PLAIN,
@@ -41,9 +42,9 @@ from dcp_adapters.save.coordinator import (
     with_unlisted,
 )
 from dcp_adapters.save.item_sums import Sums, item_sums, refuse_ranks_apart, with_digests
-from dcp_adapters.save.overwrite import clear, commit, make_room, own_names
+from dcp_adapters.save.overwrite import Directory, clear, commit, make_room, own_names
 from dcp_adapters.save.since_base import SinceBase, check_options
-from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item
+from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item, with_checksum_items
 from dcp_adapters.torch_private import Committed, prefix_of, writes_safetensors
 from fsdp_hooks.digest import digest
 from fsdp_hooks.torch_private import cpu_by_default, local_of, without_torch_function
@@ -152,8 +153,9 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         bits = torch.stack(scales).view(torch.int32).tolist() if scales else []  # read from the device at once
         sums, own = (self._sums(of) if self.with_digest else [] for of in (items, self.unlisted))
         self.unlisted_sums = {item.index: total for item, total in zip(self.unlisted, own, strict=False)}  # or none
-        coded, base = (b"", None) if self.since is None else (self.since.chosen(items, self.lookup_object), self.since)
-        now = Now(bits, self._replicated(items), sums, base and base.base.link.digest)
+        coded = b"" if self.since is None else self.since.chosen(items, self.lookup_object)
+        base = None if self.since is None else self.since.base.link.digest
+        now = Now(bits, self._replicated(items), sums, base)
         paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
         recipes = [(recipe.to_json(), dtype) for recipe, dtype in numbers]
         record = Record(paths, recipes, bytes(kinds), now, self.with_checksums, self.with_digest, coded)
@@ -196,7 +198,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             dataclasses.replace(plan, planner_data=(taken, (token, place))) for place, plan in enumerate(plans)
         ]
         # a record of its own for each save: writers fill in where things are stored
-        before = partial(self._commit, alone=own is not None)
+        base = None if self.since is None else self.since.base
+        before = partial(_last_checks, self.checkpoint_id, base, alone=own is not None)
         self.metadata = Committed(metadata.state_dict_metadata, metadata.planner_data, before=before, coded=coded)
         return self.global_plan, self.metadata
 
@@ -236,7 +239,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         if write_item.index.fqn == CHECKSUMS:
             self._refuse_overlap(write_item)
             return self.checksums.table(self.plan.items, self._digested)
-        data, since = self._digested(write_item), self.since
+        since = self.since
+        data = self._digested(write_item)  # refuses, where `since` is another save's
         if since is None or not since.has(write_item):
             return data
         assert isinstance(data, Tensor)
@@ -252,12 +256,6 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             data = checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
         self._refuse_overlap(write_item)  # again, now that the data is here: so it is this save's
         return checksums.seen(write_item.index, data) if self.with_checksums else data
-
-    def _commit(self, files: set[str], *, alone: bool) -> None:
-        """The last checks, before the new metadata are written."""
-        if self.since is not None:
-            self.since.base.check_unchanged()
-        commit(self.checkpoint_id, files, alone=alone)
 
     def _refuse_overlap(self, write_item: WriteItem) -> None:
         if id(write_item) not in self.current:
@@ -275,7 +273,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         metadata = with_manifest(metadata, manifest)
         planner_data = {**metadata.planner_data, MANIFEST: (MANIFEST,)}
         if self.with_checksums:
-            plans, entry = _with_checksums(plans)
+            plans, entry = with_checksum_items(plans)
             metadata.state_dict_metadata[CHECKSUMS] = entry
             planner_data[CHECKSUMS] = (CHECKSUMS,)
         plans = [dataclasses.replace(plan, planner_data=None) for plan in plans]
@@ -339,6 +337,13 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             )
 
 
+def _last_checks(checkpoint_id: Directory, base: Base | None, files: set[str], *, alone: bool) -> None:
+    """All ranks have written, and the metadata have not been."""
+    if base is not None:
+        base.check_unchanged()
+    commit(checkpoint_id, files, alone=alone)
+
+
 def _refuse_without_bytes(name: str, local: Tensor) -> None:
     """Refuse it now, before an older checkpoint is removed and any rank writes; a writer would fail on it later."""
     reason = without_bytes(local)
@@ -356,28 +361,6 @@ def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:
             f"{names[0]}: safetensors files hold tensors alone, and {len(names)} entries of the state dict are none; "
             "save them elsewhere, or as tensors"
         )
-
-
-def _with_checksums(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorageMetadata]:
-    """Each plan with an item for its rows of the table, and the table's metadata."""
-    total, first = sum(len(plan.items) for plan in plans), 0
-    out: list[SavePlan] = []
-    chunks: list[ChunkStorageMetadata] = []
-    entry = None
-    for plan in plans:
-        rows = torch.empty(len(plan.items), ROW, dtype=torch.uint8, device="meta")
-        if not plan.items:
-            out.append(plan)
-            continue
-        item = plain_item(CHECKSUMS, rows, rows=(first, total))
-        first += len(plan.items)
-        assert item.tensor_data is not None
-        item = dataclasses.replace(item, index=dataclasses.replace(item.index, index=len(chunks)))
-        chunks.append(item.tensor_data.chunk)  # type: ignore[union-attr]
-        entry = TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, chunks)  # type: ignore[union-attr]
-        out.append(dataclasses.replace(plan, items=[*plan.items, item]))
-    assert entry is not None  # the manifest is always an item
-    return out, entry
 
 
 def _part_paths(mappings: Any, entries: dict[str, dict[str, str]]) -> Any:
