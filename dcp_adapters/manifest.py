@@ -73,10 +73,6 @@ class Manifest:
     digests: Mapping[str, str] = field(default_factory=dict)
     base: BaseLink | None = None
 
-    def since(self, base: BaseLink) -> "Manifest":
-        """The same, of a delta to a full checkpoint."""
-        return replace(self, format_version=DELTA_VERSION, base=base)
-
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the module docstring; it does not depend on the order of the tensors."""
         recipes: list[Recipe] = []
@@ -151,6 +147,11 @@ def manifest_of(metadata: Metadata) -> Manifest | None:
     data = metadata.planner_data
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
     return None if record is None else Manifest.from_json(record)
+
+
+def with_base(manifest: Manifest, base: BaseLink) -> Manifest:
+    """The manifest of the same state as a delta to a full checkpoint."""
+    return replace(manifest, format_version=DELTA_VERSION, base=base)
 
 
 def base_of(metadata: Metadata) -> BaseLink | None:

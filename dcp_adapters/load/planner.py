@@ -132,7 +132,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.awaits_manifest = self.manifest is None and bool(self.quantized)
         if self.awaits_manifest:
             self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
-        self.rebuilding = Rebuilding(self.manifest and self.manifest.base, metadata)
+        self.rebuilding = Rebuilding(None if self.manifest is None else self.manifest.base, metadata)
         wanted = self.verify_checksums or self.rebuilding.link is not None
         checks = wanted and self._reads_first(CHECKSUMS, metadata, dims=2)
         if wanted and not checks:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_adapters.checksums import digest_of
 from dcp_adapters.coding.chunk import decoded_chunk
+from dcp_adapters.coding.zstd import require
 from dcp_adapters.manifest import BaseLink, base_of
 from dcp_adapters.reading.metadata_checks import METADATA, chunk_in_words, stored_chunk
 from dcp_adapters.reading.reader import SafeFileSystemReader
@@ -55,6 +56,7 @@ class Base:
             ValueError: one of the two is no local directory; they are the same; the base is a delta itself, or cannot
                 be read.
             FileNotFoundError: there is no checkpoint at `path`.
+            ImportError: there is no zstd.
         """
         for name, given in (("delta_to", path), ("the directory to save into", checkpoint_id)):
             if given is None or "://" in os.fspath(given):
@@ -82,6 +84,7 @@ class Base:
         Raises:
             FileNotFoundError: it is not there.
             ValueError: another checkpoint is; it is a delta itself, or cannot be read.
+            ImportError: there is no zstd.
         """
         directory = Path(os.path.normpath(delta.resolve() / link.path))
         _check(delta, link, directory, "nothing has been loaded. Put it back, or use another checkpoint")
@@ -89,6 +92,7 @@ class Base:
 
     @staticmethod
     def _opened(delta: Path, link: BaseLink, directory: Path) -> "Base":
+        require()
         reader = SafeFileSystemReader(directory)
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=False)

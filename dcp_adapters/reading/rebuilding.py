@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_adapters.checksums import CHECKSUMS
-from dcp_adapters.coding.zstd import require
 from dcp_adapters.manifest import MANIFEST, BaseLink
 from dcp_adapters.reading.base import Base
 from dcp_adapters.reading.order import REBUILT, has_files
@@ -33,14 +32,9 @@ class Rebuilding:
     Args:
         link: to the base; None for a full checkpoint.
         metadata: of the checkpoint; places with aliases are added to its storage data.
-
-    Raises:
-        ImportError: for a delta, where there is no zstd.
     """
 
     def __init__(self, link: BaseLink | None, metadata: Metadata) -> None:
-        if link is not None:
-            require()
         self.link, self.metadata = link, metadata
         self.base: Base | None = None
         self._numbers = itertools.count()

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.checksums import CHECKSUMS, Checksums
 from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
-from dcp_adapters.manifest import MANIFEST, Manifest
+from dcp_adapters.manifest import MANIFEST, Manifest, with_base
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.reading.base import Base
 from dcp_adapters.save import plan_cache
@@ -43,7 +43,7 @@ from dcp_adapters.save.coordinator import (
 )
 from dcp_adapters.save.item_sums import Sums, item_sums, refuse_ranks_apart, with_digests
 from dcp_adapters.save.overwrite import Directory, clear, commit, make_room, own_names
-from dcp_adapters.save.since_base import SinceBase, check_options
+from dcp_adapters.save.since_base import SinceBase, refuse_without_checksums
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item, with_checksum_items
 from dcp_adapters.torch_private import Committed, prefix_of, writes_safetensors
 from fsdp_hooks.digest import digest
@@ -98,7 +98,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         self.caches_plans = kwargs.pop("enable_plan_caching", False)  # our own: stock's compares no formats
         super().__init__(**kwargs)
         if delta_to is not None:
-            check_options(checksums=checksums)
+            refuse_without_checksums(checksums=checksums)
         self.overwrite, self.delta_to = overwrite, delta_to
         self.with_checksums, self.with_digest = checksums, digest
         # an option of the calling thread, which the threads that write do not inherit
@@ -180,7 +180,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         coded = coded_names(all_plans)
         if self.since is not None:
             refuse_ranks_apart("delta_to is agreed on by all ranks", apart=own is not None)
-            manifest = manifest.since(self.since.base.link)
+            manifest = with_base(manifest, self.since.base.link)
         renewed = self.with_digest or self.since is not None  # a manifest that may be another one at every save
         known = plan_cache.lookup_global(token) if token else None
         data = known.manifest if known is not None and not renewed else manifest.to_tensor()

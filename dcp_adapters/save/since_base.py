@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_adapters.coding.chunk import coded_chunk
-from dcp_adapters.coding.zstd import require
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.reading.base import Base
 from dcp_adapters.torch_private import writes_safetensors
@@ -29,13 +28,12 @@ from dcp_adapters.torch_private import writes_safetensors
 Directory = str | os.PathLike[str]
 
 
-def check_options(*, checksums: bool) -> None:
-    """Raise where a delta cannot be saved. ValueError: without checksums. ImportError: without zstd."""
+def refuse_without_checksums(*, checksums: bool) -> None:
+    """Refuse a delta without them."""
     if not checksums:
         raise ValueError(
             "QuantizedSavePlanner: delta_to needs checksums=True: what is made of base and delta is compared with them"
         )
-    require()
 
 
 class SinceBase:

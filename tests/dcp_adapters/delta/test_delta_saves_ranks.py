@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, SafeFileSystemReader, expand, read_manifest
 from dcp_adapters.stored.verify import verify
-from tests.dcp_adapters.cases import RECIPES, assert_holds, leaves, load, local_of, models, reference, save
+from tests.dcp_adapters.cases import RECIPES, alone, assert_holds, leaves, load, local_of, models, reference, save
 from tests.dcp_adapters.delta.test_delta_saves import data_bytes, kind_of, marked
 from tests.dcp_adapters.test_async import Training, overwrite, whole
 from tests.ranks import run_ranks, run_ranks_catching
@@ -111,6 +111,18 @@ def test_ranks_with_other_bases_are_refused(shared_tmp_path: Path) -> None:
     errors = run_ranks_catching(2, other_bases, shared_tmp_path)
     assert all("give all ranks the same delta_to" in error for error in errors)
     assert not (shared_tmp_path / "delta" / ".metadata").exists()
+
+
+def apart(base: Path) -> None:
+    save({"w": torch.ones(2)}, base / "full")
+    with alone():
+        planner = QuantizedSavePlanner(delta_to=base / "full")
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=base / "delta", planner=planner, use_collectives=False)
+
+
+def test_ranks_that_save_for_themselves_are_refused(shared_tmp_path: Path) -> None:
+    for error in run_ranks_catching(2, apart, shared_tmp_path):
+        assert "delta_to is agreed on by all ranks, and here each rank saves for itself" in error
 
 
 def missing(base: Path) -> None:
