@@ -70,7 +70,7 @@ def decoded_chunk(
     if kind not in ("whole", "same", "changes") or bool(frames) != (kind == "changes") or len(body) != expected:
         raise ValueError(f"{what} is damaged: {len(body)} bytes and {len(frames)} frames of the kind {str(kind)[:20]}")
     if kind == "whole":
-        memory_of(chunk)[:] = bytes(body)
+        memoryview(memory_of(chunk)).cast("B")[:] = body
         return chunk
     chunk = old()
     flat, begun = units(chunk), 0
