@@ -52,9 +52,12 @@ class BaseLink:
     def from_json(record: Any) -> "BaseLink":
         """The inverse of `vars`. Raises ValueError for anything else than a path and a digest."""
         path, digest = (record.get(key) if isinstance(record, Mapping) else None for key in ("path", "digest"))
-        if type(path) is str and type(digest) is str and DIGEST.fullmatch(digest):
-            if path and "\0" not in path and not PurePosixPath(path).is_absolute():
-                return BaseLink(path, digest)
+        if (
+            (type(path) is str and path and "\0" not in path and not PurePosixPath(path).is_absolute())
+            and type(digest) is str
+            and DIGEST.fullmatch(digest)
+        ):
+            return BaseLink(path, digest)
         raise ValueError(
             f"the checkpoint's qtensor.manifest has the base {short(path)} with the digest {short(digest)}, expected a "
             "relative path and 32 hex digits"
