@@ -185,8 +185,8 @@ def marked(name: str, info: Any) -> StorageInfo:
 
 def is_marked(info: Any) -> bool:
     """Whether a chunk is stored as what changed since a base."""
-    descriptors = getattr(info, "transform_descriptors", None)
-    return bool(descriptors) and bool(descriptors[-1] == DELTA)
+    descriptors = getattr(info, "transform_descriptors", None) or [None]
+    return bool(descriptors[-1] == DELTA)
 
 
 def unmarked(info: StorageInfo) -> StorageInfo:

@@ -58,7 +58,8 @@ class StoredCheckpoint(Stored):
         self._reader = SafeFileSystemReader(self.path)
         self.metadata = self._read_metadata()
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        self._checksums: dict[bytes, bytes] = {}
+        self._saved: dict[bytes, bytes] = {}  # digest of a chunk's name and offset -> digest of its bytes
+        self._checksums: dict[bytes, bytes] = {}  # those with which all that is read is compared
         self._rebuilding = Rebuilding(None, self.metadata)
         self.manifest = self._read_manifest()
         if self.manifest is not None and self.manifest.base is not None:
@@ -74,7 +75,8 @@ class StoredCheckpoint(Stored):
         ]
         self.has_checksums = isinstance(self.metadata.state_dict_metadata.get(CHECKSUMS), TensorStorageMetadata)
         if self.has_checksums and (check or self.base is not None):
-            self._checksums = self._read_checksums()
+            self._saved = self._read_checksums()
+            self._checksums = self._saved if check else {}
         data = self.metadata.planner_data if isinstance(self.metadata.planner_data, Mapping) else {}
         keys = self.metadata.state_dict_metadata.keys() - BOOKKEEPING
         self.paths = {key: tuple(path) for key, path in data.items() if key in keys}
@@ -145,7 +147,7 @@ class StoredCheckpoint(Stored):
     # -- below the surface ---------------------------------------------------------------------------------------------
 
     def _read(self, entry: str, items: list[ReadItem], targets: dict[str, Tensor]) -> io.BytesIO:
-        planner = _Into(targets, self._checksums, self._rebuilding)
+        planner = _Into(targets, self._checksums, self._rebuilding, self._saved)
         try:
             items = self._rebuilding.instead(items)
             self._rebuilding.open(self.path)
@@ -244,15 +246,21 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
 class _Into(DefaultLoadPlanner):
     """Reads into given tensors, keeps bytes as bytes, and compares each chunk with its checksum."""
 
-    def __init__(self, targets: dict[str, Tensor], checksums: Mapping[bytes, bytes], rebuilding: Rebuilding) -> None:
+    def __init__(
+        self,
+        targets: dict[str, Tensor],
+        checksums: Mapping[bytes, bytes],
+        rebuilding: Rebuilding,
+        saved: Mapping[bytes, bytes],
+    ) -> None:
         super().__init__()
         self.state_dict = targets
-        self.checksums, self.rebuilding = checksums, rebuilding
+        self.checksums, self.rebuilding, self.saved = checksums, rebuilding, saved
         self.blob = io.BytesIO()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if Rebuilding.is_for(read_item):
-            checksum = self.checksums.get(chunk_key(self.rebuilding.chunk_of(read_item)))
+            checksum = self.saved.get(chunk_key(self.rebuilding.chunk_of(read_item)))
             for item, piece in self.rebuilding.pieces(read_item, value, checksum):
                 self.resolve_tensor(item).copy_(piece)
             return
