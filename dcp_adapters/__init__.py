@@ -17,6 +17,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     soundness.py           does a tensor mean what it should: scales, histories, masters
     expand.py              quantized leaves of a state dict as their parts
 
+    coding/                what changed between two tensors, as few bytes
     reading/               checkpoints read without executing anything in them
     stored/                a checkpoint on disk: opened, inspected, verified
     staging/               copies in host memory for asynchronous saves
@@ -36,6 +37,7 @@ from dcp_adapters.delta.chain import Anchors, removable
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
+from dcp_adapters.delta.retention import checkpoint_bases, remove_checkpoints
 from dcp_adapters.digests.digest import digest, tensor_digests
 from dcp_adapters.expand import expand
 from dcp_adapters.gguf.export import export_gguf
@@ -75,6 +77,7 @@ __all__ = [
     "WeightStream",
     "WeightStreamError",
     "apply_deltas",
+    "checkpoint_bases",
     "delta_from_bytes",
     "delta_to_bytes",
     "digest",
@@ -89,6 +92,7 @@ __all__ = [
     "patched_copy",
     "read_manifest",
     "removable",
+    "remove_checkpoints",
     "remove_replaced",
     "save_delta",
     "tensor_digests",

@@ -27,7 +27,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
     "qtensor": ("codecs", "."),
     "dcp_adapters": (
-        *(".", "reading", "stored", "save", "load", "staging", "hf", "gguf", "digests", "delta"),
+        *(".", "coding", "reading", "stored", "save", "load", "staging", "hf", "gguf", "digests", "delta"),
         *("streams", "cli.report", "cli"),
     ),
     "layerwise": (
@@ -84,6 +84,7 @@ PUBLIC: dict[str, list[str]] = {
         "WeightStream",
         "WeightStreamError",
         "apply_deltas",
+        "checkpoint_bases",
         "delta_from_bytes",
         "delta_to_bytes",
         "digest",
@@ -98,6 +99,7 @@ PUBLIC: dict[str, list[str]] = {
         "patched_copy",
         "read_manifest",
         "removable",
+        "remove_checkpoints",
         "remove_replaced",
         "save_delta",
         "tensor_digests",
