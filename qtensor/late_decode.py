@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import is_tracing
+from fsdp_hooks.torch_private import constant_in_graphs, is_tracing
 from qtensor import kernels
 from qtensor.contents import decoded, parts_per_row
 from qtensor.formats import specs_of
@@ -60,7 +60,7 @@ def _called(how: How, operands: Sequence[Any], values: Tensor) -> Tensor:
     return _CALLS[how.call](*operands[: how.place], values, *operands[how.place :])  # type: ignore[no-any-return]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 @functools.cache
 def _text(call: str, place: int, recipe: Recipe, transposed: bool) -> str:  # noqa: FBT001 - fields of How
     """A text that another process understands, too: it may find this graph, compiled, in a cache on disk."""

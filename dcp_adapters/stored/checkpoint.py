@@ -8,6 +8,7 @@ What is known without touching data (names, recipes, shapes, sizes) is there aft
 one tensor, however many ranks wrote them. No process group and no model are needed.
 """
 
+import dataclasses
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -23,8 +24,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.entry import Entry
-from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.manifest import MANIFEST, Manifest, converted_in, manifest_of
 from dcp_adapters.reading.reader import SafeFileSystemReader
+from dcp_adapters.reading.rebuilding import Rebuilding
 from dcp_adapters.source import Stored
 from fsdp_hooks.byte_sums import Piece
 
@@ -44,7 +46,8 @@ class StoredCheckpoint(Stored):
 
     Args:
         path: the directory.
-        check: compare what is read with the checkpoint's checksums, where it has some.
+        check: compare what is read with the checkpoint's checksums, where it has some. What is rebuilt from a delta
+            and its base is compared in any case.
 
     Raises:
         CheckpointUnusable: no such directory, no checkpoint, or one whose description cannot be read or contradicts
@@ -56,10 +59,16 @@ class StoredCheckpoint(Stored):
         self._reader = SafeFileSystemReader(self.path)
         self.metadata = self._read_metadata()
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        self._checksums: dict[bytes, bytes] = {}
+        self._saved: dict[bytes, bytes] = {}  # digest of a chunk's name and offset -> digest of its bytes
+        self._checksums: dict[bytes, bytes] = {}  # those with which all that is read is compared
+        self._rebuilding = Rebuilding(None, self.metadata)
         self.manifest = self._read_manifest()
+        if self.manifest is not None and self.manifest.base is not None:
+            self._rebuilding = Rebuilding(self.manifest.base, self.metadata)
+            self.base = self.manifest.base.path
         self.format_version = None if self.manifest is None else self.manifest.format_version
         self.entries = self._found_entries()
+        self.converted = converted_in(self.metadata)
         self.digests = {} if self.manifest is None else self.manifest.digests
         self.blobs = [
             name
@@ -67,8 +76,9 @@ class StoredCheckpoint(Stored):
             if not isinstance(entry, TensorStorageMetadata)
         ]
         self.has_checksums = isinstance(self.metadata.state_dict_metadata.get(CHECKSUMS), TensorStorageMetadata)
-        if check and self.has_checksums:
-            self._checksums = self._read_checksums()
+        if self.has_checksums and (check or self.base is not None):
+            self._saved = self._read_checksums()
+            self._checksums = self._saved if check else {}
         data = self.metadata.planner_data if isinstance(self.metadata.planner_data, Mapping) else {}
         keys = self.metadata.state_dict_metadata.keys() - BOOKKEEPING
         self.paths = {key: tuple(path) for key, path in data.items() if key in keys}
@@ -130,6 +140,23 @@ class StoredCheckpoint(Stored):
         self._read(key, create_read_items_for_chunk_list(key, record, [whole]), {key: target})
         return target
 
+    def rows(self, key: str, piece: slice) -> Tensor:
+        """Some of one stored tensor along dim 0; not compared with checksums, which are those of whole chunks."""
+        record = self.metadata.state_dict_metadata[key]
+        assert isinstance(record, TensorStorageMetadata)
+        if not record.size:
+            return self.read_key(key)
+        start, stop, _ = piece.indices(record.size[0])
+        box = ChunkStorageMetadata(
+            offsets=torch.Size([start] + [0] * (len(record.size) - 1)),
+            sizes=torch.Size([stop - start, *record.size[1:]]),
+        )
+        target = torch.empty(box.sizes, dtype=record.properties.dtype, device="cpu")
+        into = MetadataIndex(key, torch.Size([0] * len(record.size)), 0)
+        items = create_read_items_for_chunk_list(key, record, [box])
+        self._read(key, [dataclasses.replace(item, dest_index=into) for item in items], {key: target}, partial=True)
+        return target
+
     def read_blob(self, name: str) -> bytes:
         """An entry of bytes, as it is stored."""
         zero, index = torch.Size([0]), MetadataIndex(name)
@@ -138,9 +165,14 @@ class StoredCheckpoint(Stored):
 
     # -- below the surface ---------------------------------------------------------------------------------------------
 
-    def _read(self, entry: str, items: list[ReadItem], targets: dict[str, Tensor]) -> io.BytesIO:
-        planner = _Into(targets, self._checksums)
+    def _read(
+        self, entry: str, items: list[ReadItem], targets: dict[str, Tensor], *, partial: bool = False
+    ) -> io.BytesIO:
+        """Read items; of chunks that are read in part (`partial`) no checksum can be compared."""
+        planner = _Into(targets, {} if partial else self._checksums, self._rebuilding, self._saved)
         try:
+            items = self._rebuilding.instead(items)
+            self._rebuilding.open(self.path)
             self._reader.read_data(LoadPlan(items), planner).wait()
         except CheckpointUnusable as error:
             raise CheckpointUnusable(f"{self.path}: {error}") from None
@@ -236,13 +268,24 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
 class _Into(DefaultLoadPlanner):
     """Reads into given tensors, keeps bytes as bytes, and compares each chunk with its checksum."""
 
-    def __init__(self, targets: dict[str, Tensor], checksums: Mapping[bytes, bytes]) -> None:
+    def __init__(
+        self,
+        targets: dict[str, Tensor],
+        checksums: Mapping[bytes, bytes],
+        rebuilding: Rebuilding,
+        saved: Mapping[bytes, bytes],
+    ) -> None:
         super().__init__()
         self.state_dict = targets
-        self.checksums = checksums
+        self.checksums, self.rebuilding, self.saved = checksums, rebuilding, saved
         self.blob = io.BytesIO()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if Rebuilding.is_for(read_item):
+            checksum = self.saved.get(chunk_key(self.rebuilding.chunk_of(read_item)))
+            for item, piece in self.rebuilding.pieces(read_item, value, checksum):
+                self.resolve_tensor(item).copy_(piece)
+            return
         self.blob = value
         self._compare(read_item, value)
 

@@ -4,8 +4,10 @@
     tensors       chunks cover each one exactly (dcp_adapters/tiling.py)
     manifest      both copies agree; every entry has its parts in the right dtype and shape; no part without an entry
     files         there, inside of the directory, long enough; chunks do not share bytes
+    base          of a delta: it is there, and is what it was; its own data are read as far as the delta needs them
     chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
     digests       where the manifest has some: of each tensor, from the sums of its chunks
+    meaning       where asked for, and the bytes are sound: deep.py
 
 Nothing stops at the first fault: what cannot be read becomes a finding, and the rest is read. One chunk at a time is
 in memory.
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.reading.base import Base
 from dcp_adapters.reading.metadata_checks import (
     METADATA,
     Fault,
@@ -34,25 +37,40 @@ from dcp_adapters.reading.metadata_checks import (
 from dcp_adapters.reading.places import cut_off, look_at, other_than_said, shared_places, shares_bytes
 from dcp_adapters.reading.reader import read_metadata_file
 from dcp_adapters.reading.tensor_archive import FileSlice, read_header
+from dcp_adapters.soundness import Level, check_level
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
+from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.digest_check import DigestCheck
 from dcp_adapters.stored.findings import Finding, Report
 from dcp_adapters.stored.part_values import value_fault
+from dcp_adapters.torch_private import is_marked
 from dcp_adapters.words import listed
 from qtensor.formats import PartSpec, part_names, specs_of
 
 SHOWN = 3  # names in a sentence
 
 
-def verify(checkpoint: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> Report:
+def verify(
+    checkpoint: str | os.PathLike[str],
+    *,
+    level: Level = "bytes",
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
     """Read a whole checkpoint of the local file system and report everything that is wrong with it.
 
     Args:
         checkpoint: the directory.
+        level: "bytes"; "deep" or "own_scales" reads the quantized tensors and the masters once more, where the bytes
+            are sound, and asks what soundness.py says.
         progress: called after each chunk with (bytes read, bytes in all).
 
     Returns:
         The report. Faults of the checkpoint never raise, a missing one neither.
+
+    Raises:
+        ValueError: no such level.
     """
+    check_level("verify: level", level)
     directory = Path(checkpoint)
     try:
         metadata, faults = read_metadata_file(directory / METADATA)
@@ -63,7 +81,8 @@ def verify(checkpoint: str | os.PathLike[str], *, progress: Callable[[int, int],
         faults = [Fault(METADATA, "", str(error))]
     if faults:
         return Report(str(directory), tuple(Finding("error", f.file, f.entry, f.message) for f in faults))
-    return _Verification(directory, metadata, progress or (lambda done, total: None)).run()
+    report = _Verification(directory, metadata, progress or (lambda done, total: None)).run()
+    return report if level == "bytes" else and_deep(report, lambda: StoredCheckpoint(directory), level)
 
 
 class _Verification:
@@ -82,6 +101,7 @@ class _Verification:
         self.rows: dict[bytes, bytes] | None = None  # of the table of checksums
         self.kept: dict[MetadataIndex, Tensor] = {}  # the chunks of the checkpoint's own entries
         self.digests = DigestCheck(self.records)
+        self.base: Base | None = None
 
     def run(self) -> Report:
         """All checks, in the order of the module's docstring."""
@@ -92,7 +112,9 @@ class _Verification:
             self.read_chunks([index for index in waiting if index.fqn == entry])
             (self.take_checksums if entry == CHECKSUMS else self.take_manifest)()
         self.found([fault for index, fault in length_faults(self.metadata).items() if not self.is_archive(index)])
-        self.read_chunks([index for index in waiting if index.fqn not in own])
+        marked = {index for index in waiting if is_marked(self.metadata.storage_data[index])}
+        lost = marked if marked and not self.found_base() else set()
+        self.read_chunks([index for index in waiting if index.fqn not in own and index not in lost])
         self.compare_rows()
         self.found(self.digests.faults())
         tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
@@ -194,6 +216,9 @@ class _Verification:
             what = "a tensor of another library's class: its checksum is compared, its values are not looked at"
             self.add(info.relative_path, chunk_in_words(index), what, "warning")
             data = io.BytesIO(chunk.read())
+        elif is_marked(info) and self.base is not None:
+            row = None if self.rows is None else self.rows.get(chunk_key(index))
+            data = self.base.rebuilt(index, self.metadata, chunk.read(), row)
         elif isinstance(record, TensorStorageMetadata):
             header = read_header(chunk, "its archive")
             wrong = other_than_said((header.dtype, header.shape), record.properties.dtype, self.known[index])
@@ -215,6 +240,17 @@ class _Verification:
             message = value_fault(spec, data)
             if message is not None:
                 self.add(info.relative_path, chunk_in_words(index), message)
+
+    def found_base(self) -> bool:
+        """Whether the base of a delta could be opened; if not, that is a finding, and what needs it is not read."""
+        link = self.digests.manifest.base
+        try:
+            if link is None:
+                raise ValueError("chunks are stored as what changed since a base, and the manifest names none")
+            self.base = Base.of(link, self.directory)
+        except (ValueError, OSError) as error:
+            self.add(METADATA, "", str(error))
+        return self.base is not None
 
     def is_archive(self, index: MetadataIndex) -> bool:
         """Whether the table has the bytes of a chunk's archive, which holds a tensor of another library's class."""
