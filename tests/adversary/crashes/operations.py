@@ -40,7 +40,7 @@ from tests.dcp_adapters.cases import RECIPES, ROW, assert_holds, placed, values
 
 Mark = Callable[[int], None]
 NOTHING = None  # what is seen where there is none, and all that reads says so
-NONE = re.compile(r"No such file or directory: '[^']*\.metadata'|metadata is None")
+NONE = re.compile(r"No such file or directory: '[^']*/\.metadata'")
 NAMES = sorted(ROW)
 RUN = Fingerprint(weights={"w": 1}, data=3, batches=4, recipe={"type": "R"}, algorithm={"type": "Max"}, threads=1)
 
@@ -107,8 +107,8 @@ def loaded(path: Path, names: Sequence[str], *, safe: bool) -> Any:
         with quiet():
             dcp.load(target, storage_reader=reader, planner=QuantizedLoadPlanner(), no_dist=True)
     except BaseException as error:
-        if NONE.search(str(error)):
-            return NOTHING
+        if NONE.search(str(error)) or ("metadata is None" in str(error) and not (path / ".metadata").exists()):
+            return NOTHING  # torch 2.11 says less
         raise
     try:
         assert_holds(target, full(names, target["step"]))
