@@ -218,7 +218,7 @@ def _reason(path: Path, level: Level) -> str | None:
     """Why a directory is no save that verifies; None where it is one."""
     try:
         if not (path / METADATA).exists():
-            begun = any(file.name.endswith((".distcp", ".metadata.tmp")) for file in path.iterdir())
+            begun = any(file.name.endswith((".distcp", ".tmp")) for file in path.iterdir())
             return f"no {METADATA}: {'its saving has not finished' if begun else 'it is no checkpoint'}"
         errors = verify(path, level=level).errors
     except OSError as error:
