@@ -67,8 +67,7 @@ def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.P
     }
     may_go = removable(bases | elsewhere, {_name(root, kept) for kept in keep}) - elsewhere.keys()
     gone = [root / name for name in sorted(may_go, key=lambda name: (bases[name] is None, name))]
-    for path in gone:
-        remove(path)
+    remove(gone, [root / name for name in bases if name not in may_go])
     return gone
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from dcp_adapters.manifest import base_of
 from dcp_adapters.reading.reader import SafeFileSystemReader
 from dcp_adapters.soundness import Level, check_level
-from dcp_adapters.stored.durable import sync
+from dcp_adapters.stored.durable import sync, sync_name
 from dcp_adapters.stored.verify import verify
 from dcp_adapters.words import listed
 from fsdp_hooks.across_ranks import on_first
@@ -159,8 +159,7 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
         staying = [path for path in candidates if path not in saves]
         spared = _needed(staying, saves, needs or (lambda _: ()), _linked(Path(directory)))
         removed = [path for path in saves if path not in spared]
-        for path in sorted(removed, key=lambda path: not _bases(path)):  # deltas before their bases
-            remove(path)
+        remove(sorted(removed, key=lambda path: not _bases(path)), [*staying, *spared])  # deltas before their bases
         return Retained(found.verified, tuple(removed), tuple(path for path in saves if path in spared), found.skipped)
 
     if type(keep) is not int or keep < 1:
@@ -260,8 +259,17 @@ def _bases(save: Path) -> list[Path]:
     return [] if link is None else [save.resolve() / link.path]
 
 
-def remove(path: Path) -> None:
-    """Remove a save, so that at no moment a part of it looks like a whole one."""
-    (path / METADATA).unlink()
-    sync(path)
-    shutil.rmtree(path)
+def remove(saves: Iterable[Path], staying: Iterable[Path]) -> None:
+    """Remove saves, each so that at no moment a part of it looks like a whole one.
+
+    What stays is on the disk before the first of them goes, whatever wrote it: else a power loss could leave neither.
+    """
+    for path in staying:
+        for place in (path / METADATA, path):
+            if place.exists():
+                sync(place)
+        sync_name(path)
+    for path in saves:
+        (path / METADATA).unlink()
+        sync(path)
+        shutil.rmtree(path)
