@@ -31,6 +31,7 @@ from qtensor.recipes import Recipe
 FORMAT_VERSION = 1
 MANIFEST = "qtensor.manifest"
 MANIFEST_JSON = "qtensor.manifest.json"
+USE_ANOTHER = "use another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Manifest:
         if not isinstance(record, Mapping):
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: it holds a {type(record).__name__}, expected an "
-                "object"
+                f"object; {USE_ANOTHER}"
             )
         version = record.get("format_version")
         if type(version) is not int or version != FORMAT_VERSION:
@@ -90,11 +91,11 @@ class Manifest:
                 f"{FORMAT_VERSION}. Use a library version that knows it"
             )
         try:
-            recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]
+            recipes = [_parsed_recipe(recipe) for recipe in record["recipes"]]
             tensors = {name: _parsed_entry(name, value, recipes) for name, value in record["tensors"].items()}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}"
+                f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}; {USE_ANOTHER}"
             ) from error
         return Manifest(tensors, digests=_parsed_digests(record.get("digests", {})))
 
@@ -109,7 +110,7 @@ class Manifest:
         try:
             record = json.loads(bytes(data.tolist()).decode())
         except (ValueError, TypeError, RecursionError) as error:  # TypeError: a tensor of something else than bytes
-            raise ValueError(f"the checkpoint's qtensor.manifest is not JSON: {error}") from error
+            raise ValueError(f"the checkpoint's qtensor.manifest is not JSON: {error}; {USE_ANOTHER}") from error
         return Manifest.from_json(record)
 
 
@@ -118,6 +119,13 @@ def manifest_of(metadata: Metadata) -> Manifest | None:
     data = metadata.planner_data
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
     return None if record is None else Manifest.from_json(record)
+
+
+def _parsed_recipe(value: Any) -> Recipe:
+    try:
+        return Recipe.from_json(value)
+    except ValueError as error:
+        raise ValueError(f"the checkpoint's qtensor.manifest has a recipe that can not be read: {error}") from error
 
 
 def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:
@@ -132,7 +140,8 @@ def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) ->
     expected = {part: (dtype_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
     if found != expected:
         raise ValueError(
-            f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}"
+            f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}; "
+            f"{USE_ANOTHER}"
         )
     return entry
 
@@ -143,7 +152,7 @@ def _parsed_digests(value: Any) -> dict[str, str]:
     if wrong:
         raise ValueError(
             f"the checkpoint's qtensor.manifest has {short(wrong[0])} among its digests, expected 32 hex digits for "
-            "each tensor"
+            f"each tensor; {USE_ANOTHER}"
         )
     return digests
 

@@ -1,5 +1,6 @@
 """Exact deltas: what changed between two states of the same tensors, byte for byte.
 
+damage.py            the error of a delta that is not what was written
 zstd.py              the compression library, and what to do where it is not installed
 changes.py           two equal-shaped tensors, or two shards, to positions and steps, and back
 layout.py            which tensors a state has, and one numbering of all their units

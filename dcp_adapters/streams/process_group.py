@@ -145,8 +145,12 @@ class GroupReceiver(Receiver):
             )
             data = self._link.received(size) if kind in (BEGIN, ABORT) else b""
         if kind != BEGIN:
-            raise _not_announced(f"it gave up ({data.decode()})" if kind == ABORT else f"it sent {kind}")
-        return _IncomingBroadcasts(Announcement.from_bytes(data), self._link)
+            raise _not_announced(f"it gave up ({data.decode(errors='replace')})" if kind == ABORT else f"it sent {kind}")
+        try:
+            return _IncomingBroadcasts(Announcement.from_bytes(data), self._link)
+        except ValueError as error:  # where its buckets begin and end is not known
+            self._link.broken = True
+            raise _not_announced(str(error)) from None
 
     def _accept(self, incoming: Incoming) -> None:
         with self._link.errors(incoming.broken):
@@ -209,7 +213,7 @@ class _IncomingBroadcasts(Incoming):
         kind, number, digest = self._link.heard(self._link.timeout)
         if kind == ABORT:
             self._given_up = True
-            raise self.broken(f"the sender gave up ({self._link.received(number).decode()})")
+            raise self.broken(f"the sender gave up ({self._link.received(number).decode(errors='replace')})")
         if kind != expected:
             self._link.broken = True
             raise self.broken(f"the sender said {kind} instead of {expected}")

@@ -209,10 +209,14 @@ class SharedMemoryReceiver(Receiver):
             wire.socket.settimeout(self._timeout)
             if told["kind"] != "begin":
                 raise OSError(told.get("why", f"it said {told['kind']!r}"))
-            return _IncomingViews(
-                Announcement.from_bytes(data), wire, Ring.mapped(files[0], told["slot"], told["slots"])
-            )
-        except (OSError, ValueError, KeyError, IndexError) as error:
+            announcement = Announcement.from_bytes(data)
+            if not files or told["slots"] < 1 or told["slot"] < announcement.largest:
+                raise ValueError(
+                    f"{told['slots']} slots of {told['slot']} bytes in {len(files)} files, for buckets of "
+                    f"{announcement.largest}"
+                )
+            return _IncomingViews(announcement, wire, Ring.mapped(files[0], told["slot"], told["slots"]))
+        except (OSError, ValueError, OverflowError) as error:
             self.close()
             raise WeightStreamError(
                 f"{self._address}: the sender did not announce a version ({_text(error)}); see whether the trainer "

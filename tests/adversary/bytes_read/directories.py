@@ -269,7 +269,7 @@ def _into_model(its: Directories, case: Case, name: str) -> str:
 def _verified(its: Directories, case: Case, name: str) -> str:
     """A report never raises."""
     report = verify_directory(its.path)
-    json.dumps(report.to_json())
+    json.dumps([str(finding) for finding in report.findings])
     return "told" if not report.ok else "equal"
 
 
