@@ -125,7 +125,10 @@ def _parsed_recipe(value: Any) -> Recipe:
     try:
         return Recipe.from_json(value)
     except ValueError as error:
-        raise ValueError(f"the checkpoint's qtensor.manifest has a recipe that can not be read: {error}") from error
+        raise ValueError(
+            f"the checkpoint's qtensor.manifest has a recipe that can not be read: {error}; use a library version "
+            "that knows it, or another checkpoint"
+        ) from error
 
 
 def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:

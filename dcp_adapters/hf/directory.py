@@ -149,7 +149,9 @@ def _header(root: Path, file: str, notes: dict[str, dict[str, str]]) -> list[Fil
                 found.append(FileTensor(name, file, piece.get_dtype(), tuple(piece.get_shape())))
             return found
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{root / file}: it is damaged or cut off: {error}. Nothing has been loaded; {AGAIN}") from error
+        raise ValueError(
+            f"{root / file}: it is damaged or cut off: {error}. Nothing has been loaded; {AGAIN}"
+        ) from error
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

@@ -207,8 +207,7 @@ class StoredCheckpoint(Stored):
             held = (record.properties.dtype, tuple(record.size))
             if held != (dtype, shape):
                 raise self._unusable(
-                    f"{entry.key(part)} is stored as {held[0]} {held[1]}, the manifest says {dtype} "
-                    f"{shape}"
+                    f"{entry.key(part)} is stored as {held[0]} {held[1]}, the manifest says {dtype} {shape}"
                 )
         return entry
 
@@ -254,7 +253,9 @@ class _Into(DefaultLoadPlanner):
             stored = self.checksums.get(chunk_key(index))
             where = f"{index.fqn} at {tuple(index.offset)}" if index.offset else index.fqn
             if stored is None:
-                raise CheckpointUnusable(f"{where} has no row in {CHECKSUMS}: it is not what was saved; use another checkpoint")
+                raise CheckpointUnusable(
+                    f"{where} has no row in {CHECKSUMS}: it is not what was saved; use another checkpoint"
+                )
             if stored != digest_of(data):
                 raise CheckpointUnusable(
                     f"{where} is damaged: its bytes do not have the checksum stored; use another checkpoint"

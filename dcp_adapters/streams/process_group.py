@@ -145,7 +145,9 @@ class GroupReceiver(Receiver):
             )
             data = self._link.received(size) if kind in (BEGIN, ABORT) else b""
         if kind != BEGIN:
-            raise _not_announced(f"it gave up ({data.decode(errors='replace')})" if kind == ABORT else f"it sent {kind}")
+            raise _not_announced(
+                f"it gave up ({data.decode(errors='replace')})" if kind == ABORT else f"it sent {kind}"
+            )
         try:
             return _IncomingBroadcasts(Announcement.from_bytes(data), self._link)
         except ValueError as error:  # where its buckets begin and end is not known
@@ -239,8 +241,15 @@ class _Link:
         self.broken = False
 
     def room(self, size: int) -> Tensor:
-        """uint8 [size]."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        """uint8 [size]. Raises WeightStreamError where there is none: sizes are what the sender says."""
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            self.broken = True
+            raise WeightStreamError(
+                f"a message of weights has {size} bytes, and there is no room for it on {self.device}; make buckets "
+                "smaller, or let sender and receiver have the same version of this library"
+            ) from error
 
     def broadcast(self, tensor: Tensor, timeout: dt.timedelta | None = None, root: int | None = None) -> Any:
         """Begin to send or receive; what is late breaks the group, so that no thread of it waits for longer."""

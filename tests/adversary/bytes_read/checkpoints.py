@@ -46,7 +46,8 @@ class Checkpoints:
             dcp.load(state, storage_reader=SafeFileSystemReader(root / "by two ranks"), planner=QuantizedLoadPlanner())
             dcp.save(state | {"step": 7}, checkpoint_id=root / "by one", planner=QuantizedSavePlanner(digest=True))
         self.originals = {
-            name: {path.name: path.read_bytes() for path in (root / name).iterdir()} for name in ("by two ranks", "by one")
+            name: {path.name: path.read_bytes() for path in (root / name).iterdir()}
+            for name in ("by two ranks", "by one")
         }
         for name in self.originals:
             shutil.copyfile(root / name / FILES[0], root / f"outside{DATA}")
@@ -123,7 +124,9 @@ class Checkpoints:
         metadata = pickle.loads(files[".metadata"])
         storage, records = metadata.storage_data, metadata.state_dict_metadata
         one, other = rng.sample(list(storage), 2)
-        kind = rng.choice(("exchanged", "shared", "moved", "elsewhere", "entries exchanged", "left out", "chunk left out"))
+        kind = rng.choice(
+            ("exchanged", "shared", "moved", "elsewhere", "entries exchanged", "left out", "chunk left out")
+        )
         case.told.append(f"{kind}: {one.fqn} {one.offset}, {other.fqn} {other.offset}")
         if kind == "exchanged":
             storage[one], storage[other] = storage[other], storage[one]
@@ -132,7 +135,9 @@ class Checkpoints:
         elif kind == "moved":
             storage[one].offset += rng.choice((-1, 1, 8, -8, 64, 10**6, -(10**6)))
         elif kind == "elsewhere":
-            storage[one].relative_path = rng.choice((*files, f"../outside{DATA}", f"./{FILES[0]}", f"x/../{FILES[0]}", "."))
+            storage[one].relative_path = rng.choice(
+                (*files, f"../outside{DATA}", f"./{FILES[0]}", f"x/../{FILES[0]}", ".")
+            )
         elif kind == "entries exchanged":
             records[one.fqn], records[other.fqn] = records[other.fqn], records[one.fqn]
         elif kind == "left out":
@@ -171,7 +176,9 @@ class Checkpoints:
         row = rng.randrange(len(table))
         case.told.append(f"{kind} {row}")
         changes: dict[str, Callable[[], Any]] = {
-            "bits": lambda: table.index_put((torch.tensor([row]), torch.tensor([rng.randrange(16)])), torch.tensor(9, dtype=torch.uint8)),
+            "bits": lambda: table.index_put(
+                (torch.tensor([row]), torch.tensor([rng.randrange(16)])), torch.tensor(9, dtype=torch.uint8)
+            ),
             "rows exchanged": lambda: torch.cat([table[:, :8], table[:, 8:].roll(1, 0)], 1),
             "row left out": lambda: torch.cat([table[:row], table[row + 1 :]]),
             "row twice": lambda: torch.cat([table, table[row : row + 1]]),
@@ -202,12 +209,16 @@ def _other_value(rng: Random, value: Any, metadata: Metadata) -> Any:
         if isinstance(value, int):
             return rng.choice((value + 1, value - 1, -value, value * 2, rng.choice(EXTREMES)))
         if isinstance(value, torch.dtype):
-            return rng.choice((torch.uint8, torch.float32, torch.int64, torch.float8_e4m3fn, torch.complex128, torch.bool))
+            return rng.choice(
+                (torch.uint8, torch.float32, torch.int64, torch.float8_e4m3fn, torch.complex128, torch.bool)
+            )
         if isinstance(value, str):
             return rng.choice((value + "x", value[:-1], rng.choice(TEXTS)))
     holder, key = rng.choice(list(places(metadata)))
     elsewhere = holder[key] if isinstance(holder, dict | list) else vars(holder)[key]
-    return rng.choice((None, True, -1, 2**60, 0.5, "x", "../outside", [], {}, torch.Size([2**62]), elsewhere, elsewhere))
+    return rng.choice(
+        (None, True, -1, 2**60, 0.5, "x", "../outside", [], {}, torch.Size([2**62]), elsewhere, elsewhere)
+    )
 
 
 def _put_metadata(files: dict[str, bytes], metadata: Any, rng: Random) -> None:

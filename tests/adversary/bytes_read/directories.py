@@ -201,7 +201,9 @@ def _files(rng: Random, files: dict[str, bytes], case: Case) -> None:
     elif kind == "empty":
         files[name] = b""
     elif kind == "renamed":
-        files[rng.choice(("model.safetensors", "x.safetensors", "config.json", "hf_quant_config.json"))] = files.pop(name)
+        files[rng.choice(("model.safetensors", "x.safetensors", "config.json", "hf_quant_config.json"))] = files.pop(
+            name
+        )
     elif kind == "in place of":
         files[name] = files[other]
     elif kind == "a second index":

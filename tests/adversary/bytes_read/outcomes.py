@@ -26,7 +26,7 @@ from tests.adversary.attack import Found
 KINDS = (ValueError, EOFError, FileNotFoundError, OSError, RuntimeError, CheckpointUnusable, WeightStreamError)
 WAYS_OUT = re.compile(
     r"\b(use|take|get|give|load|export|send|save|update|start|make|run|receive|build|let|remove|put|dequantize|choose|"
-    r"download|rename|import|expected|does not read)\b",
+    r"download|rename|import|expected|needs|does not read)\b",
     re.IGNORECASE,
 )
 # What Python and torch say where nobody has looked before.
@@ -111,7 +111,9 @@ def difference(found: Any, expected: Any) -> str:
             for name in dict.fromkeys([*expected, *found])
             if name not in found or name not in expected or found[name] != expected[name]
         ]
-        return "; ".join(f"{name}: {found.get(name)!r:.200}, expected {expected.get(name)!r:.200}" for name in names[:4])
+        return "; ".join(
+            f"{name}: {found.get(name)!r:.200}, expected {expected.get(name)!r:.200}" for name in names[:4]
+        )
     return f"{found!r:.500}, expected {expected!r:.500}"
 
 

@@ -24,7 +24,9 @@ def changed_pickle(rng: Random, data: bytes, told: list[str], sentinel: str) -> 
     for _ in range(rng.choice((1, 1, 2, 3))):
         at = rng.randrange(len(steps))
         name, _, piece = steps[at]
-        kind = rng.choices(("argument", "left out", "doubled", "swapped", "another", "a program"), (8, 2, 2, 2, 4, 2))[0]
+        kind = rng.choices(("argument", "left out", "doubled", "swapped", "another", "a program"), (8, 2, 2, 2, 4, 2))[
+            0
+        ]
         if kind == "argument":
             at = rng.choice([place for place, step in enumerate(steps) if step[1] is not None] or [at])
             name, argument, piece = steps[at]
@@ -53,9 +55,7 @@ def _steps(data: bytes) -> list[tuple[str, object, bytes]]:
     """(name, argument, bytes) of each operation of a sound pickle."""
     found = [(code.name, argument, place or 0) for code, argument, place in pickletools.genops(data)]
     ends = [place for _, _, place in found[1:]] + [len(data)]
-    return [
-        (name, argument, data[place:end]) for (name, argument, place), end in zip(found, ends, strict=True)
-    ]
+    return [(name, argument, data[place:end]) for (name, argument, place), end in zip(found, ends, strict=True)]
 
 
 def _with_argument(rng: Random, argument: object, piece: bytes) -> bytes:

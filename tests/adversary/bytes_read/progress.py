@@ -108,7 +108,9 @@ class Progresses:
         except (ValueError, RecursionError):
             digest = held["digest"]
         for name in RECORDS[: rng.choice((1, 2))]:
-            self._put(name, f'{{"version": 1, "digest": "{digest}", "progress": {text}}}'.encode(errors="surrogatepass"))
+            self._put(
+                name, f'{{"version": 1, "digest": "{digest}", "progress": {text}}}'.encode(errors="surrogatepass")
+            )
 
     def _window(self, rng: Random, case: Case) -> None:
         case.forged = True

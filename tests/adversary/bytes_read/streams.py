@@ -50,7 +50,9 @@ class Streams:
     def __init__(self, root: Path) -> None:
         self.address = root / "weights"
         self.tensors = tensors()
-        self.records = tuple(TensorRecord(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items())
+        self.records = tuple(
+            TensorRecord(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()
+        )
         self.sizes = bucket_sizes(self.records, 300)
         self.announcement = Announcement(1, self.records, self.sizes, JSON)
         self.buckets = []
@@ -97,7 +99,9 @@ class Streams:
         case = Case([], ("weights",))
         slot = max(memory.numel() for memory in self.buckets)
         digests = [bytes_digest(memory) for memory in self.buckets]
-        messages: list[Message] = [({"kind": "begin", "slots": len(self.buckets), "slot": slot}, self.announcement.to_bytes())]
+        messages: list[Message] = [
+            ({"kind": "begin", "slots": len(self.buckets), "slot": slot}, self.announcement.to_bytes())
+        ]
         messages += [({"kind": "bucket", "number": at, "digest": digest}, b"") for at, digest in enumerate(digests)]
         messages.append(({"kind": "end", "buckets": len(digests), "digest": digest_of_all(digests)}, b""))
         if rng.random() < 0.3:
@@ -242,7 +246,11 @@ class _Group:
         if not self.said:
             raise RuntimeError("Connection closed by peer")
         said = self.said.pop(0)
-        data = torch.tensor(said) if isinstance(said, list) else torch.frombuffer(bytearray(said or b"\0"), dtype=torch.uint8)
+        data = (
+            torch.tensor(said)
+            if isinstance(said, list)
+            else torch.frombuffer(bytearray(said or b"\0"), dtype=torch.uint8)
+        )
         if data.numel() * data.itemsize != tensor.numel() * tensor.itemsize:
             raise RuntimeError("op.preamble.length <= op.nbytes: a message of another size")
         tensor.copy_(data.view(tensor.dtype) if data.dtype != tensor.dtype else data)
