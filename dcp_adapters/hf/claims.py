@@ -59,7 +59,9 @@ def claims_of(directory: Directory) -> Claims | None:
     if said is None and directory.quantization is None:
         return None
     if said is not None and not isinstance(said, Mapping):
-        raise ValueError(f"{directory.path}: the quantization_config of config.json is {short(said)}")
+        raise ValueError(
+            f"{directory.path}: the quantization_config of config.json is {short(said)}, expected an object"
+        )
     method = MODELOPT.name if said is None else said.get("quant_method")
     if method == COMPRESSED_TENSORS.name:
         return _CompressedTensors.of(directory, said or {})

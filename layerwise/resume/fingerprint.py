@@ -27,7 +27,6 @@ import xxhash
 
 from fsdp_hooks.across_ranks import on_all
 
-
 KINDS = {"batches": int, "recipe": dict, "algorithm": dict, "options": dict, "threads": int, "versions": dict}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any

@@ -49,7 +49,7 @@ class Case:
         """`refused`, `equal` or `forged`; anything else is found."""
         try:
             found = read()
-        except BaseException as error:  # noqa: BLE001 - CheckpointException is none of Exception's
+        except BaseException as error:
             self.check_clear(reader, error)
             return "refused"
         if found == expected:
