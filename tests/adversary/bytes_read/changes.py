@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-EXTREMES = (0, 1, -1, 2, 7, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63,
-            2**64, -(2**31), -(2**63), 10**30, 10**400)  # fmt: skip
-TEXTS = ("", "x", ".", "..", "/", "../outside", "../../outside", "/etc/passwd", "a/../../outside", "a\0b", "é", "\ud800",
-         "\u202e", "ß" * 300, "9" * 5000, "NaN", "null", "torch.float32", "float32", "bfloat16", "float8_e4m3fn",
-         "int8", "BF16", "F4", "__class__", "payload", "C:\\outside", "re:(.+)+!", "re:[", "5 ffffffffffffffff")  # fmt: skip
+EXTREMES = (
+    *(0, 1, -1, 2, 7, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**53),
+    *(2**62, 2**63 - 1, 2**63, 2**64, -(2**31), -(2**63), 10**30, 10**400),
+)
+TEXTS = (
+    *("", "x", ".", "..", "/", "../outside", "../../outside", "/etc/passwd", "a/../../outside", "C:\\outside", "a\0b"),
+    *("\u00e9", "\ud800", "\u202e", "\u00df" * 300, "9" * 5000, "NaN", "null", "__class__", "payload"),
+    *("torch.float32", "float32", "bfloat16", "float8_e4m3fn", "int8", "BF16", "F4"),
+    *("re:(.+)+!", "re:[", "5 ffffffffffffffff"),
+)
 
 
 class Raw:

@@ -190,7 +190,7 @@ class Checkpoints:
     def _archive(self, rng: Random, files: dict[str, bytes], case: Case) -> None:
         """Another archive behind the others, and its place in `.metadata`; the checksum is that of the original."""
         metadata = pickle.loads(files[".metadata"])
-        index = rng.choice([index for index in metadata.storage_data])
+        index = rng.choice(list(metadata.storage_data))
         case.told.append(f"{index.fqn} {index.offset}")
         archive = changed_archive(rng, _raw(files, metadata, index), case.told, self.canaries.path())
         _append(files, metadata, index, archive)

@@ -79,7 +79,7 @@ class Deltas:
 
     def _mutant(self, rng: Random, data: bytes, case: Case) -> bytes:
         kinds: dict[str, Callable[[Random, bytes, list[str]], bytes]] = {
-            "bytes": lambda rng, data, told: changed_bytes(rng, data, told),
+            "bytes": changed_bytes,
             "the header of the file": _file_header,
             "the header": _header,
             "the table": _table,

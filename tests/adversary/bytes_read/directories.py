@@ -151,7 +151,8 @@ def _notes(rng: Random, files: dict[str, bytes], case: Case) -> None:
     header, data = split(files[name])
     notes = header.get("__metadata__")
     if not notes:
-        return _header(rng, files, case)
+        _header(rng, files, case)
+        return
     key = rng.choice(list(notes))
     case.told.append(f"{name} {key}")
     try:
@@ -180,7 +181,8 @@ def _offsets(rng: Random, files: dict[str, bytes], case: Case) -> None:
     header, data = split(files[name])
     names = [key for key in header if key != "__metadata__"]
     if len(names) < 2:
-        return _bytes(rng, files, case)
+        _bytes(rng, files, case)
+        return
     one, other = rng.sample(names, 2)
     kind = rng.choice(("data_offsets", "shape", "dtype", "all"))
     case.told.append(f"{kind} of {one} and {other} exchanged")

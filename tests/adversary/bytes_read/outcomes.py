@@ -1,4 +1,4 @@
-"""What a reader may do with a mutant, judged without the library: errors by their kind and words, values by their bytes.
+"""What a reader may do with a mutant, judged without the library: errors by kind and words, values by their bytes.
 
 A clear error is of a kind that the readers document, and no other that is derived from it: json's and Unicode's errors
 are ValueErrors, too, and say nothing of the file. It names what is wrong by a path, a tensor or a stream's version, and

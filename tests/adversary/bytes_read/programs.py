@@ -91,7 +91,7 @@ def archive_of(records: Sequence[tuple[str, bytes]], *, compressed: bool = False
 
 
 def changed_archive(rng: Random, archive: bytes, told: list[str], sentinel: str) -> bytes:
-    """An archive with other bytes between its records, with other records, or with another description of its tensor."""
+    """An archive with other bytes between its records, with other records, or another description of its tensor."""
     kind = rng.choice(("bytes", "numbers", "records", "records", "description", "description", "description"))
     if kind == "bytes":
         return changed_bytes(rng, archive, told)

@@ -114,7 +114,7 @@ class Progresses:
 
     def _window(self, rng: Random, case: Case) -> None:
         case.forged = True
-        path = rng.choice([path for path in sorted(self.path.glob("layers-*/*"))])
+        path = rng.choice(sorted(self.path.glob("layers-*/*")))
         case.told.append(f"{path.parent.name}/{path.name}")
         if rng.random() < 0.2:
             path.unlink()

@@ -137,15 +137,17 @@ class Streams:
         case.forged = True  # a receiver that says that it accepts is believed
 
         def send() -> None:
-            with SharedMemorySender(self.address, timeout=SOON) as sender:
-                with closing(socket.socket(socket.AF_UNIX)) as receiver:
-                    receiver.connect(os.fspath(self.address))
-                    receiver.sendall(data)
-                    receiver.shutdown(socket.SHUT_WR)
-                    sender.begin(self.announcement)
-                    for records in self.announcement.buckets:
-                        sender.bucket({record.name: self.tensors[record.name] for record in records})
-                    sender.end()
+            with (
+                SharedMemorySender(self.address, timeout=SOON) as sender,
+                closing(socket.socket(socket.AF_UNIX)) as receiver,
+            ):
+                receiver.connect(os.fspath(self.address))
+                receiver.sendall(data)
+                receiver.shutdown(socket.SHUT_WR)
+                sender.begin(self.announcement)
+                for records in self.announcement.buckets:
+                    sender.bucket({record.name: self.tensors[record.name] for record in records})
+                sender.end()
 
         return case.read("SharedMemorySender", send, None)
 

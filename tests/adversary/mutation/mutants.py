@@ -18,8 +18,11 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
-DTYPES = {"float32": "float64", "float64": "float32", "bfloat16": "float16", "float16": "bfloat16", "uint8": "int8",
-          "int64": "int32", "int32": "int64", "float8_e4m3fn": "float8_e5m2", "float8_e5m2": "float8_e4m3fn"}  # fmt: skip
+DTYPES = {
+    **{"float32": "float64", "float64": "float32", "bfloat16": "float16", "float16": "bfloat16"},
+    **{"uint8": "int8", "int64": "int32", "int32": "int64"},
+    **{"float8_e4m3fn": "float8_e5m2", "float8_e5m2": "float8_e4m3fn"},
+}
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.adversary.mutation.mutants import Mutant
+if TYPE_CHECKING:
+    from tests.adversary.mutation.mutants import Mutant
 
-WARM = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
-        "numpy", "ml_dtypes", "safetensors.torch", "pytest", "hypothesis", "xxhash")  # fmt: skip
+WARM = (
+    *("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("torch.distributed.checkpoint", "numpy", "ml_dtypes", "safetensors.torch", "pytest", "hypothesis", "xxhash"),
+)
 OURS = ("tests", "qtensor", "fsdp_hooks", "dcp_adapters", "layerwise")
 COPIED = (*OURS, "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile", "CHANGELOG.md")
 LEFT = shutil.ignore_patterns("__pycache__", "results", "*.log")
