@@ -8,7 +8,7 @@
     checkpoints.py    .metadata, archives, the manifest, checksums and digests of DCP checkpoints
     directories.py    safetensors, their index, config.json and hf_quant_config.json of Hugging Face directories
     deltas.py         patches and their chain
-    progress.py       the files of an interrupted calibration
+    progress.py       the files of a calibration, interrupted or finished
     streams.py        what comes over a socket or a process group
 
 A scenario is one mutant and one way of reading it. Each ends in one of these words, behind what was read:

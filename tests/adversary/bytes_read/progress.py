@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import xxhash
 
 from layerwise.resume.checkpoints import CalibrationCheckpoint
+from layerwise.report.report import LinearReport, Report
 from layerwise.resume.fingerprint import Fingerprint
 from qtensor import MXFP8BlockScaling, quantize
 from tests.adversary.bytes_read.changes import as_text, changed_bytes, changed_json
@@ -123,6 +125,34 @@ class Progresses:
 
     def _put(self, name: str, data: bytes) -> None:
         (self.path / name).write_bytes(data)
+
+
+class Reports:
+    """What a calibration says of itself, as a file."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / "report.json"
+        records = [
+            LinearReport(layer=0, name="model.layers.0.o_proj.weight", tokens=9, weight_amax=1.5, snr_db=math.inf),
+            LinearReport(layer=None, name="lm_head.weight", tokens=0, weight_amax=0.5, warning="no tokens", clip=0.9),
+        ]
+        Report(records=records, layer_errors={0: 30.5}, resumed=(0,), title="of a model").save(self.path)
+        self.original = self.path.read_bytes()
+
+    def scenario(self, rng: Random) -> str:
+        """One mutant, read and shown."""
+        case = Case([], (str(self.path),), forged=True)  # nothing protects it
+        if rng.random() < 0.3:
+            data = changed_bytes(rng, self.original, case.told)
+        else:
+            data = as_text(changed_json(rng, json.loads(self.original), case.told)).encode(errors="surrogatepass")
+        self.path.write_bytes(data)
+
+        def read() -> Any:
+            report = Report.load(self.path)
+            return report.table(), report.table(worst=1), json.dumps(report.to_json())
+
+        return case.read("Report.load", read, None)
 
 
 def _digest(record: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 from tests.adversary.bytes_read.checkpoints import Checkpoints
 from tests.adversary.bytes_read.deltas import Deltas
 from tests.adversary.bytes_read.directories import Directories
-from tests.adversary.bytes_read.progress import Progresses
+from tests.adversary.bytes_read.progress import Progresses, Reports
 from tests.adversary.bytes_read.streams import Streams
 
 
@@ -25,7 +25,7 @@ class Subjects:
 
     def __init__(self, root: Path) -> None:
         self.all: dict[str, Subject] = {}
-        for kind in (Checkpoints, Deltas, Directories, Progresses, Streams):
+        for kind in (Checkpoints, Deltas, Directories, Progresses, Reports, Streams):
             name = kind.__name__.lower()
             (root / name).mkdir()
             self.all[name] = kind(root / name)

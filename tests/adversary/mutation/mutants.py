@@ -19,9 +19,15 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 DTYPES = {
-    **{"float32": "float64", "float64": "float32", "bfloat16": "float16", "float16": "bfloat16"},
-    **{"uint8": "int8", "int64": "int32", "int32": "int64"},
-    **{"float8_e4m3fn": "float8_e5m2", "float8_e5m2": "float8_e4m3fn"},
+    "float32": "float64",
+    "float64": "float32",
+    "bfloat16": "float16",
+    "float16": "bfloat16",
+    "uint8": "int8",
+    "int64": "int32",
+    "int32": "int64",
+    "float8_e4m3fn": "float8_e5m2",
+    "float8_e5m2": "float8_e4m3fn",
 }
 
 
