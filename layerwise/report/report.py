@@ -26,7 +26,10 @@ _FIELD_OF = {"SNR dB": "snr_db", "weight amax": "weight_amax", "input amax": "in
 
 _AMOUNT = (int, float, type(None))
 _TYPES: dict[str, tuple[type, ...]] = {
-    **{"layer": (int, type(None)), "name": (str,), "tokens": (int,), "weight_amax": (int, float)},
+    "layer": (int, type(None)),
+    "name": (str,),
+    "tokens": (int,),
+    "weight_amax": (int, float),
     **dict.fromkeys(("input_amax", "snr_db", "clip", "alpha"), _AMOUNT),
     "warning": (str, type(None)),
 }

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
-from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.report.report import LinearReport, Report
+from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint
 from qtensor import MXFP8BlockScaling, quantize
 from tests.adversary.bytes_read.changes import as_text, changed_bytes, changed_json

@@ -34,7 +34,6 @@ WARM = (
 OURS = ("tests", "qtensor", "fsdp_hooks", "dcp_adapters", "layerwise")
 COPIED = (*OURS, "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile", "CHANGELOG.md")
 LEFT = shutil.ignore_patterns("__pycache__", "results", "*.log")
-BATCHES = (2, 4, 100)  # how many files are run together: what later files import is not needed by most mutants
 
 
 @dataclass(frozen=True)
@@ -95,17 +94,11 @@ def copy_of(root: Path) -> Iterator[Tree]:
 
 
 def run(tree: Tree, mutant: Mutant | None, files: Sequence[str], limit: float) -> Ran:
-    """The files in batches, until a test fails."""
-    began, left = time.monotonic(), list(files)
+    """The files in one fork, until a test fails."""
+    began = time.monotonic()
     with tree.changed(mutant):
-        for size in BATCHES:
-            batch, left = left[:size], left[size:]
-            if not batch:
-                break
-            by = _forked(tree, batch, max(limit - (time.monotonic() - began), 1))
-            if by:
-                return Ran(by, time.monotonic() - began)
-    return Ran("", time.monotonic() - began)
+        by = _forked(tree, files, limit)
+    return Ran(by, time.monotonic() - began)
 
 
 def _forked(tree: Tree, files: Sequence[str], limit: float) -> str:
