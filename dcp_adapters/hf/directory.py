@@ -128,6 +128,8 @@ def _listed_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     assigned = record.get("weight_map")
     if not isinstance(assigned, dict) or any(not isinstance(file, str) for file in assigned.values()):
         raise ValueError(f"{root / INDEX}: its weight_map is no object of file names; {AGAIN}")
+    if not assigned:
+        raise ValueError(f"{root / INDEX}: its weight_map names no tensors; {AGAIN}")
     files = sorted(set(assigned.values()))
     stray = listed((short(file) for file in files if stray_path(file)), 20, last=", ")
     if stray:

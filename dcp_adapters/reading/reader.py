@@ -38,7 +38,7 @@ from dcp_adapters.reading.metadata_checks import (
     stored_chunk,
 )
 from dcp_adapters.reading.order import original_index
-from dcp_adapters.reading.places import file_faults, other_than_said, unreadable
+from dcp_adapters.reading.places import WAY_OUT, file_faults, other_than_said, unreadable
 from dcp_adapters.reading.plain_pickle import read_plain
 from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
 from dcp_adapters.torch_private import Unreadable
@@ -157,6 +157,9 @@ class SafeFileSystemReader(FileSystemReader):
                 slices[info.offset, info.length] = original_index(item.storage_index)
         for name, slices in wanted.items():
             path = Path(self.path, name)
+            if not path.exists():
+                first = chunk_in_words(next(iter(slices.values())))
+                raise FileNotFoundError(f"No such file or directory: '{path}', where {first} is stored. {WAY_OUT}")
             with path.open("rb") as stream:
                 for (offset, length), index in sorted(slices.items(), key=lambda held: held[0]):
                     header = read_header(FileSlice(stream, offset, length), f"{path}: {chunk_in_words(index)}")

@@ -4,7 +4,7 @@
                process groups of their own, without touching those
 
     sender                                                         receivers
-    header "begin", announcement            broadcasts         ->
+    header "begin", announcement            broadcasts         ->  compare
     header "bucket i, digest", its bytes    broadcasts         ->  compare
     header "end, digest of all"             a broadcast        ->  compare
     hears a text of every receiver          broadcasts         <-  "" or what failed
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from dcp_adapters.streams.announcement import Announcement
@@ -140,10 +141,10 @@ class GroupReceiver(Receiver):
 
     def _begun(self) -> Incoming:
         with self._link.errors(_not_announced):
-            kind, size, _ = self._link.heard(
+            kind, size, digest = self._link.heard(
                 FOREVER if self._patience is None else dt.timedelta(seconds=self._patience)
             )
-            data = self._link.received(size) if kind in (BEGIN, ABORT) else b""
+            data = self._link.received(size, digest) if kind in (BEGIN, ABORT) else b""
         if kind != BEGIN:
             raise _not_announced(
                 f"it gave up ({data.decode(errors='replace')})" if kind == ABORT else f"it sent {kind}"
@@ -215,7 +216,7 @@ class _IncomingBroadcasts(Incoming):
         kind, number, digest = self._link.heard(self._link.timeout)
         if kind == ABORT:
             self._given_up = True
-            raise self.broken(f"the sender gave up ({self._link.received(number).decode(errors='replace')})")
+            raise self.broken(f"the sender gave up ({self._link.received(number, digest).decode(errors='replace')})")
         if kind != expected:
             self._link.broken = True
             raise self.broken(f"the sender said {kind} instead of {expected}")
@@ -274,16 +275,19 @@ class _Link:
         return kind, first, second
 
     def tell(self, kind: int, data: bytes) -> None:
-        """Send bytes, behind a header with their number."""
-        self.wait(self.header(kind, len(data), 0))
+        """Send bytes, behind a header with their number and digest."""
+        self.wait(self.header(kind, len(data), _digest(data)))
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         self.wait(self.broadcast(sent))
 
-    def received(self, size: int) -> bytes:
-        """Bytes, whose number a header has told."""
-        data = self.room(size)
-        self.wait(self.broadcast(data))
-        return bytes(data.tolist())
+    def received(self, size: int, digest: int) -> bytes:
+        """Bytes, whose number and digest a header has told. Raises RuntimeError where they are others."""
+        memory = self.room(size)
+        self.wait(self.broadcast(memory))
+        data = bytes(memory.tolist())
+        if _digest(data) != digest:
+            raise RuntimeError(f"{size} bytes that came are not those that were sent")
+        return data
 
     def answers(self, text: str) -> list[str]:
         """What each rank says, in rank order."""
@@ -314,6 +318,11 @@ class _Errors:
             self._link.broken = True
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise self._told(f"the other side is gone or late ({first})") from None
+
+
+def _digest(data: bytes) -> int:
+    """A number of 63 bits for the bytes of a message."""
+    return xxhash.xxh3_64_intdigest(data) & (2**63 - 1)
 
 
 def _device(group: Any) -> torch.device:

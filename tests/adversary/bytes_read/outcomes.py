@@ -26,7 +26,7 @@ from tests.adversary.attack import Found
 KINDS = (ValueError, EOFError, FileNotFoundError, OSError, RuntimeError, CheckpointUnusable, WeightStreamError)
 WAYS_OUT = re.compile(
     r"\b(use|take|get|give|load|export|send|save|update|start|make|run|receive|build|let|remove|put|dequantize|choose|"
-    r"download|rename|import|expected|needs|does not read)\b",
+    r"download|rename|import|expected|needs|does not read|does not fit)\b",
     re.IGNORECASE,
 )
 # What Python and torch say where nobody has looked before.

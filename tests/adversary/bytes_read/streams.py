@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dcp_adapters import GroupReceiver, SharedMemoryReceiver, SharedMemorySender
@@ -161,7 +162,7 @@ class Streams:
         if rng.random() < 0.4:
             case.forged = True
             announcement = self._changed_announcement(rng, case.told)
-        said: list[Any] = [[BEGIN, len(announcement), 0], announcement]
+        said: list[Any] = [[BEGIN, len(announcement), _digest(announcement)], announcement]
         for at, (digest, memory) in enumerate(zip(digests, self.buckets, strict=True)):
             said += [[BUCKET, at, digest], memory.numpy().tobytes()]
         said.append([END, len(digests), digest_of_all(digests)])
@@ -194,7 +195,7 @@ class Streams:
         memory = torch.zeros(-(-len(data) // 64) * 64, dtype=torch.uint8)
         memory[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else memory[:0]
         digest = bytes_digest(memory) if memory.numel() else 0
-        said = [[BEGIN, len(announcement), 0], announcement, [BUCKET, 0, digest], memory.numpy().tobytes(),
+        said = [[BEGIN, len(announcement), _digest(announcement)], announcement, [BUCKET, 0, digest], memory.numpy().tobytes(),
                 [END, 1, digest_of_all([digest])]]  # fmt: skip
 
         def take() -> Any:
@@ -260,6 +261,11 @@ class _Group:
 
     def wait(self) -> None:
         """Done already."""
+
+
+def _digest(data: bytes) -> int:
+    """As the wire has it."""
+    return int(xxhash.xxh3_64_intdigest(data)) & (2**63 - 1)
 
 
 def _taken(receiver: Any) -> dict[str, Any]:

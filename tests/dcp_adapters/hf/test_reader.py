@@ -639,8 +639,9 @@ def test_the_index_and_the_files_must_agree(tmp_path: Path) -> None:
         ("{", "it is no JSON"),
         ("[" * 100_000, "it is no JSON"),
         ("{}", "its weight_map is no object of file names"),
+        ('{"weight_map": {}}', "its weight_map names no tensors; get the directory again"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_an_index_that_is_none_is_refused(text: str, expected: str, tmp_path: Path) -> None:
     sharded(tmp_path)

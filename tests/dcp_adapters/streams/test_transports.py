@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from dcp_adapters import (
@@ -420,16 +421,20 @@ def test_a_group_hears_of_what_has_no_room_and_of_announcements_that_are_none() 
         WeightStreamError, match=rf"a message of weights has {2**60} bytes, and there is no room for it"
     ):
         take(receiver)
-    text = torch.tensor(list(b"{}"), dtype=torch.uint8)
-    receiver = GroupReceiver(FakeGroup(numbers(0, 2, 0), text))
+    text, digest = torch.tensor(list(b"{}"), dtype=torch.uint8), xxhash.xxh3_64_intdigest(b"{}") & (2**63 - 1)
+    receiver = GroupReceiver(FakeGroup(numbers(0, 2, digest + 1), text))
+    with pytest.raises(WeightStreamError, match="2 bytes that came are not those that were sent"):
+        take(receiver)
+    receiver = GroupReceiver(FakeGroup(numbers(0, 2, digest), text))
     with pytest.raises(
         WeightStreamError, match=r"did not announce a version \(an announcement of weights cannot be read"
     ):
         take(receiver)
     with pytest.raises(WeightStreamError, match="the group is broken since an earlier error"):
         take(receiver)
-    receiver = GroupReceiver(FakeGroup(numbers(3, 1, 0), torch.tensor([255], dtype=torch.uint8)))
-    with pytest.raises(WeightStreamError, match="it gave up"):
+    digest = xxhash.xxh3_64_intdigest(b"\xff") & (2**63 - 1)
+    receiver = GroupReceiver(FakeGroup(numbers(3, 1, digest), torch.tensor([255], dtype=torch.uint8)))
+    with pytest.raises(WeightStreamError, match=r"it gave up \(\ufffd\)"):
         take(receiver)
 
 
