@@ -230,9 +230,7 @@ class _ModelOpt:
                 raise ValueError(f"{directory.path}: {file} says no quant_algo, expected the name of one")
             layers = record.get("quantized_layers") or {}
             if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
-                raise ValueError(
-                    f"{directory.path}: {file} has quantized_layers of another kind, expected an object for each"
-                )
+                raise ValueError(f"{directory.path}: {file} has quantized_layers that are no objects, expected some")
             if record.get("kv_cache_quant_algo") not in KV_CACHE:
                 kv_cache = f"{file} says kv_cache_quant_algo {short(record['kv_cache_quant_algo'])}"
             kv_cache = _kv_scheme(record.get("kv_cache_scheme")) or kv_cache

@@ -195,8 +195,8 @@ class Streams:
         memory = torch.zeros(-(-len(data) // 64) * 64, dtype=torch.uint8)
         memory[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else memory[:0]
         digest = bytes_digest(memory) if memory.numel() else 0
-        said = [[BEGIN, len(announcement), _digest(announcement)], announcement, [BUCKET, 0, digest], memory.numpy().tobytes(),
-                [END, 1, digest_of_all([digest])]]  # fmt: skip
+        said: list[Any] = [[BEGIN, len(announcement), _digest(announcement)], announcement]
+        said += [[BUCKET, 0, digest], memory.numpy().tobytes(), [END, 1, digest_of_all([digest])]]
 
         def take() -> Any:
             with GroupReceiver(_Group(said), timeout=SOON).receive() as weights:
