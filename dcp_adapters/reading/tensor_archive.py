@@ -17,7 +17,6 @@ import torch
 
 from dcp_adapters.reading.metadata_names import DTYPES, Function
 from dcp_adapters.reading.plain_pickle import read_plain
-from dcp_adapters.words import short
 
 MOST_DESCRIPTION = 65536  # bytes; a tensor of 64 dims takes a tenth of it
 # The classes that stand for a storage of one dtype; other dtypes have an UntypedStorage and name themselves.

@@ -422,7 +422,7 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     "no archive": (lambda: b"x" * 1000, "no archive of a tensor: File is not a zip file; use another checkpoint"),
     "another byte order": (
         lambda: turned_around(archive(PIECE)),
-        "no archive of a tensor: its bytes are in the order 'big', expected 'little'; use another checkpoint",
+        "no archive of a tensor: its bytes are in the order b'big', expected b'little'; use another checkpoint",
     ),
     "no record": (lambda: without(archive(PIECE), "data/0"), "a tensor of 6 bytes in a record of 0; use another"),
     "no description": (lambda: without(archive(PIECE), "data.pkl"), "no archive of a tensor: KeyError: 'data.pkl'"),
