@@ -108,9 +108,7 @@ def read_header(chunk: "FileSlice", what: str) -> Header:
             _check_records(archive.infolist(), records, chunk.length)
             data, order = _contents(archive, records["data.pkl"]), _contents(archive, records.get("byteorder"))
             if order not in (b"", sys.byteorder.encode()):  # torch.load would turn the bytes around
-                raise ValueError(
-                    f"its bytes are in the order {short(order.decode(errors='replace'))}, expected {sys.byteorder!r}"
-                )
+                raise ValueError(f"its bytes are in the order {order[:20]!r}, expected {sys.byteorder.encode()!r}")
     except Exception as error:  # damaged archives raise errors of all kinds
         kind = "" if type(error) in (ValueError, zipfile.BadZipFile) else f"{type(error).__name__}: "
         raise ValueError(f"{what}: no archive of a tensor: {kind}{error}; use another checkpoint") from error
