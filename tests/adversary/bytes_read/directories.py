@@ -48,7 +48,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # layout -> own name of a linear -> its 
 }
 STATIC = ("q_proj",)
 CONFIG = {"model_type": "llama", "hidden_size": 64, "dtype": "bfloat16", "tie_word_embeddings": False}
-UNREAD = ("config.json",)
 
 
 class Directories:
