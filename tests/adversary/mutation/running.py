@@ -107,8 +107,7 @@ def _forked(tree: Tree, files: Sequence[str], limit: float) -> str:
     child = os.fork()
     if not child:
         os.close(reading)
-        os.setsid()
-        _end(writing, _tests(tree, files))
+        _end(writing, tree, files)
     os.close(writing)
     with os.fdopen(reading, "rb") as stream:
         ready, _, _ = select.select([stream], [], [], limit)
@@ -152,7 +151,14 @@ class _First:
             self.failed = f"collecting {report.nodeid}"
 
 
-def _end(writing: int, told: str) -> None:
-    os.write(writing, json.dumps(told).encode())
-    os.close(writing)
-    os._exit(0)
+def _end(writing: int, tree: Tree, files: Sequence[str]) -> None:
+    """The whole life of a fork: it never returns to what its parent was doing."""
+    told = "the process died"
+    try:
+        os.setsid()
+        told = _tests(tree, files)
+    except BaseException as error:  # told, whatever it is
+        told = f"{type(error).__name__}: {error}"
+    finally:
+        os.write(writing, json.dumps(told).encode())
+        os._exit(0)

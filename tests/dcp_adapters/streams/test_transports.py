@@ -338,12 +338,15 @@ def test_words_that_are_none_are_errors_of_the_stream(case: str, tmp_path: Path)
     with closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(address))
         listener.listen(1)
-        told = re.escape(f"did not announce a version ({UNHEARD})")
-        with (
-            in_thread(lambda: say(listener.accept()[0], head, JUNK[case])),
-            pytest.raises(WeightStreamError, match=told),
-        ):
+        told, accepted = re.escape(f"did not announce a version ({UNHEARD})"), list[socket.socket]()
+
+        def answer() -> None:
+            accepted.append(listener.accept()[0])
+            say(accepted[0], head, JUNK[case])
+
+        with in_thread(answer), pytest.raises(WeightStreamError, match=told):
             take(SharedMemoryReceiver(address, patience=SOON))
+        accepted[0].close()
     hello = b'{"kind": "hello"}'
     with SharedMemorySender(tmp_path / "other", timeout=SOON) as sender, closing(socket.socket(socket.AF_UNIX)) as fake:
         fake.connect(str(tmp_path / "other"))
@@ -363,14 +366,18 @@ def test_a_ring_that_cannot_hold_the_buckets_is_refused(slots: int, slot: int, f
         listener.bind(str(tmp_path / "weights"))
         listener.listen(1)
 
+        accepted: list[socket.socket] = []
+
         def say() -> None:
-            connected, _ = listener.accept()
+            accepted.append(listener.accept()[0])
             head = struct.pack("<QQ", len(told), len(behind))
-            socket.send_fds(connected, [head + told + behind], [ring.fileno()][:files])
+            sent = socket.send_fds(accepted[0], [head], [ring.fileno()][:files])
+            accepted[0].sendall(head[sent:] + told + behind)
 
         expected = f"{slots} slots of {slot} bytes in {files} files, for buckets of 1024"
         with in_thread(say), pytest.raises(WeightStreamError, match=re.escape(expected)):
             take(SharedMemoryReceiver(tmp_path / "weights", patience=SOON))
+        accepted[0].close()
 
 
 @pytest.mark.parametrize(
