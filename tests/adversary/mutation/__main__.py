@@ -92,7 +92,7 @@ def _judged(tree: Tree, mutant: Mutant, baseline: _Baseline, limit: float) -> di
         if ran is not None:
             by, seconds = ran.by, seconds + ran.seconds
             tried += files
-    outcome = "survived" if not by else "timeout" if by == "timeout" else "killed"
+    outcome = "unasked" if not tried else "survived" if not by else "timeout" if by == "timeout" else "killed"
     return {**mutant.to_json(), "outcome": outcome, "by": by, "files": tried, "seconds": round(seconds, 2)}
 
 
@@ -117,7 +117,7 @@ def _print_survivors(known: dict[str, dict[str, Any]]) -> None:
 
 
 def _print_score(known: dict[str, dict[str, Any]]) -> None:
-    outcomes = [record["outcome"] for record in known.values() if record["outcome"] != "baseline"]
+    outcomes = [record["outcome"] for record in known.values() if record["outcome"] not in ("baseline", "unasked")]
     caught = sum(outcome != "survived" for outcome in outcomes)
     print(f"{caught} of {len(outcomes)} mutants killed ({outcomes.count('timeout')} by taking too long)")
 
