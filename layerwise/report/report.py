@@ -124,7 +124,7 @@ class Report:
         Raises:
             ValueError: it is of another version, or none that this library wrote.
         """
-        version = values.get("version") if isinstance(values, Mapping) else None
+        version = values.get("version")
         if version != VERSION:
             raise ValueError(
                 f"a report of version {short(version)}; this library reads version {VERSION}. Give a file that "
@@ -155,6 +155,8 @@ class Report:
             values = json.loads(Path(path).read_bytes())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: it is no JSON: {error}; give a file that Report.save wrote") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: it holds a {type(values).__name__}; give a file that Report.save wrote")
         try:
             return cls.from_json(values)
         except ValueError as error:

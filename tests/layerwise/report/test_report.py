@@ -102,7 +102,7 @@ def test_a_report_of_another_version_is_refused() -> None:
 ODD: dict[str, tuple[Any, str]] = {  # what becomes of a file, and what is said of it
     "a cut": (lambda r: json.dumps(r)[:-1], "it is no JSON: "),
     "depth": (lambda r: "[" * 100_000, "it is no JSON: maximum recursion"),
-    "a list": (lambda r: "[]", "a report of version None; this library reads version 1. Give a file that"),
+    "a list": (lambda r: "[]", "it holds a list; give a file that Report.save wrote"),
     "no records": (lambda r: json.dumps({"version": 1}), "can not be read .KeyError: 'records'.; give a file that"),
     "a field": (lambda r: json.dumps({**r, "records": [{"nobody": 1}]}), "can not be read .TypeError: "),
     "a type": (lambda r: json.dumps({**r, "records": [{**r["records"][0], "tokens": [1]}]}), "tokens is a list"),
