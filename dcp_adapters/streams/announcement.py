@@ -83,7 +83,7 @@ class Announcement:
             )
         if base is not None and found != Announcement.of_delta(found.version, base, found.nbytes):
             raise ValueError(
-                f"an announcement of a delta has {len(records)} tensors or files of JSON, expected its bytes alone; "
+                f"an announcement of a delta has {len(records)} tensors or files of JSON; expected its bytes alone; "
                 f"{ALIKE}"
             )
         return found

@@ -66,7 +66,7 @@ class Pool:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            command = [sys.executable, "-m", __name__]
+            command = [sys.executable, "-c", f"from {__name__} import main; main()"]
             self._process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             if json.loads(self._line(self._process)) != READY:
                 raise AssertionError("the process that reads mutants did not start")
@@ -143,7 +143,3 @@ def _answer(answers: IO[str], answer: object) -> None:
 def _in_memory() -> str | None:
     """A file system in memory, where there is one: mutants are many and short-lived."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-if __name__ == "__main__":
-    main()
