@@ -94,6 +94,8 @@ class SafeFileSystemReader(FileSystemReader):
         if not faults:
             faults = [*holding_faults(metadata, whole=rank is None), *length_faults(metadata).values()]
             faults += file_faults(self.path, metadata.storage_data)
+            if rank is None:
+                faults += _stray(metadata)
         if faults:
             raise ValueError(
                 f"{file}: the checkpoint is damaged or not what it claims to be. Nothing has been loaded; use another "
@@ -170,6 +172,13 @@ class SafeFileSystemReader(FileSystemReader):
                         raise ValueError(f"{path}: {chunk_in_words(index)}: {message}; use another checkpoint")
                     headers[name, offset, length] = header
         return headers
+
+
+def _stray(metadata: Metadata) -> list[Fault]:
+    """Chunks of entries that are not there: a load would be without them, and say nothing."""
+    records, message = metadata.state_dict_metadata, "bytes are stored for a chunk that no tensor has"
+    indices = metadata.storage_data or {}
+    return [Fault(METADATA, chunk_in_words(index), message) for index in indices if index.fqn not in records]
 
 
 @contextmanager

@@ -20,12 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import fill, room_of, views
-from dcp_adapters.streams.transport import Incoming, Receiver, WeightStreamError, bytes_digest, digest_of_all
+from dcp_adapters.streams.transport import (
+    Incoming,
+    Receiver,
+    WeightStreamError,
+    bytes_digest,
+    digest_of_all,
+    message_digest,
+)
 from dcp_adapters.torch_private import ProcessGroupGloo
 
 BEGIN, BUCKET, END, ABORT = range(4)
@@ -276,7 +282,7 @@ class _Link:
 
     def tell(self, kind: int, data: bytes) -> None:
         """Send bytes, behind a header with their number and digest."""
-        self.wait(self.header(kind, len(data), _digest(data)))
+        self.wait(self.header(kind, len(data), message_digest(data)))
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         self.wait(self.broadcast(sent))
 
@@ -285,7 +291,7 @@ class _Link:
         memory = self.room(size)
         self.wait(self.broadcast(memory))
         data = bytes(memory.tolist())
-        if _digest(data) != digest:
+        if message_digest(data) != digest:
             raise RuntimeError(f"{size} bytes that came are not those that were sent")
         return data
 
@@ -318,11 +324,6 @@ class _Errors:
             self._link.broken = True
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise self._told(f"the other side is gone or late ({first})") from None
-
-
-def _digest(data: bytes) -> int:
-    """A number of 63 bits for the bytes of a message."""
-    return xxhash.xxh3_64_intdigest(data) & (2**63 - 1)
 
 
 def _device(group: Any) -> torch.device:

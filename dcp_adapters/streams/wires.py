@@ -17,7 +17,7 @@ from torch import Tensor
 HEADER = struct.Struct("<QQ")  # bytes of JSON, bytes that follow it
 WORDS: Mapping[str, Mapping[str, type]] = {  # kind of message -> what it says
     "hello": {},
-    "begin": {"slots": int, "slot": int},
+    "begin": {"slots": int, "slot": int, "digest": int},
     "bucket": {"number": int, "digest": int},
     "end": {"buckets": int, "digest": int},
     "abort": {"why": str},

@@ -300,6 +300,10 @@ EDITS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         lambda m: setattr(m, "planner_data", {"x": shared(40)}),
         "its planner_data holds values nested in more than 64 levels, or repeating each other without end",
     ),
+    "a chunk of no entry": (
+        lambda m: m.state_dict_metadata.pop("bias"),
+        "bias at (0,): bytes are stored for a chunk that no tensor has",
+    ),
     "a path that is none": (
         lambda m: m.planner_data.update(bias=0.5),
         "bias: its path in planner_data is 0.5, expected a sequence of keys",

@@ -100,14 +100,15 @@ class Streams:
         case = Case([], ("weights",))
         slot = max(memory.numel() for memory in self.buckets)
         digests = [bytes_digest(memory) for memory in self.buckets]
-        messages: list[Message] = [
-            ({"kind": "begin", "slots": len(self.buckets), "slot": slot}, self.announcement.to_bytes())
-        ]
+        begin = {"kind": "begin", "slots": len(self.buckets), "slot": slot}
+        announcement = self.announcement.to_bytes()
+        messages: list[Message] = [(begin | {"digest": _digest(announcement)}, announcement)]
         messages += [({"kind": "bucket", "number": at, "digest": digest}, b"") for at, digest in enumerate(digests)]
         messages.append(({"kind": "end", "buckets": len(digests), "digest": digest_of_all(digests)}, b""))
         if rng.random() < 0.3:
             case.forged = True  # nothing but the sender says what the tensors are
-            messages[0] = (messages[0][0], self._changed_announcement(rng, case.told))
+            announcement = self._changed_announcement(rng, case.told)
+            messages[0] = (begin | {"digest": _digest(announcement)}, announcement)
         else:
             _change(rng, messages, case.told)
         data = _written(rng, messages, case.told)

@@ -356,11 +356,17 @@ def test_words_that_are_none_are_errors_of_the_stream(case: str, tmp_path: Path)
             stream().send(sender)
 
 
-@pytest.mark.parametrize(("slots", "slot", "files"), [(0, 10**6, 1), (-1, 10**6, 1), (2, 64, 1), (2, 10**6, 0)])
-def test_a_ring_that_cannot_hold_the_buckets_is_refused(slots: int, slot: int, files: int, tmp_path: Path) -> None:
-    told = json.dumps({"kind": "begin", "slots": slots, "slot": slot}).encode()
+@pytest.mark.parametrize(
+    ("slots", "slot", "files", "off"),
+    [(0, 10**6, 1, 0), (-1, 10**6, 1, 0), (2, 64, 1, 0), (2, 10**6, 0, 0), (2, 10**6, 1, 1)],
+)
+def test_a_ring_that_cannot_hold_the_buckets_is_refused(
+    slots: int, slot: int, files: int, off: int, tmp_path: Path
+) -> None:
     record = TensorRecord("w", torch.uint8, (1000,))
     behind = Announcement(1, (record,), (1,), {}).to_bytes()
+    digest = xxhash.xxh3_64_intdigest(behind) & (2**63 - 1)
+    told = json.dumps({"kind": "begin", "slots": slots, "slot": slot, "digest": digest + off}).encode()
     with closing(socket.socket(socket.AF_UNIX)) as listener, open(tmp_path / "ring", "w+b") as ring:  # noqa: PTH123
         ring.truncate(2 * 10**6)
         listener.bind(str(tmp_path / "weights"))
@@ -375,6 +381,8 @@ def test_a_ring_that_cannot_hold_the_buckets_is_refused(slots: int, slot: int, f
             accepted[0].sendall(head[sent:] + told + behind)
 
         expected = f"{slots} slots of {slot} bytes in {files} files, for buckets of 1024"
+        if off:
+            expected = "its announcement is not the one that was sent"
         with in_thread(say), pytest.raises(WeightStreamError, match=re.escape(expected)):
             take(SharedMemoryReceiver(tmp_path / "weights", patience=SOON))
         accepted[0].close()
