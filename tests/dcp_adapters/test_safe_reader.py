@@ -302,7 +302,7 @@ EDITS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     ),
     "a chunk of no entry": (
         lambda m: m.state_dict_metadata.pop("bias"),
-        "bias at (0,): bytes are stored for a chunk that no tensor has",
+        r"bias at \(0,\): bytes are stored for a chunk that no tensor has",
     ),
     "a path that is none": (
         lambda m: m.planner_data.update(bias=0.5),
