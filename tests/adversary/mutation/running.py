@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WARM = (
     *("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp"),
-    *("torch.distributed.checkpoint", "numpy", "ml_dtypes", "safetensors.torch", "pytest", "hypothesis", "xxhash"),
+    *("torch.distributed.checkpoint", "numpy", "ml_dtypes", "safetensors.torch", "pytest", "xxhash"),
 )
 OURS = ("tests", "qtensor", "fsdp_hooks", "dcp_adapters", "layerwise")
 COPIED = (*OURS, "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile", "CHANGELOG.md")

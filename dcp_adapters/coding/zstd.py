@@ -6,13 +6,18 @@ Whoever has neither can import everything and is told what to install when the f
 import importlib
 from types import ModuleType
 
-from dcp_adapters.delta.damage import damaged
+from dcp_adapters.coding.damage import damaged
 
 LARGEST_WINDOW = 24  # log2 of bytes; frames are smaller, and a hostile one may not ask for more
 MISSING = (
     'deltas are compressed with zstd, which Python has from 3.14 on; install "qtensor[delta]", or backports.zstd, '
     "before that"
 )
+
+
+def require() -> None:
+    """Raise ImportError where there is no zstd."""
+    _library()
 
 
 def compressed(data: bytes, level: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The error of a delta that is not what was written."""
+"""The error of a delta, or of a coded chunk, that is not what was written."""
 
 
 def damaged(what: str, why: str) -> ValueError:
