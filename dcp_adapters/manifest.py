@@ -36,6 +36,7 @@ FORMAT_VERSION = 1
 DELTA_VERSION = 2  # of a checkpoint that is a delta to another
 MANIFEST = "qtensor.manifest"
 MANIFEST_JSON = "qtensor.manifest.json"
+USE_ANOTHER = "use another checkpoint"
 CONVERTED = "converted"
 
 
@@ -119,15 +120,15 @@ class Manifest:
         if not isinstance(record, Mapping):
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: it holds a {type(record).__name__}, expected an "
-                "object"
+                f"object; {USE_ANOTHER}"
             )
         version = _version_of(record)
         try:
-            recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]
+            recipes = [_parsed_recipe(recipe) for recipe in record["recipes"]]
             tensors = {name: _parsed_entry(name, value, recipes) for name, value in record["tensors"].items()}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}"
+                f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}; {USE_ANOTHER}"
             ) from error
         base = BaseLink.from_json(record.get("base")) if version == DELTA_VERSION else None
         return Manifest(tensors, version, _parsed_digests(record.get("digests", {})), base)
@@ -143,7 +144,7 @@ class Manifest:
         try:
             record = json.loads(bytes(data.tolist()).decode())
         except (ValueError, TypeError, RecursionError) as error:  # TypeError: a tensor of something else than bytes
-            raise ValueError(f"the checkpoint's qtensor.manifest is not JSON: {error}") from error
+            raise ValueError(f"the checkpoint's qtensor.manifest is not JSON: {error}; {USE_ANOTHER}") from error
         return Manifest.from_json(record)
 
 
@@ -191,6 +192,16 @@ def _version_of(record: Mapping[str, Any]) -> int:
     return version
 
 
+def _parsed_recipe(value: Any) -> Recipe:
+    try:
+        return Recipe.from_json(value)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint's qtensor.manifest has a recipe that can not be read: {error}; use a library version "
+            "that knows it, or another checkpoint"
+        ) from error
+
+
 def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:
     index, dtype = value["recipe"], value["dtype"]
     if type(name) is not str or type(index) is not int or index < 0:
@@ -203,7 +214,8 @@ def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) ->
     expected = {part: (dtype_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}
     if found != expected:
         raise ValueError(
-            f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}"
+            f"the checkpoint's qtensor.manifest lists parts {found} for {name}, expected {expected} of {entry.recipe}; "
+            f"{USE_ANOTHER}"
         )
     return entry
 
@@ -214,7 +226,7 @@ def _parsed_digests(value: Any) -> dict[str, str]:
     if wrong:
         raise ValueError(
             f"the checkpoint's qtensor.manifest has {short(wrong[0])} among its digests, expected 32 hex digits for "
-            "each tensor"
+            f"each tensor; {USE_ANOTHER}"
         )
     return digests
 

@@ -42,6 +42,9 @@ def in_lines(items: Iterable[object]) -> str:
 
 def in_natural_order(names: Iterable[str]) -> list[str]:
     """Sorted as people count: layers.2 before layers.10."""
-    return sorted(
-        names, key=lambda name: [(text, int(digits or -1)) for text, digits in re.findall("([^0-9]*)([0-9]*)", name)]
-    )
+
+    def key(name: str) -> list[tuple[str, int, str]]:  # numbers by length, then digits: some are too long for int()
+        pieces = ((text, digits, digits.lstrip("0")) for text, digits in re.findall("([^0-9]*)([0-9]*)", name))
+        return [(text, len(number) if digits else -1, number) for text, digits, number in pieces]
+
+    return sorted(names, key=key)

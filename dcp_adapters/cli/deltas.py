@@ -215,7 +215,7 @@ def _check_result(patched: Patched, before: Summed, result: str, advance: Advanc
     if after.digest != result:
         raise ValueError(
             f"the deltas lead to digest {after.digest} from {patched.path}, and the last one says {result}: one of "
-            "them is damaged, or made by other code; nothing was written"
+            "them is damaged, or made by other code; nothing was written. Get them again, or take a full version"
         )
     return after
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.coding.changes import Changes
+from dcp_adapters.coding.damage import damaged
 from dcp_adapters.coding.zstd import compressed, decompressed
 
 MOST_CHANGES = 2**20  # of a frame; what decoding one takes is bounded by this
@@ -62,7 +63,7 @@ def decoded(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
     """
     checked(coded, unit, extent, what)
     if sum(coded.lengths) != len(coded.data):
-        raise ValueError(f"{what} is damaged: {len(coded.data)} bytes, expected {sum(coded.lengths)}")
+        raise damaged(what, f"{len(coded.data)} bytes, expected {sum(coded.lengths)}")
     streams = _split(coded)
     lows = decompressed(streams[0], -(-coded.count * coded.shift // 8), what)
     quotients = decompressed(streams[1], coded.count + (extent >> coded.shift) // 255, what)
@@ -72,10 +73,10 @@ def decoded(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
     )
     positions = (gaps + 1).cumsum(0) + (coded.start - 1)
     if int(positions[-1]) >= extent:
-        raise ValueError(f"{what} is damaged: it changes unit {int(positions[-1])} of {extent}")
+        raise damaged(what, f"it changes unit {int(positions[-1])} of {extent}")
     steps = _unplaned(planes, coded.count, unit, what)
     if bool((steps == 0).any()):
-        raise ValueError(f"{what} is damaged: it has steps of 0")
+        raise damaged(what, "it has steps of 0")
     return Changes(positions, steps)
 
 
@@ -90,9 +91,10 @@ def checked(coded: Coded, unit: torch.dtype, extent: int, what: str) -> None:
         and all(length >= 0 for length in coded.lengths)
     )
     if not fits:
-        raise ValueError(
-            f"{what} is damaged: {coded.count} changes from {coded.start} on in {extent} units, in "
-            f"{len(coded.lengths)} streams with a shift of {coded.shift}"
+        raise damaged(
+            what,
+            f"{coded.count} changes from {coded.start} on in {extent} units, in "
+            f"{len(coded.lengths)} streams with a shift of {coded.shift}",
         )
 
 
@@ -117,7 +119,7 @@ def _packed(gaps: Tensor, shift: int) -> bytes:
 def _unpacked(data: bytes, count: int, shift: int, what: str) -> Tensor:
     """The inverse, int64 [count]."""
     if len(data) != -(-count * shift // 8):
-        raise ValueError(f"{what} is damaged: {len(data)} bytes of gaps, expected {-(-count * shift // 8)}")
+        raise damaged(what, f"{len(data)} bytes of gaps, expected {-(-count * shift // 8)}")
     if not shift:
         return torch.zeros(count, dtype=torch.int64, device="cpu")
     bits = (_tensor(data).unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1
@@ -138,11 +140,11 @@ def _unescaped(data: bytes, count: int, most: int, what: str) -> Tensor:
     values = _tensor(data).to(torch.int64)
     ends = (values < 255).nonzero().flatten()
     if ends.numel() != count or int(ends[-1]) != len(data) - 1:
-        raise ValueError(f"{what} is damaged: {ends.numel()} gaps, expected {count}")
+        raise damaged(what, f"{ends.numel()} gaps, expected {count}")
     sums = values.cumsum(0)[ends]
     quotients = sums.diff(prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))
     if int(quotients.max()) > most:
-        raise ValueError(f"{what} is damaged: a gap is longer than what it is in")
+        raise damaged(what, "a gap is longer than what it is in")
     return quotients
 
 
@@ -156,7 +158,7 @@ def _planes(steps: Tensor) -> list[bytes]:
 def _unplaned(planes: Sequence[bytes], count: int, unit: torch.dtype, what: str) -> Tensor:
     """The inverse, `unit` [count]."""
     if any(len(plane) != count for plane in planes):
-        raise ValueError(f"{what} is damaged: {[len(plane) for plane in planes]} bytes of steps, expected {count}")
+        raise damaged(what, f"{[len(plane) for plane in planes]} bytes of steps, expected {count}")
     zigzag = torch.stack([_tensor(plane) for plane in planes], dim=1).view(unit).flatten()
     most = torch.iinfo(unit).max  # a shift that brings in zeros
     return ((zigzag >> 1) & most) ^ -(zigzag & 1)

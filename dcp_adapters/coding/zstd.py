@@ -6,6 +6,8 @@ Whoever has neither can import everything and is told what to install when the f
 import importlib
 from types import ModuleType
 
+from dcp_adapters.coding.damage import damaged
+
 LARGEST_WINDOW = 24  # log2 of bytes; frames are smaller, and a hostile one may not ask for more
 MISSING = (
     'deltas are compressed with zstd, which Python has from 3.14 on; install "qtensor[delta]", or backports.zstd, '
@@ -37,11 +39,11 @@ def decompressed(data: bytes, most: int, what: str) -> bytes:
         if len(held) <= most and not reader.eof:  # the end of the frame may still be unread
             held += bytes(reader.decompress(b"", max_length=1))
     except (library.ZstdError, EOFError) as error:
-        raise ValueError(f"{what} is damaged: {error}") from error
+        raise damaged(what, str(error)) from error
     if len(held) > most:
-        raise ValueError(f"{what} is damaged: it holds more than the {most} bytes that it should")
+        raise damaged(what, f"it holds more than the {most} bytes that it should")
     if not reader.eof or reader.unused_data:
-        raise ValueError(f"{what} is damaged: {'bytes follow its end' if reader.eof else 'it is cut off'}")
+        raise damaged(what, "bytes follow its end" if reader.eof else "it is cut off")
     return held
 
 

@@ -59,7 +59,7 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
         if digest != left[-1].result:
             raise ValueError(
                 f"{left[-1].where} leads to digest {digest}, and says {left[-1].result}: it is damaged, or made by "
-                "other code; the target is as it was"
+                "other code; the target is as it was. Get it again, or take a full version"
             )
     for key, (positions, values) in written.items():
         _write(shards.held[key].piece.data, positions, values)

@@ -10,6 +10,7 @@ import xxhash
 
 from dcp_adapters.coding.changes import Changes
 from dcp_adapters.coding.codec import Coded, checked, decoded
+from dcp_adapters.coding.damage import damaged
 from dcp_adapters.coding.zstd import compressed, decompressed
 from dcp_adapters.delta.layout import Layout
 from dcp_adapters.words import short
@@ -114,7 +115,7 @@ class Delta:
                 what = f"{self.where}: {name}"
                 data = decompressed(self._checked(blob_name(number), blob.checksum), blob.size, what)
                 if len(data) != blob.size:
-                    raise ValueError(f"{what} is damaged: {len(data)} bytes, expected {blob.size}")
+                    raise damaged(what, f"{len(data)} bytes, expected {blob.size}")
                 return data
         return None
 
@@ -123,18 +124,18 @@ class Delta:
         runs = self.layout.runs
         for number, frames in self._frames_of.items():
             if number >= len(runs):
-                raise ValueError(f"{self.where} is damaged: a frame of run {number} of {len(runs)}")
+                raise damaged(self.where, f"a frame of run {number} of {len(runs)}")
             before = -1
             for index, frame in frames:
                 what = f"{self.where}: frame {index}"
                 start = frame.coded.start
                 if start <= before or (before < 0 and start):
-                    raise ValueError(f"{what} is damaged: it begins at {start}, the one before at {before}")
+                    raise damaged(what, f"it begins at {start}, the one before at {before}")
                 before = start
                 checked(frame.coded, runs[number].unit, runs[number].extent, what)
         strange = [blob.name for blob in self.blobs if blob.name not in self.layout.blobs]
         if strange:
-            raise ValueError(f"{self.where} is damaged: {short(strange[0])} is no entry of bytes of its state")
+            raise damaged(self.where, f"{short(strange[0])} is no entry of bytes of its state")
 
     def check(self) -> None:
         """Decode everything. Raises ValueError where something is damaged."""
@@ -172,16 +173,14 @@ class Delta:
         data = self._checked(frame_name(index), frame.checksum)
         found = decoded(replace(frame.coded, data=data), run.unit, run.extent, what)
         if following is not None and int(found.positions[-1]) + 1 != following:
-            raise ValueError(f"{what} is damaged: the next one does not begin where it ends")
+            raise damaged(what, "the next one does not begin where it ends")
         self._last[frame.run] = index, found
         return found
 
     def _checked(self, name: str, expected: str) -> bytes:
         data = self.read(name)
         if checksum(data) != expected:
-            raise ValueError(
-                f"{self.where} is damaged: {name} has checksum {checksum(data)}, expected {expected}; get it again"
-            )
+            raise damaged(self.where, f"{name} has checksum {checksum(data)}, expected {expected}")
         return data
 
 

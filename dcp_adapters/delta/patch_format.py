@@ -24,6 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dcp_adapters.coding.codec import Coded
+from dcp_adapters.coding.damage import damaged
 from dcp_adapters.coding.zstd import compressed, decompressed
 from dcp_adapters.delta.layout import Layout
 from dcp_adapters.delta.patch import Blob, Delta, Frame, Read, blob_name, checksum, frame_name
@@ -40,6 +41,7 @@ TABLE = "table"
 LEVEL = 19
 MOST_TABLE = 2**28  # bytes of JSON: a million tensors
 MOST_BLOB = 2**31
+MALFORMED = (KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -70,7 +72,7 @@ def delta_from_bytes(data: bytes, where: str = "the delta") -> Delta:
         tensors = load(data)
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{where} is damaged or no delta: {error}") from error
+        raise ValueError(f"{where} is damaged or no delta: {error}; get it again") from error
     return _parsed(metadata, lambda name: _bytes(tensors.get(name), name, where), where)
 
 
@@ -111,7 +113,7 @@ def open_delta(path: str | os.PathLike[str]) -> Delta:
         opened: Any = safe_open(path, "pt")
         names, metadata = set(opened.keys()), opened.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged or no delta: {error}") from error
+        raise ValueError(f"{path} is damaged or no delta: {error}; get it again") from error
     return _parsed(
         metadata, lambda name: _bytes(opened.get_tensor(name) if name in names else None, name, str(path)), str(path)
     )
@@ -142,36 +144,40 @@ def _parsed(metadata: Mapping[str, str], read: Read, where: str) -> Delta:
     header = _header(metadata, where)
     table = read(TABLE)
     if checksum(table) != header[TABLE]:
-        raise ValueError(f"{where} is damaged: its table has another checksum than its header says; get it again")
+        raise damaged(where, "its table has another checksum than its header says")
+    text = decompressed(table, MOST_TABLE, f"{where}: its table")
     try:
-        record = json.loads(decompressed(table, MOST_TABLE, f"{where}: its table"))
-        delta = Delta(header["base"], header["result"], *_parsed_table(record), read, where=where)
+        parsed = _parsed_table(json.loads(text))
+    except (ValueError, *MALFORMED) as error:
+        raise damaged(where, f"its table is malformed: {type(error).__name__}: {error}") from error
+    delta = Delta(header["base"], header["result"], *parsed, read, where=where)
+    try:
         delta.check_table()
-    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{where} is damaged: its table is malformed: {type(error).__name__}: {error}") from error
-    return replace(delta, base_version=header["base_version"], version=header["version"])
+    except MALFORMED as error:
+        raise damaged(where, f"its table is malformed: {type(error).__name__}: {error}") from error
+    return replace(delta, base_version=header.get("base_version"), version=header.get("version"))
 
 
 def _header(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     if METADATA not in metadata:
-        raise ValueError(f"{where} is no delta: its metadata has no {METADATA}")
+        raise ValueError(f"{where} is no delta: its metadata has no {METADATA}; give a file that save_delta wrote")
     try:
         outer = json.loads(metadata[METADATA])
         header: dict[str, Any] = outer["header"]
         sound = outer["checksum"] == checksum(_json(header).encode())
         version = header["format_version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{where} is damaged: its header is malformed: {type(error).__name__}: {error}") from error
+        raise damaged(where, f"its header is malformed: {type(error).__name__}: {error}") from error
     if not sound:
-        raise ValueError(f"{where} is damaged: its header has another checksum than it says; get it again")
+        raise damaged(where, "its header has another checksum than it says")
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{where} has format_version {short(version)}; this library reads version {FORMAT_VERSION}. Use a library "
             "version that knows it"
         )
     digests = all(isinstance(header.get(key), str) for key in ("base", "result", TABLE))
-    if not digests or any(type(header.get(key, 0)) not in (int, type(None)) for key in ("base_version", "version")):
-        raise ValueError(f"{where}: its header is malformed: digests and versions are missing")
+    if not digests or any(type(header.get(key)) not in (int, type(None)) for key in ("base_version", "version")):
+        raise damaged(where, "its header is malformed: digests and versions are missing")
     return header
 
 
@@ -207,5 +213,5 @@ def _tensor(data: bytes) -> Tensor:
 
 def _bytes(held: Tensor | None, name: str, where: str) -> bytes:
     if held is None:
-        raise ValueError(f"{where} is damaged: it lacks {name}")
+        raise damaged(where, f"it lacks {name}")
     return memory_of(held.contiguous()).raw

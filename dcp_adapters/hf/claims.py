@@ -18,6 +18,7 @@ from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
 from dcp_adapters.hf.layout import KINDS, LAYOUTS, Layout, Scheme
 from dcp_adapters.hf.modelopt import MODELOPT
+from dcp_adapters.hf.patterns import bounded
 from dcp_adapters.hf.plain_claims import FP8Claims, GptOssClaims
 from dcp_adapters.words import short, short_each
 from qtensor.recipes import Recipe
@@ -58,7 +59,9 @@ def claims_of(directory: Directory) -> Claims | None:
     if said is None and directory.quantization is None:
         return None
     if said is not None and not isinstance(said, Mapping):
-        raise ValueError(f"{directory.path}: the quantization_config of config.json is {short(said)}")
+        raise ValueError(
+            f"{directory.path}: the quantization_config of config.json is {short(said)}, expected an object"
+        )
     method = MODELOPT.name if said is None else said.get("quant_method")
     if method == COMPRESSED_TENSORS.name:
         return _CompressedTensors.of(directory, said or {})
@@ -124,15 +127,18 @@ class _CompressedTensors:
             )
         groups = said.get("config_groups")
         if not isinstance(groups, Mapping) or not all(_is_group(group) for group in groups.values()):
-            raise ValueError(f"{where} has no config_groups of weights and targets")
+            raise ValueError(f"{where} has no config_groups, expected weights and targets in each")
+        longest = max(map(len, directory.tensors), default=0)
         try:
             targets = [
-                _Target(group, name, re.compile(name[3:]) if name.startswith("re:") else None)
+                _Target(group, name, bounded(name[3:], longest) if name.startswith("re:") else None)
                 for group in groups.values()
                 for name in group["targets"]
             ]
-        except re.error as error:
-            raise ValueError(f"{where} has a target that is no pattern: {error}") from error
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{where} has a target that is no pattern: {error}; name the modules") from error
+        except ValueError as error:
+            raise ValueError(f"{where} has a target that is not used: {error}; name the modules") from error
         return _CompressedTensors(targets, _kv_scheme(said.get("kv_cache_scheme")))
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
@@ -221,10 +227,10 @@ class _ModelOpt:
         kv_cache: str | None = None
         for file, record in said:
             if not isinstance(record, Mapping) or not isinstance(record.get("quant_algo"), str):
-                raise ValueError(f"{directory.path}: {file} says no quant_algo")
+                raise ValueError(f"{directory.path}: {file} says no quant_algo, expected the name of one")
             layers = record.get("quantized_layers") or {}
             if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
-                raise ValueError(f"{directory.path}: {file} has quantized_layers that are no objects")
+                raise ValueError(f"{directory.path}: {file} has quantized_layers that are no objects, expected some")
             if record.get("kv_cache_quant_algo") not in KV_CACHE:
                 kv_cache = f"{file} says kv_cache_quant_algo {short(record['kv_cache_quant_algo'])}"
             kv_cache = _kv_scheme(record.get("kv_cache_scheme")) or kv_cache

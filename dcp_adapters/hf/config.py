@@ -110,10 +110,10 @@ def _of_path(path: Path) -> ModelConfig:
         raise FileNotFoundError(f"{file}: no such file; config= takes a model's directory or its config.json")
     try:
         values = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON: {error}; give another config=") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{file} holds a {type(values).__name__}, expected an object")
+        raise ValueError(f"{file} holds a {type(values).__name__}, expected an object; give another config=")
     if not path.is_dir():
         return ModelConfig(_cleaned(values))
     kept = tuple(

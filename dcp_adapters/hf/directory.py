@@ -23,6 +23,7 @@ from dcp_adapters.words import in_lines, listed, short
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+AGAIN = "get the directory again"
 MOST_JSON = 2**28  # bytes; an index of a million tensors has 100 MiB
 
 
@@ -76,7 +77,7 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
     missing = [name for name in files if not (root / name).is_file()]
     if missing:
         told = listed(missing, 20, last=", ")
-        raise FileNotFoundError(f"{root}: {INDEX} names files that are not there: {told}")
+        raise FileNotFoundError(f"{root}: {INDEX} names files that are not there: {told}; {AGAIN}")
     tensors: dict[str, FileTensor] = {}
     notes: dict[str, dict[str, str]] = {}
     problems: list[str] = []
@@ -97,7 +98,7 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
     problems += [f"{name}: {INDEX} says {(assigned or {})[name]}, which lacks it" for name in lost]
     if problems:
         who = "the files" if assigned is None else "the index and the files"
-        raise ValueError(f"{root}: {who} disagree:{in_lines(problems)}")
+        raise ValueError(f"{root}: {who} disagree; {AGAIN}:{in_lines(problems)}")
     quantization = _read_json(root / "hf_quant_config.json")
     return Directory(root, tensors, _read_json(root / "config.json") or {}, quantization, notes)
 
@@ -126,18 +127,20 @@ def _listed_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
         raise FileNotFoundError(f"{root}: neither {SINGLE} nor {INDEX} is there; give a directory of safetensors")
     assigned = record.get("weight_map")
     if not isinstance(assigned, dict) or any(not isinstance(file, str) for file in assigned.values()):
-        raise ValueError(f"{root / INDEX}: its weight_map is no object of file names")
+        raise ValueError(f"{root / INDEX}: its weight_map is no object of file names; {AGAIN}")
+    if not assigned:
+        raise ValueError(f"{root / INDEX}: its weight_map names no tensors; {AGAIN}")
     files = sorted(set(assigned.values()))
     stray = listed((short(file) for file in files if stray_path(file)), 20, last=", ")
     if stray:
-        raise ValueError(f"{root / INDEX}: it names files outside of the directory: {stray}")
+        raise ValueError(f"{root / INDEX}: it names files outside of the directory: {stray}; do not use it")
     return files, assigned
 
 
 def _header(root: Path, file: str, notes: dict[str, dict[str, str]]) -> list[FileTensor]:
     """The tensors of one file; what else its header says is added to `notes`."""
     if not (root / file).is_file():
-        raise ValueError(f"{root / file}: no ordinary file")
+        raise ValueError(f"{root / file}: no ordinary file; {AGAIN}")
     try:
         with safe_open(root / file, "pt") as opened:
             for key, value in (opened.metadata() or {}).items():
@@ -148,7 +151,9 @@ def _header(root: Path, file: str, notes: dict[str, dict[str, str]]) -> list[Fil
                 found.append(FileTensor(name, file, piece.get_dtype(), tuple(piece.get_shape())))
             return found
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{root / file}: it is damaged or cut off: {error}. Nothing has been loaded") from error
+        raise ValueError(
+            f"{root / file}: it is damaged or cut off: {error}. Nothing has been loaded; {AGAIN}"
+        ) from error
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -156,13 +161,13 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     if not file.is_file() or file.stat().st_size > MOST_JSON:
-        raise ValueError(f"{file}: no ordinary file of at most {MOST_JSON} bytes")
+        raise ValueError(f"{file}: no ordinary file of at most {MOST_JSON} bytes; {AGAIN}")
     try:
         record = json.loads(file.read_bytes(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: it is no JSON: {error}") from error
+        raise ValueError(f"{file}: it is no JSON: {error}; {AGAIN}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{file}: it holds a {type(record).__name__}, expected an object")
+        raise ValueError(f"{file}: it holds a {type(record).__name__}, expected an object; {AGAIN}")
     return record
 
 

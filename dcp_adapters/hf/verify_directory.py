@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.directory import FileTensor, read_directory
+from dcp_adapters.hf.directory import INDEX, Directory, FileTensor, read_directory
 from dcp_adapters.hf.file_digests import DIGESTS, RecordedDigests
 from dcp_adapters.hf.stored_directory import StoredDirectory
 from dcp_adapters.soundness import Level
@@ -42,7 +42,7 @@ def verify_directory(path: str | os.PathLike[str], *, level: Level = "bytes", ad
         recorded = RecordedDigests(directory)
     except (ValueError, OSError) as error:
         return Report(str(path), (Finding("error", "", "", str(error)),))
-    findings = [*_lacking(recorded)]
+    findings = [*_lacking(recorded), *_unnamed(directory)]
     left = dict(directory.tensors)
     chunks = nbytes = agreed = 0
 
@@ -75,6 +75,14 @@ def _lacking(recorded: RecordedDigests) -> Iterator[Finding]:
         yield Finding("warning", "", "", message)
     for file, name in recorded.lost:
         yield Finding("error", file, name, f"the file's {DIGESTS} has a digest of it, and the file has no such tensor")
+
+
+def _unnamed(directory: Directory) -> Iterator[Finding]:
+    """Files whose tensors nobody reads, since the index does not name them."""
+    named = {tensor.file for tensor in directory.tensors.values()}
+    for file in sorted(path.name for path in directory.path.glob("*.safetensors")):
+        if file not in named:
+            yield Finding("warning", file, "", f"{INDEX} does not name it, so its tensors are not read")
 
 
 def _digest_problem(recorded: RecordedDigests, tensor: FileTensor, stored: StoredDirectory) -> str | None:

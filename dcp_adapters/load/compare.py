@@ -171,7 +171,7 @@ def _parts(entry: Entry, stored: Mapping[str, Any]) -> list[str]:
     parts = entry.stored()
     missing = [key for key in parts if key not in stored]
     if missing:
-        return [f"{entry.name}: the checkpoint lacks {', '.join(missing)}"]
+        return [f"{entry.name}: the checkpoint lacks {', '.join(missing)}; use another one"]
     problems = []
     for key, (dtype, shape) in parts.items():
         found, held = stored[key], "no tensor"

@@ -7,7 +7,7 @@ Each check returns `Fault`s, naming file or entry, what was found and what was e
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -69,6 +69,7 @@ def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> li
         return [*faults, _metadata_fault("", "its state_dict_metadata or storage_data is no dict")]
     for name, record in tensors.items():
         faults += _entry_faults(name, record)
+    faults += _path_faults(metadata.planner_data, tensors)
     for index, info in storage.items():
         faults += _storage_faults(index, info, transforms=transforms)
     return faults
@@ -227,6 +228,14 @@ def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
         weigh(data, 0)
     except ValueError as error:
         yield _metadata_fault("", f"its planner_data holds {error}")
+
+
+def _path_faults(data: Any, tensors: Mapping[Any, Any]) -> Iterator[Fault]:
+    """Where planner data has something of an entry's name, that is its path in the nested state dict."""
+    for name, path in data.items() if type(data) is dict else ():
+        if name in tensors and type(path) not in (list, tuple):
+            message = f"its path in planner_data is {short(path)}, expected a sequence of keys"
+            yield _metadata_fault(str(name), message)
 
 
 def _entry_faults(name: Any, record: Any) -> Iterator[Fault]:

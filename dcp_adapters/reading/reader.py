@@ -38,7 +38,7 @@ from dcp_adapters.reading.metadata_checks import (
     stored_chunk,
 )
 from dcp_adapters.reading.order import original_index
-from dcp_adapters.reading.places import file_faults, other_than_said, unreadable
+from dcp_adapters.reading.places import WAY_OUT, file_faults, other_than_said, unreadable
 from dcp_adapters.reading.plain_pickle import read_plain
 from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
 from dcp_adapters.torch_private import Unreadable
@@ -94,6 +94,8 @@ class SafeFileSystemReader(FileSystemReader):
         if not faults:
             faults = [*holding_faults(metadata, whole=rank is None), *length_faults(metadata).values()]
             faults += file_faults(self.path, metadata.storage_data)
+            if rank is None:
+                faults += _stray(metadata)
         if faults:
             raise ValueError(
                 f"{file}: the checkpoint is damaged or not what it claims to be. Nothing has been loaded; use another "
@@ -157,6 +159,9 @@ class SafeFileSystemReader(FileSystemReader):
                 slices[info.offset, info.length] = original_index(item.storage_index)
         for name, slices in wanted.items():
             path = Path(self.path, name)
+            if not path.exists():
+                first = chunk_in_words(next(iter(slices.values())))
+                raise FileNotFoundError(f"No such file or directory: '{path}', where {first} is stored. {WAY_OUT}")
             with path.open("rb") as stream:
                 for (offset, length), index in sorted(slices.items(), key=lambda held: held[0]):
                     header = read_header(FileSlice(stream, offset, length), f"{path}: {chunk_in_words(index)}")
@@ -167,6 +172,13 @@ class SafeFileSystemReader(FileSystemReader):
                         raise ValueError(f"{path}: {chunk_in_words(index)}: {message}; use another checkpoint")
                     headers[name, offset, length] = header
         return headers
+
+
+def _stray(metadata: Metadata) -> list[Fault]:
+    """Chunks of entries that are not there: a load would be without them, and say nothing."""
+    records, message = metadata.state_dict_metadata, "bytes are stored for a chunk that no tensor has"
+    indices = metadata.storage_data or {}
+    return [Fault(METADATA, chunk_in_words(index), message) for index in indices if index.fqn not in records]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ Here the description alone is read: a plain strided tensor whose elements all li
 import io
 import math
 import os
+import sys
 import zipfile
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -105,10 +106,9 @@ def read_header(chunk: "FileSlice", what: str) -> Header:
         with zipfile.ZipFile(chunk) as archive:
             records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
             _check_records(archive.infolist(), records, chunk.length)
-            description = records["data.pkl"]
-            if description.CRC == 0:  # torch.serialization.set_crc32_options(False) writes none
-                description.CRC = None  # type: ignore[assignment] # zipfile then compares nothing
-            data = archive.read(description)
+            data, order = _contents(archive, records["data.pkl"]), _contents(archive, records.get("byteorder"))
+            if order not in (b"", sys.byteorder.encode()):  # torch.load would turn the bytes around
+                raise ValueError(f"its bytes are in the order {order[:20]!r}, expected {sys.byteorder.encode()!r}")
     except Exception as error:  # damaged archives raise errors of all kinds
         kind = "" if type(error) in (ValueError, zipfile.BadZipFile) else f"{type(error).__name__}: "
         raise ValueError(f"{what}: no archive of a tensor: {kind}{error}; use another checkpoint") from error
@@ -123,6 +123,15 @@ def read_header(chunk: "FileSlice", what: str) -> Header:
     return replace(header, header_offset=record.header_offset)
 
 
+def _contents(archive: zipfile.ZipFile, record: zipfile.ZipInfo | None) -> bytes:
+    """The bytes of a small record; b"" where there is none."""
+    if record is None:
+        return b""
+    if record.CRC == 0:  # torch.serialization.set_crc32_options(False) writes none
+        record.CRC = None  # type: ignore[assignment] # zipfile then compares nothing
+    return archive.read(record)
+
+
 def _check_records(records: list[zipfile.ZipInfo], by_name: dict[str, zipfile.ZipInfo], length: int) -> None:
     """Raise unless the records lie in one directory, uncompressed, and take no more bytes than the archive."""
     if len(by_name) != len(records) or len({record.filename.partition("/")[0] for record in records}) != 1:
@@ -131,7 +140,8 @@ def _check_records(records: list[zipfile.ZipInfo], by_name: dict[str, zipfile.Zi
         raise ValueError("it is a TorchScript program")
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise ValueError("records are compressed; DCP stores tensors as they are")
-    if sum(record.file_size for record in records) > length or by_name["data.pkl"].file_size > MOST_DESCRIPTION:
+    small = [by_name["data.pkl"].file_size, *(by_name[name].file_size for name in {"byteorder"} & by_name.keys())]
+    if sum(record.file_size for record in records) > length or max(small) > MOST_DESCRIPTION:
         raise ValueError(f"records claim more than the {length} bytes that there are")
 
 

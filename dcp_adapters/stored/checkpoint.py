@@ -177,9 +177,7 @@ class StoredCheckpoint(Stored):
         except CheckpointUnusable as error:
             raise CheckpointUnusable(f"{self.path}: {error}") from None
         except Exception as error:
-            raise CheckpointUnusable(
-                f"{self.path}: {entry} can not be read: {type(error).__name__}: {error}"
-            ) from error
+            raise self._unusable(f"{entry} can not be read: {type(error).__name__}: {error}") from error
         return planner.blob
 
     def _read_metadata(self) -> Metadata:
@@ -188,11 +186,9 @@ class StoredCheckpoint(Stored):
         except ValueError as error:  # the reader's own words
             raise CheckpointUnusable(str(error)) from error
         except Exception as error:
-            raise CheckpointUnusable(
-                f"{self.path}: .metadata can not be read: {type(error).__name__}: {error}"
-            ) from error
+            raise self._unusable(f".metadata can not be read: {type(error).__name__}: {error}") from error
         if not isinstance(metadata, Metadata):
-            raise CheckpointUnusable(f"{self.path}: .metadata holds a {type(metadata).__name__}, not a checkpoint's")
+            raise self._unusable(f".metadata holds a {type(metadata).__name__}, not a checkpoint's")
         return metadata
 
     def _read_manifest(self) -> Manifest | None:
@@ -212,8 +208,8 @@ class StoredCheckpoint(Stored):
         """Digest of a chunk's name and offset -> digest of its bytes."""
         rows = self.read_key(CHECKSUMS)
         if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != ROW:
-            raise CheckpointUnusable(
-                f"{self.path}: {CHECKSUMS} is {rows.dtype} {tuple(rows.shape)}, expected torch.uint8 (chunks, {ROW})"
+            raise self._unusable(
+                f"{CHECKSUMS} is {rows.dtype} {tuple(rows.shape)}, expected torch.uint8 (chunks, {ROW})"
             )
         return dict(rows_of(rows))
 
@@ -231,7 +227,7 @@ class StoredCheckpoint(Stored):
                 found[key] = Entry(key, None, tuple(record.size), record.properties.dtype)
         missing = sorted(quantized.keys() - found.keys())
         if missing:
-            raise CheckpointUnusable(f"{self.path}: in the manifest but not stored: {', '.join(missing)}")
+            raise self._unusable(f"in the manifest but not stored: {', '.join(missing)}")
         return found
 
     def _checked(self, entry: Entry) -> Entry:
@@ -239,14 +235,16 @@ class StoredCheckpoint(Stored):
         for part, (dtype, shape) in entry.parts().items():
             record = self.metadata.state_dict_metadata.get(entry.key(part))
             if not isinstance(record, TensorStorageMetadata):
-                raise CheckpointUnusable(f"{self.path}: {entry.name} lacks its {part}")
+                raise self._unusable(f"{entry.name} lacks its {part}")
             held = (record.properties.dtype, tuple(record.size))
             if held != (dtype, shape):
-                raise CheckpointUnusable(
-                    f"{self.path}: {entry.key(part)} is stored as {held[0]} {held[1]}, the manifest says {dtype} "
-                    f"{shape}"
+                raise self._unusable(
+                    f"{entry.key(part)} is stored as {held[0]} {held[1]}, the manifest says {dtype} {shape}"
                 )
         return entry
+
+    def _unusable(self, why: str) -> CheckpointUnusable:
+        return CheckpointUnusable(f"{self.path}: {why}; use another checkpoint")
 
     def _locations(self) -> Mapping[Any, Any]:
         data = self.metadata.storage_data
@@ -298,6 +296,10 @@ class _Into(DefaultLoadPlanner):
             stored = self.checksums.get(chunk_key(index))
             where = f"{index.fqn} at {tuple(index.offset)}" if index.offset else index.fqn
             if stored is None:
-                raise CheckpointUnusable(f"{where} has no row in {CHECKSUMS}: it is not what was saved")
+                raise CheckpointUnusable(
+                    f"{where} has no row in {CHECKSUMS}: it is not what was saved; use another checkpoint"
+                )
             if stored != digest_of(data):
-                raise CheckpointUnusable(f"{where} is damaged: its bytes do not have the checksum stored")
+                raise CheckpointUnusable(
+                    f"{where} is damaged: its bytes do not have the checksum stored; use another checkpoint"
+                )

@@ -189,7 +189,7 @@ def _total(kind: str, tensors: Sequence[Entry]) -> Total:
 
 def _world_size(files: Iterable[str]) -> int | None:
     """One more than the highest rank in the file names `__<rank>_<...>.distcp`; all of them must be such names."""
-    found = [re.fullmatch(r"__(\d+)_\w+\.distcp", file) for file in files]
+    found = [re.fullmatch(r"__(\d{1,9})_\w+\.distcp", file) for file in files]
     return max((int(match[1]) + 1 for match in found if match), default=None) if all(found) else None
 
 

@@ -20,6 +20,7 @@ from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.streams.buckets import TensorRecord, buckets_of, room_of
 
 DELTA = "delta"  # the name of its bytes
+ALIKE = "let sender and receiver have the same version of this library"
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,9 @@ class Announcement:
             sizes = tuple(int(size) for size in told["sizes"])
             base = None if told["base"] is None else int(told["base"])
             found = Announcement(int(told["version"]), records, sizes, dict(told["json"]), base)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"an announcement of weights cannot be read ({type(error).__name__}: {error}); let sender and receiver "
-                "have the same version of this library"
+                f"an announcement of weights cannot be read ({type(error).__name__}: {error}); {ALIKE}"
             ) from None
         if (
             sum(sizes) != len(records)
@@ -78,11 +78,13 @@ class Announcement:
             or len({each.name for each in records}) < len(records)
         ):
             raise ValueError(
-                f"an announcement of {len(records)} tensors has buckets of {sum(sizes)}, or two tensors of one name"
+                f"an announcement of {len(records)} tensors has buckets of {sum(sizes)}, or two tensors of one name; "
+                f"{ALIKE}"
             )
         if base is not None and found != Announcement.of_delta(found.version, base, found.nbytes):
             raise ValueError(
-                f"an announcement of a delta has {len(records)} tensors or files of JSON; expected its bytes alone"
+                f"an announcement of a delta has {len(records)} tensors or files of JSON; expected its bytes alone; "
+                f"{ALIKE}"
             )
         return found
 

@@ -4,7 +4,7 @@
                process groups of their own, without touching those
 
     sender                                                         receivers
-    header "begin", announcement            broadcasts         ->
+    header "begin", announcement            broadcasts         ->  compare
     header "bucket i, digest", its bytes    broadcasts         ->  compare
     header "end, digest of all"             a broadcast        ->  compare
     hears a text of every receiver          broadcasts         <-  "" or what failed
@@ -24,7 +24,14 @@ from torch import Tensor
 
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import fill, room_of, views
-from dcp_adapters.streams.transport import Incoming, Receiver, WeightStreamError, bytes_digest, digest_of_all
+from dcp_adapters.streams.transport import (
+    Incoming,
+    Receiver,
+    WeightStreamError,
+    bytes_digest,
+    digest_of_all,
+    message_digest,
+)
 from dcp_adapters.torch_private import ProcessGroupGloo
 
 BEGIN, BUCKET, END, ABORT = range(4)
@@ -140,13 +147,19 @@ class GroupReceiver(Receiver):
 
     def _begun(self) -> Incoming:
         with self._link.errors(_not_announced):
-            kind, size, _ = self._link.heard(
+            kind, size, digest = self._link.heard(
                 FOREVER if self._patience is None else dt.timedelta(seconds=self._patience)
             )
-            data = self._link.received(size) if kind in (BEGIN, ABORT) else b""
+            data = self._link.received(size, digest) if kind in (BEGIN, ABORT) else b""
         if kind != BEGIN:
-            raise _not_announced(f"it gave up ({data.decode()})" if kind == ABORT else f"it sent {kind}")
-        return _IncomingBroadcasts(Announcement.from_bytes(data), self._link)
+            raise _not_announced(
+                f"it gave up ({data.decode(errors='replace')})" if kind == ABORT else f"it sent {kind}"
+            )
+        try:
+            return _IncomingBroadcasts(Announcement.from_bytes(data), self._link)
+        except ValueError as error:  # where its buckets begin and end is not known
+            self._link.broken = True
+            raise _not_announced(str(error)) from None
 
     def _accept(self, incoming: Incoming) -> None:
         with self._link.errors(incoming.broken):
@@ -209,7 +222,7 @@ class _IncomingBroadcasts(Incoming):
         kind, number, digest = self._link.heard(self._link.timeout)
         if kind == ABORT:
             self._given_up = True
-            raise self.broken(f"the sender gave up ({self._link.received(number).decode()})")
+            raise self.broken(f"the sender gave up ({self._link.received(number, digest).decode(errors='replace')})")
         if kind != expected:
             self._link.broken = True
             raise self.broken(f"the sender said {kind} instead of {expected}")
@@ -235,8 +248,15 @@ class _Link:
         self.broken = False
 
     def room(self, size: int) -> Tensor:
-        """uint8 [size]."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        """uint8 [size]. Raises WeightStreamError where there is none: sizes are what the sender says."""
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            self.broken = True
+            raise WeightStreamError(
+                f"a message of weights has {size} bytes, and there is no room for it on {self.device}; make buckets "
+                "smaller, or let sender and receiver have the same version of this library"
+            ) from error
 
     def broadcast(self, tensor: Tensor, timeout: dt.timedelta | None = None, root: int | None = None) -> Any:
         """Begin to send or receive; what is late breaks the group, so that no thread of it waits for longer."""
@@ -261,16 +281,19 @@ class _Link:
         return kind, first, second
 
     def tell(self, kind: int, data: bytes) -> None:
-        """Send bytes, behind a header with their number."""
-        self.wait(self.header(kind, len(data), 0))
+        """Send bytes, behind a header with their number and digest."""
+        self.wait(self.header(kind, len(data), message_digest(data)))
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         self.wait(self.broadcast(sent))
 
-    def received(self, size: int) -> bytes:
-        """Bytes, whose number a header has told."""
-        data = self.room(size)
-        self.wait(self.broadcast(data))
-        return bytes(data.tolist())
+    def received(self, size: int, digest: int) -> bytes:
+        """Bytes, whose number and digest a header has told. Raises RuntimeError where they are others."""
+        memory = self.room(size)
+        self.wait(self.broadcast(memory))
+        data = bytes(memory.tolist())
+        if message_digest(data) != digest:
+            raise RuntimeError(f"{size} bytes that came are not those that were sent")
+        return data
 
     def answers(self, text: str) -> list[str]:
         """What each rank says, in rank order."""

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import ALIGNED, fill, room_of, views
-from dcp_adapters.streams.transport import Incoming, Receiver, WeightStreamError, bytes_digest, digest_of_all
+from dcp_adapters.streams.transport import (
+    Incoming,
+    Receiver,
+    WeightStreamError,
+    bytes_digest,
+    digest_of_all,
+    message_digest,
+)
 from dcp_adapters.streams.wires import Ring, Wire
 
 LONGEST_PATH = 100  # bytes; the kernel's limit is 108
@@ -65,11 +72,12 @@ class SharedMemorySender:
             self._wires.append(self._accepted(deadline, announcement.version))
         if self._ring is None or self._ring.slot < announcement.largest:
             self._ring = Ring.made(max(announcement.largest, ALIGNED), self._slots)
-        told = {"kind": "begin", "slots": self._slots, "slot": self._ring.slot}
+        data = announcement.to_bytes()
+        told = {"kind": "begin", "slots": self._slots, "slot": self._ring.slot, "digest": message_digest(data)}
         self._announcement, self._digests = announcement, []
         for wire in self._wires:
             wire.done, wire.accepted = 0, False
-            self._tell(wire, told, announcement.to_bytes(), [self._ring.file])
+            self._tell(wire, told, data, [self._ring.file])
 
     def bucket(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a bucket into the ring once all receivers are done with what was there."""
@@ -209,10 +217,16 @@ class SharedMemoryReceiver(Receiver):
             wire.socket.settimeout(self._timeout)
             if told["kind"] != "begin":
                 raise OSError(told.get("why", f"it said {told['kind']!r}"))
-            return _IncomingViews(
-                Announcement.from_bytes(data), wire, Ring.mapped(files[0], told["slot"], told["slots"])
-            )
-        except (OSError, ValueError, KeyError, IndexError) as error:
+            if told["digest"] != message_digest(data):
+                raise ValueError("its announcement is not the one that was sent")
+            announcement = Announcement.from_bytes(data)
+            if not files or told["slots"] < 1 or told["slot"] < announcement.largest:
+                raise ValueError(
+                    f"{told['slots']} slots of {told['slot']} bytes in {len(files)} files, for buckets of "
+                    f"{announcement.largest}"
+                )
+            return _IncomingViews(announcement, wire, Ring.mapped(files[0], told["slot"], told["slots"]))
+        except (OSError, ValueError, OverflowError) as error:
             self.close()
             raise WeightStreamError(
                 f"{self._address}: the sender did not announce a version ({_text(error)}); see whether the trainer "

@@ -187,6 +187,11 @@ def bytes_digest(memory: Tensor) -> int:
     return int(digest([memory])) & (2**63 - 1)
 
 
+def message_digest(data: bytes) -> int:
+    """A number of 63 bits for the bytes of an announcement."""
+    return xxhash.xxh3_64_intdigest(data) & (2**63 - 1)
+
+
 def digest_of_all(digests: Sequence[int]) -> int:
     """A number for the digests of all buckets, in their order."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests)) & (2**63 - 1)

@@ -15,6 +15,16 @@ import torch
 from torch import Tensor
 
 HEADER = struct.Struct("<QQ")  # bytes of JSON, bytes that follow it
+WORDS: Mapping[str, Mapping[str, type]] = {  # kind of message -> what it says
+    "hello": {},
+    "begin": {"slots": int, "slot": int, "digest": int},
+    "bucket": {"number": int, "digest": int},
+    "end": {"buckets": int, "digest": int},
+    "abort": {"why": str},
+    "free": {"done": int},
+    "accepted": {},
+    "refused": {"why": str},
+}
 
 
 @dataclass
@@ -67,12 +77,12 @@ class Wire:
         self.socket.sendall(head[sent:] + text + data)
 
     def receive(self) -> tuple[dict[str, Any], bytes, list[int]]:
-        """One message. Raises OSError where the other side is gone, or late."""
+        """One message, of a kind in WORDS. Raises OSError where the other side is gone, late, or says anything else."""
         head, files, _, _ = socket.recv_fds(self.socket, HEADER.size, 1)
         if not head:
             raise ConnectionResetError("it closed the connection")
         size, more = HEADER.unpack(head + self._exactly(HEADER.size - len(head)))
-        told: dict[str, Any] = json.loads(self._exactly(size))
+        told = _parsed(self._exactly(size))
         return told, self._exactly(more), files
 
     def close(self) -> None:
@@ -87,3 +97,15 @@ class Wire:
                 raise ConnectionResetError("it closed the connection in the middle of a message")
             data += piece
         return bytes(data)
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """The JSON of a message. Raises OSError where it is none: that connection is of no use any more."""
+    try:
+        told = json.loads(data)
+    except (ValueError, RecursionError):
+        told = None
+    expected = WORDS.get(str(told.get("kind"))) if isinstance(told, dict) else None
+    if expected is None or any(type(told.get(name)) is not kind for name, kind in expected.items()):
+        raise OSError("it said what no sender or receiver of this version says; let both have the same version")
+    return told  # type: ignore[no-any-return]

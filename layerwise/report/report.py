@@ -16,11 +16,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from dcp_adapters.tables import table
+from dcp_adapters.words import short
 
 VERSION = 1
 _COLUMNS = ("layer", "linear", "tokens", "weight amax", "input amax", "SNR dB", "clip", "alpha", "warning")
 _OPTIONAL = ("clip", "alpha", "warning")  # columns that are left out where no linear has one
 _FIELD_OF = {"SNR dB": "snr_db", "weight amax": "weight_amax", "input amax": "input_amax", "linear": "name"}
+
+
+_AMOUNT = (int, float, type(None))
+_TYPES: dict[str, tuple[type, ...]] = {
+    "layer": (int, type(None)),
+    "name": (str,),
+    "tokens": (int,),
+    "weight_amax": (int, float),
+    **dict.fromkeys(("input_amax", "snr_db", "clip", "alpha"), _AMOUNT),
+    "warning": (str, type(None)),
+}
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -110,16 +122,25 @@ class Report:
         """The report that `to_json` wrote.
 
         Raises:
-            ValueError: it is of another version.
+            ValueError: it is of another version, or none that this library wrote.
         """
-        if values.get("version") != VERSION:
-            raise ValueError(f"a report of version {values.get('version')}; this library reads version {VERSION}")
-        return cls(
-            records=tuple(LinearReport(**_numbers(record)) for record in values["records"]),
-            layer_errors={int(layer): float(value) for layer, value in values["layer_errors"].items()},
-            resumed=tuple(values["resumed"]),
-            title=values["title"],
-        )
+        version = values.get("version")
+        if version != VERSION:
+            raise ValueError(
+                f"a report of version {short(version)}; this library reads version {VERSION}. Give a file that "
+                "Report.save wrote, or use a library version that knows it"
+            )
+        try:
+            return cls(
+                records=tuple(_checked(LinearReport(**_numbers(record))) for record in values["records"]),
+                layer_errors={int(layer): float(value) for layer, value in values["layer_errors"].items()},
+                resumed=tuple(map(int, values["resumed"])),
+                title=str(values["title"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f"a report that can not be read ({type(error).__name__}: {error}); give a file that Report.save wrote"
+            ) from error
 
     def save(self, path: str | Path) -> Path:
         """Write `to_json` to a file; returns its path."""
@@ -129,8 +150,17 @@ class Report:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The report that `save` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        """The report that `save` wrote. Raises ValueError, with the path, where there is another one or none."""
+        try:
+            values = json.loads(Path(path).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: it is no JSON: {error}; give a file that Report.save wrote") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: it holds a {type(values).__name__}; give a file that Report.save wrote")
+        try:
+            return cls.from_json(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def plot(self, path: str | Path) -> Path:
         """Draw the SNR of every layer, one line for each kind of linear, into a file; returns its path.
@@ -159,6 +189,15 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
         key: float(value) if isinstance(value, str) and key not in ("name", "warning") else value
         for key, value in record.items()
     }
+
+
+def _checked(record: LinearReport) -> LinearReport:
+    """The record. Raises TypeError where a field is of another type than it is written with."""
+    for name, kinds in _TYPES.items():
+        value = getattr(record, name)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(f"{name} is {short(value)}")
+    return record
 
 
 def _ranges(numbers: Sequence[int]) -> str:

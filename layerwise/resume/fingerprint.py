@@ -27,6 +27,8 @@ import xxhash
 
 from fsdp_hooks.across_ranks import on_all
 
+KINDS = {"batches": int, "recipe": dict, "algorithm": dict, "options": dict, "threads": int, "versions": dict}
+
 
 def _versions() -> dict[str, str]:
     try:
@@ -71,6 +73,9 @@ class Fingerprint:
         values = {item.name: record[item.name] for item in dataclasses.fields(cls)}
         values["weights"] = {name: int(value, 16) for name, value in record["weights"].items()}
         values["data"] = int(record["data"], 16)
+        wrong = [name for name, kind in KINDS.items() if type(values[name]) is not kind]
+        if wrong:
+            raise TypeError(f"{wrong[0]} is a {type(values[wrong[0]]).__name__}, expected a {KINDS[wrong[0]].__name__}")
         return cls(**values)
 
     def differences(self, other: "Fingerprint") -> list[str]:

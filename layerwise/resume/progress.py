@@ -16,17 +16,20 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from dcp_adapters.stored.durable import sync
+from dcp_adapters.words import short
 from layerwise.resume.fingerprint import Fingerprint
 
 FORMAT = 1
 PROGRESS, BACKUP = "progress.json", "progress.backup.json"
 WINDOW = re.compile(r"layers-\d{5,}-\d{5,}(-[0-9a-f]{8})?")
+SUMMARY = re.compile(r"\d+ [0-9a-f]{16}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +53,17 @@ class Window:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Window":
-        """The inverse of asdict."""
+        """The inverse of asdict. Raises ValueError, TypeError or KeyError where the record is not a window."""
         if not WINDOW.fullmatch(record["directory"]) or any(Path(name).name != name for name in record["files"]):
             raise ValueError(f"a window in {record['directory']!r}")
-        return cls(**{**record, "names": tuple(record["names"])})
+        if not all(SUMMARY.fullmatch(summary) for summary in record["files"].values()):
+            raise ValueError(f"a window in {record['directory']!r} whose files have no size and digest")
+        first, last, names = record["first"], record["last"], record["names"]
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last:
+            raise ValueError(f"a window of layers {short(first)}..{short(last)}")
+        if type(names) is not list or any(type(name) is not str for name in names):
+            raise ValueError(f"a window in {record['directory']!r} whose layers have no names")
+        return cls(**{**record, "names": tuple(names)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +92,17 @@ class Progress:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Progress":
-        """The inverse of to_json. A record of another shape raises whatever Python raises for it."""
-        finished = record["finished"]
+        """The inverse of to_json. Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+        finished, run = record["finished"], record["run"]
+        windows = tuple(map(Window.from_json, record["windows"]))
+        if any(after.first != before.last + 1 for before, after in pairwise(windows)) or (windows and windows[0].first):
+            raise ValueError("windows of layers that do not follow each other from 0 on")
+        if type(run) is not str or not run.split():
+            raise ValueError(f"the run {short(run)}")
         return cls(
             fingerprint=Fingerprint.from_json(record["fingerprint"]),
-            run=record["run"],
-            windows=tuple(map(Window.from_json, record["windows"])),
+            run=run,
+            windows=windows,
             finished=None if finished is None else {name: int(value, 16) for name, value in finished.items()},
         )
 
@@ -145,7 +160,7 @@ def _parsed(data: bytes, file: Path) -> Progress:
             "update qtensor, or give another checkpoint_dir. Nothing has been changed"
         )
     if version != FORMAT:
-        raise _DamagedError(f"format version {version!r}")
+        raise _DamagedError(f"format version {short(version)}")
     if digest != _record_digest(version, record):
         raise _DamagedError("its digest is another one")
     try:

@@ -159,6 +159,8 @@ def test_options_have_the_types_of_the_fields() -> None:
 def test_names_are_sorted_as_people_count() -> None:
     names = ["l.2.w", "l.10.w", "l.2.b", "l", "10", "9", "l.x", ""]
     assert in_natural_order(names) == ["", "9", "10", "l", "l.2.b", "l.2.w", "l.10.w", "l.x"]
+    huge = "9" * 5000  # more digits than Python makes a number of
+    assert in_natural_order([huge, "l.0", "l.", "l.07", "l.8"]) == [huge, "l.", "l.0", "l.07", "l.8"]
 
 
 # -- inspect -----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,9 @@ def test_partial_permits_what_only_one_side_has_and_nothing_else() -> None:
 
 def test_without_planner_data_parts_are_compared_by_name_dtype_and_shape() -> None:
     assert compare(EVERYTHING, EVERYTHING, dropped=True) == []
-    assert compare({"w": entry()}, {"w": entry(NV)}, dropped=True) == ["w: the checkpoint lacks w.global_scale"]
+    assert compare({"w": entry()}, {"w": entry(NV)}, dropped=True) == [
+        "w: the checkpoint lacks w.global_scale; use another one"
+    ]
     e5m2 = entry(MXFP8BlockScaling(element="e5m2"))
     assert compare({"w": entry()}, {"w": e5m2}, dropped=True) == [
         "w.payload: the checkpoint holds torch.float8_e4m3fn (48, 64), the target needs torch.float8_e5m2 (48, 64)"
@@ -159,7 +161,7 @@ def test_a_part_that_is_gone_is_named() -> None:
     metadata, manifest = stored({"w": entry(NV)})
     del metadata.state_dict_metadata["w.global_scale"]
     assert differences(target({"w": entry(NV)}), metadata, manifest, partial=False) == [
-        "w: the checkpoint lacks w.global_scale"
+        "w: the checkpoint lacks w.global_scale; use another one"
     ]
 
 
@@ -263,7 +265,7 @@ def test_a_conversion_needs_all_parts_of_its_source() -> None:
     del metadata.state_dict_metadata["w.scale"]
     for want in ({"w": (48, 64)}, {"w": entry(NV)}):
         found = differences(target(want), metadata, manifest, partial=True, convert=True)
-        assert found == ["w: the checkpoint lacks w.scale"]
+        assert found == ["w: the checkpoint lacks w.scale; use another one"]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ def test_a_listed_weight_without_any_part_is_refused_in_partial_loads_too(partia
     metadata, manifest = stored({"w": entry()})
     metadata.state_dict_metadata.clear()
     problems = differences(target({"w": entry()}), metadata, manifest, partial=partial)
-    assert problems == ["w: the checkpoint lacks w.payload, w.scale"]
+    assert problems == ["w: the checkpoint lacks w.payload, w.scale; use another one"]
 
 
 def test_what_the_manifest_lists_counts_where_a_dense_tensor_has_the_name_too() -> None:

@@ -300,6 +300,14 @@ EDITS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         lambda m: setattr(m, "planner_data", {"x": shared(40)}),
         "its planner_data holds values nested in more than 64 levels, or repeating each other without end",
     ),
+    "a chunk of no entry": (
+        lambda m: m.state_dict_metadata.pop("bias"),
+        r"bias at \(0,\): bytes are stored for a chunk that no tensor has",
+    ),
+    "a path that is none": (
+        lambda m: m.planner_data.update(bias=0.5),
+        "bias: its path in planner_data is 0.5, expected a sequence of keys",
+    ),
     "deep planner data": (lambda m: setattr(m, "planner_data", {"x": nested(100)}), "nested in more than 64 levels"),
     "storage_meta": (
         lambda m: setattr(m, "storage_meta", "x"),
@@ -403,10 +411,23 @@ def without(data: bytes, record: str) -> bytes:
     return held.getvalue()
 
 
+def turned_around(data: bytes) -> bytes:
+    """As a machine with the other byte order writes it: torch.load turns the bytes of elements around."""
+    held = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(held, "w") as new:
+        for info in old.infolist():
+            new.writestr(info.filename, b"big" if info.filename.endswith("byteorder") else old.read(info))
+    return held.getvalue()
+
+
 PIECE = torch.arange(3.0).bfloat16()
 ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     "compressed": (lambda: compressed(archive(PIECE)), "records are compressed; DCP stores tensors as they are"),
     "no archive": (lambda: b"x" * 1000, "no archive of a tensor: File is not a zip file; use another checkpoint"),
+    "another byte order": (
+        lambda: turned_around(archive(PIECE)),
+        "no archive of a tensor: its bytes are in the order b'big', expected b'little'; use another checkpoint",
+    ),
     "no record": (lambda: without(archive(PIECE), "data/0"), "a tensor of 6 bytes in a record of 0; use another"),
     "no description": (lambda: without(archive(PIECE), "data.pkl"), "no archive of a tensor: KeyError: 'data.pkl'"),
     "another dtype": (

@@ -250,6 +250,8 @@ def set_entry(record: Any) -> Any:
         (set_entry([0, "Tensor", [32, 64]]), "its table is malformed: KeyError: 'Tensor'"),
         (set_entry([0, "float32", []]), "its table is malformed: IndexError"),
         (lambda table, _: table.pop("frames"), "its table is malformed: KeyError: 'frames'"),
+        (set_entry([0, "bfloat16"]), "its table is malformed: ValueError: not enough values .*; get it again"),
+        (lambda table, _: table["recipes"][0].update(type="x"), "its table is malformed: ValueError: unknown recipe"),
         (lambda table, _: table.update(changed_blobs=[["x", 5, ""]]), "'x' is no entry of bytes of its state"),
         (lambda _, header: header.update(format_version=2), "format_version 2; this library reads version 1"),
         (lambda _, header: header.update(base=None), "its header is malformed: digests and versions are missing"),
@@ -261,6 +263,18 @@ def test_a_table_that_does_not_fit_is_refused(change: Any, message: str) -> None
     with pytest.raises(ValueError, match=message):
         apply_deltas(old, [delta_from_bytes(data, "the file")])
     assert_same(old, small(0))
+
+
+def test_versions_are_for_people_and_may_be_left_out() -> None:
+    old, new = small(0), small(1)
+
+    def forget(_: Any, header: dict[str, Any]) -> None:
+        del header["version"], header["base_version"]
+
+    found = delta_from_bytes(rewritten(between(old, new), forget))
+    assert (found.base_version, found.version) == (None, None)
+    assert apply_deltas(old, [found]) == 1
+    assert_same(old, new)
 
 
 def test_files_are_written_once_and_read_lazily(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -695,6 +695,9 @@ def test_what_is_no_source_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON: "):
         export_hf({"a.weight": q}, out, config=tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config.json is no JSON: maximum recursion .*; give another config="):
+        export_hf({"a.weight": q}, out, config=tmp_path)
     with pytest.raises(ValueError, match=r"a.input_scale has the shape \(3,\), expected one value"):
         export_hf({"a.weight": q, "a.input_scale": torch.ones(3)}, out)
     assert not out.exists()

@@ -107,6 +107,18 @@ def test_files_without_digests_are_named_in_a_warning(tmp_path: Path) -> None:
     assert report.checksums == len(load_file(second))
 
 
+def test_files_that_the_index_does_not_name_are_named_in_a_warning(tmp_path: Path) -> None:
+    directory = exported(tmp_path / "out")
+    first, _ = sorted(directory.glob("*.safetensors"))
+    file = directory / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] = {name: held for name, held in index["weight_map"].items() if held != first.name}
+    file.write_text(json.dumps(index))
+    (found,) = verify_directory(directory).findings
+    assert (found.severity, found.file) == ("warning", first.name)
+    assert found.message == "model.safetensors.index.json does not name it, so its tensors are not read"
+
+
 def test_tensors_and_digests_without_the_other_are_errors(tmp_path: Path) -> None:
     directory = exported(tmp_path / "out")
     file = next(file for file in directory.glob("*.safetensors") if "l.norm.weight" in load_file(file))

@@ -436,7 +436,7 @@ REFUSED = {
     "no groups": (
         ROW,
         {"quantization_config": {"quant_method": "compressed-tensors"}},
-        "no config_groups of weights and targets",
+        "no config_groups, expected weights and targets in each",
     ),
     "bad pattern": (
         ROW,
@@ -447,6 +447,16 @@ REFUSED = {
             }
         },
         "a target that is no pattern",
+    ),
+    "endless pattern": (
+        ROW,
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {**GROUP, "weights": FP8_ROW, "targets": ["re:(.+)+!"]}},
+            }
+        },
+        "has a target that is not used: '(.+)+!' repeats what has repeats or choices, and could take for ever; name",
     ),
     **{
         f"quant_method {method}": (  # a name of its own: some of these words are cases above
@@ -629,8 +639,9 @@ def test_the_index_and_the_files_must_agree(tmp_path: Path) -> None:
         ("{", "it is no JSON"),
         ("[" * 100_000, "it is no JSON"),
         ("{}", "its weight_map is no object of file names"),
+        ('{"weight_map": {}}', "its weight_map names no tensors; get the directory again"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_an_index_that_is_none_is_refused(text: str, expected: str, tmp_path: Path) -> None:
     sharded(tmp_path)

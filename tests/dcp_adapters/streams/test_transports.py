@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from dcp_adapters import (
@@ -33,6 +36,8 @@ from dcp_adapters import (
     WeightStreamError,
     join_group,
 )
+from dcp_adapters.streams.announcement import Announcement
+from dcp_adapters.streams.buckets import TensorRecord
 from tests.dcp_adapters.streams.cases import CONFIG, assert_same, quantized, sharded, streamed
 from tests.ranks import run_ranks
 
@@ -305,6 +310,147 @@ def test_nobody_there_is_said_on_either_side(tmp_path: Path) -> None:
         pytest.raises(WeightStreamError, match=r"0 of 2 receivers connected to .* within 0\.3 s; start the others"),
     ):
         stream().send(sender)
+
+
+JUNK = {
+    "no JSON": b"{",
+    "no text": b'"\xff"',
+    "deep": b"[" * 100_000,
+    "no object": b'["kind"]',
+    "no kind": b'{"king": "begin"}',
+    "another kind": b'{"kind": "began"}',
+    "no number": b'{"kind": "begin", "slots": 2}',
+    "a text": b'{"kind": "begin", "slots": 2, "slot": "64"}',
+    "a reason that is none": b'{"kind": "refused", "why": 3}',
+}
+UNHEARD = "it said what no sender or receiver of this version says; let both have the same version"
+
+
+@pytest.mark.parametrize("case", JUNK)
+def test_words_that_are_none_are_errors_of_the_stream(case: str, tmp_path: Path) -> None:
+    address = tmp_path / "weights"
+    head = struct.pack("<QQ", len(JUNK[case]), 0)
+
+    def say(connected: socket.socket, *messages: bytes) -> None:
+        with suppress(OSError):  # the other side may have heard enough
+            connected.sendall(b"".join(messages))
+
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(address))
+        listener.listen(1)
+        told, accepted = re.escape(f"did not announce a version ({UNHEARD})"), list[socket.socket]()
+
+        def answer() -> None:
+            accepted.append(listener.accept()[0])
+            say(accepted[0], head, JUNK[case])
+
+        with in_thread(answer), pytest.raises(WeightStreamError, match=told):
+            take(SharedMemoryReceiver(address, patience=SOON))
+        accepted[0].close()
+    hello = b'{"kind": "hello"}'
+    with SharedMemorySender(tmp_path / "other", timeout=SOON) as sender, closing(socket.socket(socket.AF_UNIX)) as fake:
+        fake.connect(str(tmp_path / "other"))
+        say(fake, struct.pack("<QQ", len(hello), 0), hello, head, JUNK[case])
+        fake.shutdown(socket.SHUT_WR)
+        with pytest.raises(WeightStreamError, match=re.escape(f"a receiver is gone ({UNHEARD})")):
+            stream().send(sender)
+
+
+@pytest.mark.parametrize(
+    ("slots", "slot", "files", "off"),
+    [(0, 10**6, 1, 0), (-1, 10**6, 1, 0), (2, 64, 1, 0), (2, 10**6, 0, 0), (2, 10**6, 1, 1)],
+)
+def test_a_ring_that_cannot_hold_the_buckets_is_refused(
+    slots: int, slot: int, files: int, off: int, tmp_path: Path
+) -> None:
+    record = TensorRecord("w", torch.uint8, (1000,))
+    behind = Announcement(1, (record,), (1,), {}).to_bytes()
+    digest = xxhash.xxh3_64_intdigest(behind) & (2**63 - 1)
+    told = json.dumps({"kind": "begin", "slots": slots, "slot": slot, "digest": digest + off}).encode()
+    with closing(socket.socket(socket.AF_UNIX)) as listener, open(tmp_path / "ring", "w+b") as ring:  # noqa: PTH123
+        ring.truncate(2 * 10**6)
+        listener.bind(str(tmp_path / "weights"))
+        listener.listen(1)
+
+        accepted: list[socket.socket] = []
+
+        def say() -> None:
+            accepted.append(listener.accept()[0])
+            head = struct.pack("<QQ", len(told), len(behind))
+            sent = socket.send_fds(accepted[0], [head], [ring.fileno()][:files])
+            accepted[0].sendall(head[sent:] + told + behind)
+
+        expected = f"{slots} slots of {slot} bytes in {files} files, for buckets of 1024"
+        if off:
+            expected = "its announcement is not the one that was sent"
+        with in_thread(say), pytest.raises(WeightStreamError, match=re.escape(expected)):
+            take(SharedMemoryReceiver(tmp_path / "weights", patience=SOON))
+        accepted[0].close()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"[" * 100_000, "RecursionError: "),
+        (b'{"version": 1, "tensors": [], "sizes": [1e999], "json": {}, "base": null}', "OverflowError: "),
+        (b'{"version": 1, "tensors": [], "sizes": [1], "json": {}, "base": null}', "of 0 tensors has buckets of 1"),
+        (b"{}", "KeyError: 'version'|KeyError: 'tensors'"),
+    ],
+)
+def test_an_announcement_that_is_none_says_what_to_do(data: bytes, words: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"an announcement.*({words}).*; let sender and receiver have the same version"
+    ):
+        Announcement.from_bytes(data)
+
+
+class FakeGroup:
+    """A group of two whose other rank sends these numbers and bytes."""
+
+    def __init__(self, *said: Tensor) -> None:
+        self.said = list(said)
+
+    def name(self) -> str:
+        return "gloo"
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def broadcast(self, tensors: list[Tensor], _: Any) -> Any:
+        tensors[0].copy_(self.said.pop(0))
+        return self
+
+    def wait(self) -> None:
+        """It has come."""
+
+
+def test_a_group_hears_of_what_has_no_room_and_of_announcements_that_are_none() -> None:
+    def numbers(*told: int) -> Tensor:
+        return torch.tensor(told, dtype=torch.int64)
+
+    receiver = GroupReceiver(FakeGroup(numbers(0, 2**60, 0)))
+    with pytest.raises(
+        WeightStreamError, match=rf"a message of weights has {2**60} bytes, and there is no room for it"
+    ):
+        take(receiver)
+    text, digest = torch.tensor(list(b"{}"), dtype=torch.uint8), xxhash.xxh3_64_intdigest(b"{}") & (2**63 - 1)
+    receiver = GroupReceiver(FakeGroup(numbers(0, 2, digest + 1), text))
+    with pytest.raises(WeightStreamError, match="2 bytes that came are not those that were sent"):
+        take(receiver)
+    receiver = GroupReceiver(FakeGroup(numbers(0, 2, digest), text))
+    with pytest.raises(
+        WeightStreamError, match=r"did not announce a version \(an announcement of weights cannot be read"
+    ):
+        take(receiver)
+    with pytest.raises(WeightStreamError, match="the group is broken since an earlier error"):
+        take(receiver)
+    digest = xxhash.xxh3_64_intdigest(b"\xff") & (2**63 - 1)
+    receiver = GroupReceiver(FakeGroup(numbers(3, 1, digest), torch.tensor([255], dtype=torch.uint8)))
+    with pytest.raises(WeightStreamError, match=r"it gave up \(\ufffd\)"):
+        take(receiver)
 
 
 def test_an_address_is_taken_once_and_left_behind_by_the_dead(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,26 @@ def test_a_file_holds_all_of_it_also_numbers_that_json_has_none_for(tmp_path: Pa
 def test_a_report_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="a report of version 2; this library reads version 1"):
         Report.from_json({**example().to_json(), "version": 2})
+
+
+ODD: dict[str, tuple[Any, str]] = {  # what becomes of a file, and what is said of it
+    "a cut": (lambda r: json.dumps(r)[:-1], "it is no JSON: "),
+    "depth": (lambda r: "[" * 100_000, "it is no JSON: maximum recursion"),
+    "a list": (lambda r: "[]", "it holds a list; give a file that Report.save wrote"),
+    "no records": (lambda r: json.dumps({"version": 1}), "can not be read .KeyError: 'records'.; give a file that"),
+    "a field": (lambda r: json.dumps({**r, "records": [{"nobody": 1}]}), "can not be read .TypeError: "),
+    "a type": (lambda r: json.dumps({**r, "records": [{**r["records"][0], "tokens": [1]}]}), "tokens is a list"),
+    "a layer": (lambda r: json.dumps({**r, "layer_errors": {"x": 1}}), "can not be read .ValueError: "),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_file_that_holds_no_report_is_named(case: str, tmp_path: Path) -> None:
+    change, words = ODD[case]
+    path = tmp_path / "report.json"
+    path.write_text(change(example().to_json()))
+    with pytest.raises(ValueError, match=f"{path}: .*{words}"):
+        Report.load(path)
 
 
 def test_the_picture_has_a_line_for_each_kind_of_linear_and_one_for_the_layers(

@@ -378,6 +378,39 @@ def test_a_record_that_names_other_directories_is_damaged(tmp_path: Path) -> Non
         assert damages[0].startswith(f"{PROGRESS} is damaged (ValueError: a window in ")
 
 
+WRONG: dict[str, tuple[Any, str]] = {  # what is put where in a record, and what is said of it
+    "a size": (lambda r: r["windows"][0]["files"].update({".metadata": "many"}), "whose files have no size and digest"),
+    "a digest": (lambda r: r["windows"][0]["files"].update({".metadata": ["1 0"]}), "TypeError: "),
+    "a layer": (lambda r: r["windows"][0].update(first=-1), "ValueError: a window of layers -1..0"),
+    "no layer": (lambda r: r["windows"][0].update(last=True), "ValueError: a window of layers 0..True"),
+    "a gap": (lambda r: r["windows"][1].update(first=2, last=2), "windows of layers that do not follow each other"),
+    "no beginning": (lambda r: r["windows"].pop(0), "windows of layers that do not follow each other from 0 on"),
+    "names": (lambda r: r["windows"][0].update(names="v"), "ValueError: a window in 'layers-00000-00000' whose layers"),
+    "a run": (lambda r: r.update(run=" "), "ValueError: the run ' '"),
+    "an algorithm": (
+        lambda r: r["fingerprint"].update(algorithm=True),
+        "TypeError: algorithm is a bool, expected a dict",
+    ),
+    "versions": (lambda r: r["fingerprint"].update(versions=[{}]), "TypeError: versions is a list, expected a dict"),
+    "batches": (lambda r: r["fingerprint"].update(batches=None), "TypeError: batches is a NoneType, expected a int"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_record_of_another_shape_is_damaged_though_its_digest_fits(tmp_path: Path, case: str) -> None:
+    from layerwise.resume.progress import _record_digest
+
+    change, words = WRONG[case]
+    save_dense(tmp_path, 2)
+    record = json.loads((tmp_path / PROGRESS).read_text())["progress"]
+    change(record)
+    text = json.dumps({"version": 1, "digest": _record_digest(1, record), "progress": record})
+    for name in (PROGRESS, BACKUP):
+        (tmp_path / name).write_text(text)
+    with pytest.warns(UserWarning, match=re.escape(words)):
+        assert CalibrationCheckpoint(tmp_path).open(RUN) is None
+
+
 def test_other_threads_are_told(tmp_path: Path) -> None:
     save_dense(tmp_path, 1)
     now = dataclasses.replace(RUN, threads=RUN.threads + 1, versions={"torch": "9.9"})

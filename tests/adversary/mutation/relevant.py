@@ -1,0 +1,70 @@
+"""Which test files are asked about a change of a module, by what they name; the cheapest first."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+PLACES = {  # package -> where its tests are
+    "fsdp_hooks": ("tests/fsdp_hooks", "tests/qtensor"),
+    "qtensor": ("tests/qtensor", "tests/fsdp_hooks"),
+    "dcp_adapters": ("tests/dcp_adapters",),
+}
+ALWAYS = {  # asked last, whatever they name: what all of a package's code is behind
+    "fsdp_hooks": ("tests/fsdp_hooks/test_matrix.py", "tests/fsdp_hooks/test_scales.py"),
+    "qtensor": ("tests/qtensor/test_contract.py", "tests/qtensor/test_golden.py", "tests/fsdp_hooks/test_matrix.py"),
+    "dcp_adapters": ("tests/dcp_adapters/test_format.py", "tests/dcp_adapters/test_reshard.py"),
+}
+MOST = 10  # files; the last ones of a long list seldom notice what the first did not
+
+
+def modules(root: Path) -> list[str]:
+    """What is changed: qtensor, fsdp_hooks, and the planners of dcp_adapters with what stands beside them."""
+    folders = ("qtensor", "fsdp_hooks", "dcp_adapters/save", "dcp_adapters/load")
+    found = (path for folder in folders for path in sorted((root / folder).rglob("*.py")))
+    return [str(path.relative_to(root)) for path in found if path.name != "__init__.py"]
+
+
+def files_for(root: Path, module: str) -> list[str]:
+    """Test files, by how much of the module they name for what they cost."""
+    package = module.split("/", 1)[0]
+    names = _defined(root / module)
+    dotted = module.removesuffix(".py").replace("/", ".")
+    ranked = []
+    for place in PLACES[package]:
+        for path in sorted((root / place).rglob("test_*.py")):
+            text = _text(path)
+            hits = sum(bool(re.search(rf"\b{name}\b", text)) for name in names) + 5 * (dotted in text)
+            own = path.stem.removeprefix("test_") in dotted
+            if hits or own:
+                ranked.append((_cost(text), -hits - 3 * own, str(path.relative_to(root))))
+    chosen = [file for _, _, file in sorted(ranked, key=lambda each: (each[0] + each[1], each[2]))][:MOST]
+    return list(dict.fromkeys([*chosen, *ALWAYS[package]]))
+
+
+def _cost(text: str) -> int:
+    """Processes and compilers cost more than lines."""
+    return 8 * ("run_ranks" in text) + 8 * ("use_kernels" in text or "torch.compile" in text) + len(text) // 8000
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def _defined(path: Path) -> frozenset[str]:
+    """The names of a module's functions, classes, methods and constants that a test could say."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+    names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    names |= {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return frozenset(name for name in names if not name.startswith("_") and len(name) > 3)
