@@ -110,7 +110,7 @@ class Shards:
         return dict(zip(self.held, sums.tolist(), strict=True))
 
 
-def refuse_ranks_apart(layout: Layout, deltas: Sequence[str], group: dist.ProcessGroup | None) -> None:
+def refuse_other_ranks(layout: Layout, deltas: Sequence[str], group: dist.ProcessGroup | None) -> None:
     """Compare what ranks are about to add up, and what leads there; a collective.
 
     Raises:

@@ -144,6 +144,9 @@ def refused(errors: Sequence[str], what: str, *, alike: bool = True) -> bool:
         raise Found(f"{what}: some ranks raised, others went on:\n{told}")
     if alike and len(set(errors)) > 1:
         raise Found(f"{what}: ranks raised different errors:\n{told}")
+    found = next((text for text in errors if text.startswith("Found:")), None)
+    if found is not None:
+        raise Found(f"{what}: {found}")
     helpless = next((text for text in errors if HELPLESS.search(text)), None)
     if helpless is not None:
         raise Found(f"{what}: an error without help:\n{told}")

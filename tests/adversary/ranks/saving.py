@@ -219,7 +219,7 @@ def _spoil(state: dict[str, Any], trouble: str, given: list[Weight], random: Ran
         if other == weight.facts.recipe:  # type: ignore[union-attr]
             other = Float8CurrentScaling(element="e5m2")
         state[name] = quantize(weight.dense(), other)
-    elif trouble == "scale":
+    elif trouble == "scale" and weight.facts.tensor_wide is not None:  # type: ignore[union-attr]
         local: Any = value.to_local() if hasattr(value, "to_local") else value
         assert isinstance(local, QuantizedTensor)
         held = local.parts().get("global_scale", local.parts()["scale"])

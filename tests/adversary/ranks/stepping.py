@@ -131,6 +131,9 @@ def scenario(random: Random) -> str:
     if trouble in ("none", "death"):
         raise Found(f"a step failed without a reason: {errors}")
     refused([error for error in errors if error], f"steps with {trouble}", alike=False)
+    exchange = any(each.facts is not None and each.name not in training.frozen for each in given)
+    if trouble == "inner" and exchange and len(placed.mesh) == 1 and not all(errors):
+        raise Found(f"a rank failed in its step, and others went on: {errors}")
     return "refused" if all(errors) else "refused by some"
 
 
