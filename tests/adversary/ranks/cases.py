@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +26,8 @@ from tests.recipes import TABLE, Facts
 
 SIZES = (2, 2, 2, 3, 3, 4, 4, 5, 6, 8)
 # Errors of a program that did not expect what it got; a refusal has another type, and words of its own.
-HELPLESS = re.compile(
-    r"\b(AssertionError|KeyError|AttributeError|IndexError|TypeError|UnboundLocalError|StopIteration)\b"
-)
+KINDS = "AssertionError|KeyError|AttributeError|IndexError|TypeError|UnboundLocalError|StopIteration"
+HELPLESS = re.compile(rf"(^|: )({KINDS})(?!: metadata is None)\b", re.MULTILINE)  # torch's own, and clear
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,19 @@ def simulated(
         outcomes = world.run(body)
     try:
         if world.hang:
-            raise Found(world.hang)
+            raise Found("\n".join([world.hang, *(_where(rank, one.error) for rank, one in enumerate(outcomes))]))
         yield outcomes
     finally:
         world.close()
+
+
+def _where(rank: int, error: BaseException | None) -> str:
+    """The calls, innermost last, in which a rank got its error; without torch's own."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    calls = [
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames if "torch" not in frame.filename
+    ]
+    return f"  rank {rank}: {' > '.join(call for call in calls if not call.startswith('world.py'))}"
 
 
 def refused(errors: Sequence[str], what: str, *, alike: bool = True) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from qtensor import Float8CurrentScaling, MasterWeightOptimizer, QuantizedTensor, quantize
 from tests.adversary.attack import Found
-from tests.adversary.ranks.cases import SIZES, Weight, bits, death, layout, refused, simulated, weights, words
+from tests.adversary.ranks.cases import SIZES, Layout, Weight, bits, death, layout, refused, simulated, weights, words
 
 TROUBLE = ("none", "none", "none", "death", "inner", "inner", "absent", "recipe", "renamed", "meta", "bit")
 STEPS = 3
@@ -92,7 +92,7 @@ def scenario(random: Random) -> str:
         mesh = placed.device_mesh()
         own = trouble if rank == who else "none"
         values = {each.name: placed.piece(each, each.full(), mesh) for each in given}
-        _spoil(values, own, given, Random(training.seed))
+        _spoil(values, own, [each for each in given if _has_company(each, training, placed)], Random(training.seed))
         params = training.params(values)
         made: list[Any] = []
         errors = _told(lambda: made.append(training.optimizer(params, rank)))
@@ -185,11 +185,24 @@ def _flip(params: dict[str, nn.Parameter]) -> None:
             return
 
 
+def _has_company(weight: Weight, training: _Training, placed: Layout) -> bool:
+    """Whether another weight brings all ranks together in the same groups; a rank without any meets nobody there."""
+    return any(
+        each is not weight
+        and each.facts is not None
+        and each.name not in training.frozen
+        and placed.placements[each.name] == placed.placements[weight.name]
+        for each in training.given
+    )
+
+
 def _spoil(values: dict[str, Tensor], trouble: str, given: list[Weight], random: Random) -> None:
     """Give this rank something else than the others have."""
+    if not given:
+        return
     weight = random.choice(given)
     name, value = weight.name, values[weight.name]
-    if trouble == "absent" and len(given) > 1:
+    if trouble == "absent":
         del values[name]
     elif trouble == "renamed":
         values["another.weight"] = values.pop(name)

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-NAME = "simulated"
+NAME = "threaded"  # torch's own name: under it DeviceMesh tells meshes of threads apart
 
 
 class Hang(BaseException):
@@ -150,7 +151,6 @@ class World:
         outcome = self.outcomes[rank]
         try:
             dist.init_process_group(NAME, rank=rank, world_size=self.size, store=self._store)
-            _call_threaded(dist.group.WORLD)
             outcome.value = body(rank)
         except BaseException as error:
             outcome.error = error
@@ -283,6 +283,15 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         return world._done(call, place)
 
 
+class _All(dist._Work):  # type: ignore[name-defined,misc]
+    def __init__(self, works: list[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+
 class Group(dist.ProcessGroup):
     """A process group of a world; only the methods that are used."""
 
@@ -338,6 +347,10 @@ class Group(dist.ProcessGroup):
 
         return self._call("all_reduce", tensor, (tuple(tensor.shape), tensor.dtype, _op(opts)), move)
 
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        works = [self.allreduce([tensor], opts) for tensor in tensors]
+        return works[-1] if len(works) == 1 else _All(works)
+
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         del opts
         (out,), (own,) = outputs, inputs
@@ -354,7 +367,11 @@ class Group(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Work:
         return self.allgather([list(torch.chunk(output, self._size))], [own], opts)
 
-    _allgather_base = all_gather_single
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        works = [self.all_gather_single(out, own, opts) for out, own in zip(outputs, inputs, strict=True)]
+        return works[-1] if len(works) == 1 else _All(works)
+
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.BroadcastOptions()
@@ -411,7 +428,11 @@ class Group(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter([output], [list(torch.chunk(own, self._size))], opts)
 
-    _reduce_scatter_base = reduce_scatter_single
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        works = [self.reduce_scatter_single(out, own, opts) for out, own in zip(outputs, inputs, strict=True)]
+        return works[-1] if len(works) == 1 else _All(works)
+
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
 
     def barrier(self, opts: Any = None) -> Work:
         del opts
@@ -441,21 +462,13 @@ def threads_as_ranks() -> Iterator[None]:
     """torch.distributed keeps its state apart for each thread."""
     before = c10d._world
     c10d._world = ThreadLocalWorld()
+    plugin = dist.Backend._BackendPlugin(_made, True)  # torch's extended options
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        plugins = mock.patch.dict(dist.Backend._plugins, {NAME.upper(): plugin})
+        with plugins, torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         c10d._world = before
         debug._clear_sharding_prop_cache()
-
-
-def _call_threaded(group: Any) -> None:
-    """DeviceMesh tells meshes of threads apart where the backend has this name."""
-    _, store = c10d._world.pg_map[group]
-    c10d._world.pg_map[group] = ("threaded", store)
-
-
-if NAME.upper() not in dir(dist.Backend):
-    dist.Backend.register_backend(NAME, _made, extended_api=True, devices=["cpu"])
