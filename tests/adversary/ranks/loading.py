@@ -39,10 +39,10 @@ from tests.adversary.ranks.cases import (
     weights,
     words,
 )
-from tests.adversary.ranks.world import Group
+from tests.adversary.ranks.world import Group, World
 from tests.recipes import TABLE, Facts
 
-TROUBLE = ("none", "none", "death", "metadata", "chunk", "chunk", "cut", "gone", "shape", "recipe", "absent", "extra")
+TROUBLE = (*["none"] * 6, "death", "metadata", "chunk", "chunk", "cut", "gone", "shape", "recipe", "absent", "extra")
 OTHER_TARGETS = ("recipe", "absent")  # a rank that has nothing to agree on meets nobody: the others' timeout ends that
 NOTHING = "nothing has been loaded"
 
@@ -190,6 +190,7 @@ class _Planner(QuantizedLoadPlanner):
         super().commit_tensor(read_item, tensor)
 
     def _count(self) -> None:
+        World.here()[0].pause()
         if self.fails_at == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if self.fails_at is not None:

@@ -41,21 +41,9 @@ from tests.adversary.ranks.cases import (
 )
 from tests.adversary.ranks.world import World
 
-TROUBLE = (
-    "none",
-    "none",
-    "death",
-    "death",
-    "before",
-    "after",
-    "finish",
-    "resolve",
-    "recipe",
-    "scale",
-    "missing",
-    "taken",
-    "meta",
-)
+BEFORE_WRITING = ("recipe", "scale", "missing", "taken", "meta")
+WHILE_WRITING = ("before", "after", "finish", "resolve")
+TROUBLE = (*["none"] * 4, *["death"] * 4, *WHILE_WRITING, *BEFORE_WRITING)
 
 
 class OfEachRank(MutableMapping[str, Any]):
@@ -173,6 +161,7 @@ class _Faulty:
     def write_data(self, plan: Any, planner: Any) -> Any:
         if self.trouble == "before":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        World.here()[0].pause()
         written = super().write_data(plan, planner)  # type: ignore[misc]
         if self.trouble == "after":
             raise OSError(errno.EIO, os.strerror(errno.EIO))

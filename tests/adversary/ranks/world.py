@@ -16,6 +16,7 @@ collectives know no faults, and wait for real.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 NAME = "threaded"  # torch's own name: under it DeviceMesh tells meshes of threads apart
+
+
+CLOSED = "Connection closed by peer"
 
 
 class Hang(BaseException):
@@ -100,7 +104,6 @@ class World:
     def __init__(self, size: int, random: Random, fault: Fault | None = None) -> None:
         self.size, self.random, self.fault = size, random, fault
         self.calls = [0] * size  # collectives of each rank
-        self.switches = 0
         self._slow = random.choice([None, None, random.randrange(size)])
         self._batons = [threading.Semaphore(0) for _ in range(size)]
         self._ended = threading.Semaphore(0)
@@ -108,7 +111,7 @@ class World:
         self._live = set(range(size))
         self._dead: set[int] = set()
         self._groups: dict[str, list[_Call]] = {}
-        self._stores: dict[str, Any] = {}
+        self._broken: set[tuple[str, int]] = set()  # a group in which a rank got an error is of no use to it any more
         self.outcomes = [Outcome() for _ in range(size)]
         self.hang = ""
         self.kept: dict[Any, Any] = {}  # what stands for the memory of each rank's process
@@ -165,16 +168,14 @@ class World:
     def _hand_on(self, rank: int, waits: tuple[_Call, int] | None) -> None:
         """Let another rank run until this one is chosen, and can go on."""
         self._waiting[rank] = waits
-        self._next(rank)
+        self._next()
         self._batons[rank].acquire()
         if self.judged:
             raise Gone
         if self.hang:
             raise Hang(self.hang)
 
-    def _next(self, own: int | None = None) -> None:
-        del own
-        self.switches += 1
+    def _next(self) -> None:
         if not self._live - self._dead:
             self._ended.release()
             return
@@ -218,6 +219,8 @@ class World:
         _, rank = self.here()
         if self.judged:
             raise Gone
+        if (call.group, rank) in self._broken:
+            raise BrokenGroup(CLOSED)
         self._hand_on(rank, None)
         count, self.calls[rank] = self.calls[rank], self.calls[rank] + 1
         dies = self.fault is not None and (self.fault.rank, self.fault.number) == (rank, count)
@@ -244,7 +247,8 @@ class World:
             self._hand_on(rank, (call, place))
             self._waiting[rank] = None
         if not self._done(call, place):
-            raise BrokenGroup("Connection closed by peer")
+            self._broken.add((call.group, rank))
+            raise BrokenGroup(CLOSED)
         if call.whole:
             for each in range(call.size):
                 self._move(call, each)
@@ -466,9 +470,11 @@ def threads_as_ranks() -> Iterator[None]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
         plugins = mock.patch.dict(dist.Backend._plugins, {NAME.upper(): plugin})
+        logging.disable()  # torch's traces of errors that are meant
         with plugins, torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
+        logging.disable(logging.NOTSET)
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         c10d._world = before
         debug._clear_sharding_prop_cache()
