@@ -4,6 +4,7 @@
     saving.py     saves into one directory, by DCP's coordinator and the save planner
     loading.py    loads, as they are and converted
     stepping.py   optimizer steps
+    syncing.py    merges, and scales that shards agree on
     living.py     digests, deltas, streams, exports
     calibrating.py  calibrations, interrupted and resumed
     cases.py      weights, layouts and verdicts
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from random import Random
 
 from tests.adversary.attack import Attack
-from tests.adversary.ranks import calibrating, living, loading, saving, stepping
+from tests.adversary.ranks import calibrating, living, loading, saving, stepping, syncing
 from tests.adversary.ranks.world import threads_as_ranks
 
 KINDS = {
@@ -28,6 +29,7 @@ KINDS = {
     "loading": loading.scenario,
     "saving": saving.scenario,
     "stepping": stepping.scenario,
+    "syncing": syncing.scenario,
 }
 QUICK = ("loading", "saving")
 
