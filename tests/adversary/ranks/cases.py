@@ -96,20 +96,19 @@ class Layout:
 
 def layout(random: Random, size: int, given: Sequence[Weight], *, plain: bool = True) -> Layout:
     """A random one of this many ranks."""
-    mesh = (2, size // 2) if size % 2 == 0 and size > 2 and random.random() < 0.4 else (size,)
+    mesh = (2, size // 2) if size % 2 == 0 and size > 2 and random.random() < 0.6 else (size,)
     return Layout(mesh, {weight.name: _placements(random, mesh, weight, plain=plain) for weight in given})
 
 
 def _placements(random: Random, mesh: tuple[int, ...], weight: Weight, *, plain: bool) -> Placements | None:
     if plain and random.random() < 0.15:
         return None
-    choices: list[Placements] = [(*[Replicate()] * (len(mesh) - 1), Shard(0))] * 3
+    rest = (Replicate(),) * (len(mesh) - 1)
+    choices: list[Placements] = [(*rest, Shard(0))] * 3 + [(Shard(0), *rest)]
     ragged = weight.facts is not None and weight.facts.ragged
     block = 1 if weight.facts is None or ragged else weight.facts.block
     if not ragged and weight.shape[1] % (block * mesh[-1]) == 0:
-        choices.append((*[Replicate()] * (len(mesh) - 1), Shard(1)))
-        if len(mesh) == 2:
-            choices.append((Shard(0), Shard(1)))
+        choices += [(*rest, Shard(1)), (*(Shard(0) for _ in rest), Shard(1))]
     if plain:
         choices.append((Replicate(),) * len(mesh))
     return random.choice(choices)
