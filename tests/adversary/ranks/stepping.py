@@ -186,10 +186,11 @@ def _flip(params: dict[str, nn.Parameter]) -> None:
 
 
 def _has_company(weight: Weight, training: _Training, placed: Layout) -> bool:
-    """Whether another weight brings all ranks together in the same groups; a rank without any meets nobody there."""
+    """Whether another weight has all ranks meet in the same groups; a rank without any meets nobody there."""
     return any(
         each is not weight
         and each.facts is not None
+        and each.facts.tensor_wide is not None
         and each.name not in training.frozen
         and placed.placements[each.name] == placed.placements[weight.name]
         for each in training.given
