@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.adversary.attack import Found
 from tests.adversary.ranks.cases import refused, simulated
-from tests.adversary.ranks.world import Fault, threads_as_ranks
+from tests.adversary.ranks.groups import threads_as_ranks
+from tests.adversary.ranks.world import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

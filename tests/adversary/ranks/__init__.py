@@ -1,6 +1,7 @@
 """Simulated ranks: many in one process, under a scheduler that a seed drives, with faults at any collective.
 
-    world.py      ranks as threads of which one runs at a time, and the collectives between them
+    world.py      ranks as threads of which one runs at a time, and when collectives are complete
+    groups.py     the process groups between them
     saving.py     saves into one directory, by DCP's coordinator and the save planner
     loading.py    loads, as they are and converted
     stepping.py   optimizer steps
@@ -21,7 +22,7 @@ from random import Random
 
 from tests.adversary.attack import Attack
 from tests.adversary.ranks import calibrating, living, loading, saving, stepping, syncing
-from tests.adversary.ranks.world import threads_as_ranks
+from tests.adversary.ranks.groups import threads_as_ranks
 
 KINDS = {
     "calibrating": calibrating.scenario,

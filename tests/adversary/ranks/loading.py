@@ -39,7 +39,8 @@ from tests.adversary.ranks.cases import (
     weights,
     words,
 )
-from tests.adversary.ranks.world import Group, World
+from tests.adversary.ranks.groups import Group
+from tests.adversary.ranks.world import World
 from tests.recipes import TABLE, Facts
 
 TROUBLE = (*["none"] * 6, "death", "metadata", "chunk", "chunk", "cut", "gone", "shape", "recipe", "absent", "extra")
