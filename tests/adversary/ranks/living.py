@@ -1,4 +1,4 @@
-"""Digests, deltas, streams and exports of live shards; all are those that one process makes of the full tensors.
+"""Digests, deltas, streams, exports, imports of live shards: those that one process makes of the full tensors.
 
 A rank may die, lack a tensor, have one more, one under another recipe, one without bytes, one with a flipped bit; in an
 export its disk may be full, in an update it may have other deltas. All ranks raise, then, or none does; whatever a
@@ -18,7 +18,7 @@ from unittest import mock
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import (
@@ -29,6 +29,7 @@ from dcp_adapters import (
     delta_from_bytes,
     delta_to_bytes,
     export_hf,
+    import_hf,
     tensor_digests,
 )
 from dcp_adapters.hf import writing
@@ -172,10 +173,28 @@ def _stream(states: list[State], path: Path, trouble: str, seed: int) -> Any:
     return held if stream.receives else None
 
 
+def _import(states: list[State], path: Path, trouble: str, seed: int) -> Any:
+    """What one process has exported, read into a model of other values."""
+    source = path.parent / "alone"
+    if path == source:
+        export_hf(states[0], path, progress=False)
+    model = nn.Module()
+    for name, value in states[1].items():
+        module = nn.Module()
+        module.register_parameter("weight", nn.Parameter(value, requires_grad=False))
+        model.add_module(name.removesuffix(".weight"), module)
+    import_hf(source, model, on_mismatch=("raise", "convert")[seed % 2], progress=False)
+    for name, param in model.named_parameters():
+        if trouble == "none" and bits(param.detach()) != bits(states[0][name]):
+            raise Found(f"{name}: an import has other bytes than what was exported")
+    return "imported"
+
+
 KINDS: dict[str, Callable[[list[State], Path, str, int], Any]] = {
     "delta": _delta,
     "digest": _digests,
     "export": _export,
+    "import": _import,
     "stream": _stream,
 }
 
