@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import Replicate, Shard
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedSavePlanner
 from dcp_adapters.save import plan_cache
@@ -28,6 +29,7 @@ from qtensor import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, qu
 from tests.adversary.attack import Found
 from tests.adversary.ranks.cases import (
     SIZES,
+    Layout,
     Weight,
     bits,
     death,
@@ -85,7 +87,10 @@ def scenario(random: Random) -> str:
     """A few saves; trouble in one of them."""
     size = random.choice(SIZES)
     given = weights(random)
+    part = size in {4, 6, 8} and random.random() < 0.3  # one replica saves for all
     placed = layout(random, size, given)
+    if part:
+        placed = Layout((2, size // 2), {each.name: (Replicate(), Shard(0)) for each in given})
     count, trouble = random.randint(1, 3), random.choice(TROUBLE)
     at, who = random.randrange(count), random.randrange(size)
     options = {
@@ -100,13 +105,17 @@ def scenario(random: Random) -> str:
 
         def body(rank: int) -> list[str]:
             mesh, errors = placed.device_mesh(), []
+            group = mesh.get_group("inner") if part else None
+            if part and rank >= size // 2:
+                return []
             for number in range(count):
                 own = trouble if (number, rank) == (at, who) else "none"
                 state = {each.name: placed.piece(each, each.full(number), mesh) for each in given}
                 _spoil(state, own, given, Random(seed))
                 names = list(state)
                 Random(f"{seed}/{rank}/{number}").shuffle(names)
-                errors.append(_saved({name: state[name] for name in names}, path, own, options, seed))
+                state = {name: state[name] for name in names}
+                errors.append(_saved(state, path, own, options | {"group": group}, seed))
                 if rank == 0:
                     visible[number] = seen(path, given, range(number + 1))
             return errors
@@ -126,7 +135,7 @@ def scenario(random: Random) -> str:
 def _verdict(errors: list[list[str]], visible: list[int | None], trouble: str, at: int, options: dict[str, Any]) -> str:
     raised = False
     for number, before in enumerate([None, *visible[:-1]]):
-        told = [each[number] for each in errors]
+        told = [each[number] for each in errors if each]
         failed = refused(told, f"save {number} with {trouble}")
         if failed and number != at:
             raise Found(f"save {number} failed, though the trouble ({trouble}) was in save {at}: {told[0]}")
@@ -143,9 +152,9 @@ def _verdict(errors: list[list[str]], visible: list[int | None], trouble: str, a
 
 def _saved(state: dict[str, Any], path: Path, trouble: str, options: dict[str, Any], seed: int) -> str:
     writer = _Writer(path, trouble) if seed % 2 else _AtomicWriter(path, trouble)
-    planner = _Planner(trouble, **options)
+    planner = _Planner(trouble, **{key: value for key, value in options.items() if key != "group"})
     try:
-        dcp.save(state, storage_writer=writer, planner=planner)
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=options["group"])
     except (Exception, CheckpointException) as error:
         return words(error)
     return ""
