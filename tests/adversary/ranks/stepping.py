@@ -101,8 +101,7 @@ def scenario(random: Random) -> str:
         made[0]._inner.fails_at = at if own == "inner" else None
         for step in range(STEPS):
             training.backward(params, step, lambda each, grad: placed.piece(each, grad, mesh))
-            if own == "bit" and step == at:
-                _flip(params)
+            flipped = _flip(params) if own == "bit" and step == at else None
             before = _held(params)
             errors = _told(made[0].step)
             made[0].zero_grad()
@@ -110,6 +109,8 @@ def scenario(random: Random) -> str:
                 written = [name for name, held in _held(params).items() if held != before[name]]
                 kept = [each.name for each in given if each.facts is not None and each.name in written]
                 return errors, f"step {step} raised and wrote {kept}" if errors[rank] and kept else ""
+            if flipped is not None and any(place.is_replicate() for place in placed.placements[flipped] or ()):
+                return [], f"a flipped bit of {flipped} in one replica was not noticed"
             for each in given if trouble in ("none", "inner") else ():
                 if bits(params[each.name].detach()) != bits(placed.piece(each, expected[step][each.name], mesh)):
                     recipe = each.facts and each.facts.name
@@ -174,15 +175,16 @@ class _AdamW(_Failing, torch.optim.AdamW):
     pass
 
 
-def _flip(params: dict[str, nn.Parameter]) -> None:
-    """A bit of one parameter."""
-    for param in params.values():
+def _flip(params: dict[str, nn.Parameter]) -> str | None:
+    """A bit of one parameter, and its name."""
+    for name, param in params.items():
         held: Any = param.detach()
         held = held.to_local() if isinstance(held, DTensor) else held
         held = held.payload if isinstance(held, QuantizedTensor) else held
         if held.numel():
             held.view(-1).view(torch.uint8)[0] ^= 1
-            return
+            return name
+    return None
 
 
 def _has_company(weight: Weight, training: _Training, placed: Layout) -> bool:
