@@ -14,6 +14,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     manifest.py            what a checkpoint says about its quantized tensors
     checksums.py           digests of what a checkpoint stores
     weight_sums.py         what digests of weights are made of, wherever the weights are
+    soundness.py           does a tensor mean what it should: scales, histories, masters
     expand.py              quantized leaves of a state dict as their parts
 
     reading/               checkpoints read without executing anything in them
@@ -46,6 +47,7 @@ from dcp_adapters.save.overwrite import remove_replaced
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.staging.stager import QuantizedStager
 from dcp_adapters.stored.read_manifest import read_manifest
+from dcp_adapters.stored.saves import LatestVerified, Retained, keep_latest, latest_verified
 from dcp_adapters.streams.process_group import GroupReceiver, GroupSender, join_group
 from dcp_adapters.streams.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from dcp_adapters.streams.transport import WeightStreamError
@@ -59,10 +61,12 @@ __all__ = [
     "GroupReceiver",
     "GroupSender",
     "HeldVersion",
+    "LatestVerified",
     "Manifest",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
     "QuantizedStager",
+    "Retained",
     "SafeFileSystemReader",
     "SharedMemoryReceiver",
     "SharedMemorySender",
@@ -76,6 +80,8 @@ __all__ = [
     "export_hf",
     "import_hf",
     "join_group",
+    "keep_latest",
+    "latest_verified",
     "open_delta",
     "patched_copy",
     "read_manifest",

@@ -62,6 +62,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
+    parser.add_argument("--deep", action="store_true", help="also compare masters, histories and scales with payloads")
+    parser.add_argument(
+        "--own-scales",
+        action="store_true",
+        help="--deep, where no scale is calibrated, converted or imported: one its values do not ask for is an error",
+    )
     _add_json(parser)
     _add_progress(parser)
 

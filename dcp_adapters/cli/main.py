@@ -83,18 +83,21 @@ def _report(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     hugging_face = is_directory(arguments.checkpoint)
     directory = Path(arguments.checkpoint) if hugging_face else checkpoint_directory(arguments.checkpoint)
+    level: Any = "own_scales" if arguments.own_scales else "deep" if arguments.deep else "bytes"
     files = directory.glob("*.safetensors" if hugging_face else "*.distcp")
     with progress_bar("verifying", sum(file.stat().st_size for file in files), enabled=arguments.progress) as advance:
         report = (
-            verify_directory(directory, advance=advance)
+            verify_directory(directory, level=level, advance=advance)
             if hugging_face
-            else verify(directory, progress=_steps(advance))
+            else verify(directory, level=level, progress=_steps(advance))
         )
     findings = [
         {"severity": found.severity, "file": found.file, "entry": found.entry, "message": found.message}
         for found in report.findings
     ]
     counts = {name: getattr(report, name) for name in ("tensors", "chunks", "bytes", "checksums")}
+    if level != "bytes":
+        counts |= {"judged": report.judged, "masters": report.masters}
     errors = sum(found["severity"] == "error" for found in findings)
     if arguments.json:
         _show({"format": VERIFY_FORMAT, "checkpoint": arguments.checkpoint, **counts, "findings": findings})
@@ -104,7 +107,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         _show(table(keys, [[str(found[key] or "-") for key in keys] for found in findings]) + "\n")
     looked_at = f"{counts['tensors']} tensors, {counts['chunks']} chunks, {human_bytes(counts['bytes'])}"
     verdict = f"{errors} errors, {len(findings) - errors} warnings" if findings else "no errors"
-    _show(f"{verdict} ({looked_at}, {counts['checksums']} checksums)")
+    judged = f", {report.judged} tensors judged, {report.masters} masters" if level != "bytes" else ""
+    _show(f"{verdict} ({looked_at}, {counts['checksums']} checksums{judged})")
     return FOUND if errors else FINE
 
 
