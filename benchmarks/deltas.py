@@ -4,18 +4,25 @@ The weights' fp32 masters take steps of Adam (no decay) under gradients by chanc
 reinforcement learning at a small learning rate. Before and after the last step they are stored in each format, and the
 delta between the two is made, written to memory, read and applied. Sizes are of the whole file, with names and tables;
 they depend on the weights, the seed and the version of zstd alone. bf16 is what is sent where nothing is quantized.
+
+And how large is a checkpoint that is saved as a delta to an older one? Weights, masters and moments of the first layer,
+a save after the warm-up and deltas to it some steps later; bytes of the chunks of each kind, of those in the full save.
 """
 
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from benchmarks.report import at_most
 from benchmarks.timing import Contender, interleaved, ratio
+from dcp_adapters import QuantizedSavePlanner, SafeFileSystemReader
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.make import delta_between
 from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes
@@ -34,6 +41,8 @@ FORMATS: dict[str, Any] = {
 }
 MOST_BITS = {"float8_row": 0.025, "mxfp8": 0.013, "nvfp4": 0.006}
 TIMED = "mxfp8"
+SAVED_AFTER = (1, 10)  # steps between a full save and a delta to it
+SAVED_LRS = (1e-6, 1e-4)
 
 
 def run(*, full: bool = False) -> dict[str, Any]:
@@ -56,8 +65,17 @@ def run(*, full: bool = False) -> dict[str, Any]:
         f"bits a weight, {form}": at_most(round(rows[form]["later"]["bits"], 5), most)
         for form, most in MOST_BITS.items()
     }
-    speed = _speed(*states[TIMED])
-    return {"weights": weights, "lr": LR, "warm_up": WARM_UP, "rows": rows, "speed": speed, "targets": targets}
+    speed, saves = _speed(*states[TIMED]), {f"{lr:g}": _saves(lr) for lr in SAVED_LRS}
+    print("saves", saves, flush=True)
+    return {
+        "weights": weights,
+        "lr": LR,
+        "warm_up": WARM_UP,
+        "rows": rows,
+        "speed": speed,
+        "saves": saves,
+        "targets": targets,
+    }
 
 
 def _linears(layers: int | None) -> Iterator[tuple[str, Tensor]]:
@@ -77,16 +95,61 @@ def _dithered(weight: Tensor) -> Tensor:
 
 
 def _steps(master: Tensor, seed: int) -> Iterator[Tensor]:
-    """The master after each of WARM_UP + 1 steps of Adam; the last two are copies."""
+    """The master after each of WARM_UP + 1 steps of Adam."""
+    for held in _adam(master, seed, WARM_UP + 1, LR):
+        yield held["master"]
+
+
+def _adam(master: Tensor, seed: int, steps: int, lr: float) -> Iterator[dict[str, Tensor]]:
+    """The master and its moments after each step; the moments are written by the next one."""
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.zeros_like(master), torch.zeros_like(master)
-    for step in range(1, WARM_UP + 2):
+    for step in range(1, steps + 1):
         gradient = torch.randn(master.shape, generator=generator)
         first.lerp_(gradient, 1 - BETAS[0])
         second.lerp_(gradient.square_(), 1 - BETAS[1])
         update = (first / (1 - BETAS[0] ** step)) / ((second / (1 - BETAS[1] ** step)).sqrt_() + EPSILON)
-        master = master - LR * update
-        yield master
+        master = master - lr * update
+        yield {"master": master, "exp_avg": first, "exp_avg_sq": second}
+
+
+def _saves(lr: float) -> dict[str, dict[str, float]]:
+    """Kind of tensors -> steps after the full save -> bytes in the delta, of those in the full save."""
+    states: dict[int, dict[str, dict[str, Tensor]]] = {after: {} for after in (0, *SAVED_AFTER)}
+    for number, (name, start) in enumerate(_linears(LAYERS)):
+        for step, held in enumerate(_adam(start, number, WARM_UP + max(SAVED_AFTER), lr), 1 - WARM_UP):
+            for kind, value in _kinds(held).items() if step in states else ():
+                states[step].setdefault(kind, {})[name] = value
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as base, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        full = Path(base, "full")
+        dcp.save(states[0], checkpoint_id=full, planner=QuantizedSavePlanner())
+        for after in SAVED_AFTER:
+            delta = Path(base, f"after-{after}")
+            dcp.save(states[after], checkpoint_id=delta, planner=QuantizedSavePlanner(delta_to=full))
+            sizes, of = _bytes_of_kinds(delta), _bytes_of_kinds(full)
+            for kind in states[0]:
+                found.setdefault(kind, {})[str(after)] = sizes[kind] / of[kind]
+    return found
+
+
+def _kinds(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weight in each format, and what the optimizer keeps; copies."""
+    master = held["master"]
+    weights = {
+        form: master.bfloat16() if recipe is None else quantize(master, recipe) for form, recipe in FORMATS.items()
+    }
+    return weights | {kind: value.clone() for kind, value in held.items()}
+
+
+def _bytes_of_kinds(path: Path) -> dict[str, int]:
+    """Bytes of the chunks of a checkpoint, by the first part of their names."""
+    sizes: dict[str, int] = {}
+    for index, info in SafeFileSystemReader(path).read_metadata().storage_data.items():
+        kind = index.fqn.partition(".")[0]
+        sizes[kind] = sizes.get(kind, 0) + info.length
+    return sizes
 
 
 def _row(old: dict[str, Tensor], new: dict[str, Tensor], weights: int) -> dict[str, Any]:
@@ -140,7 +203,24 @@ def markdown(results: dict[str, Any]) -> str:
     told = ", ".join(
         f"{name} {cell['ratio']:.1f} ({cell['min']:.1f} - {cell['max']:.1f})" for name, cell in speed.items()
     )
-    return "\n".join([*lines, "", f"Times of a copy of the {TIMED} bytes: {told}."])
+    lines += ["", f"Times of a copy of the {TIMED} bytes: {told}.", "", *_saves_in_markdown(results["saves"])]
+    return "\n".join(lines)
+
+
+def _saves_in_markdown(saves: dict[str, Any]) -> list[str]:
+    """A row for each kind of tensors."""
+    columns = [(lr, str(after)) for lr in saves for after in SAVED_AFTER]
+    heads = [f"{lr}, {after} step{'s' if after != '1' else ''}" for lr, after in columns]
+    lines = [
+        "A checkpoint saved as a delta to one some steps before, in percent of the same tensors in a full save:",
+        "",
+        f"| | {' | '.join(heads)} |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for kind in next(iter(saves.values())):
+        cells = " | ".join(f"{100 * saves[lr][kind][after]:.2f}" for lr, after in columns)
+        lines.append(f"| {kind} | {cells} |")
+    return lines
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -17,12 +17,14 @@ imports only what stands above it, qtensor and fsdp_hooks:
     soundness.py           does a tensor mean what it should: scales, histories, masters
     expand.py              quantized leaves of a state dict as their parts
 
+    coding/                what changed between two tensors, as few bytes
     reading/               checkpoints read without executing anything in them
     stored/                a checkpoint on disk: opened, inspected, verified
     staging/               copies in host memory for asynchronous saves
     save/                  the save planner, and what is written in which order
     load/                  the load planner: compare, read in place, convert
     hf/                    Hugging Face directories: export and import
+    gguf/                  GGUF files: export
     digests/               one value for all weights: of a model, a checkpoint, a directory, received tensors
     delta/                 exact deltas between two states of the same tensors
     streams/               the tensors of an export into engines that are running
@@ -35,8 +37,10 @@ from dcp_adapters.delta.chain import Anchors, removable
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
+from dcp_adapters.delta.retention import checkpoint_bases, remove_checkpoints
 from dcp_adapters.digests.digest import digest, tensor_digests
 from dcp_adapters.expand import expand
+from dcp_adapters.gguf.export import export_gguf
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.importing import import_hf
 from dcp_adapters.load.planner import QuantizedLoadPlanner
@@ -73,10 +77,12 @@ __all__ = [
     "WeightStream",
     "WeightStreamError",
     "apply_deltas",
+    "checkpoint_bases",
     "delta_from_bytes",
     "delta_to_bytes",
     "digest",
     "expand",
+    "export_gguf",
     "export_hf",
     "import_hf",
     "join_group",
@@ -86,6 +92,7 @@ __all__ = [
     "patched_copy",
     "read_manifest",
     "removable",
+    "remove_checkpoints",
     "remove_replaced",
     "save_delta",
     "tensor_digests",

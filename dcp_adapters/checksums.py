@@ -149,6 +149,15 @@ class Verification:
         for chunk in waiting:
             self._compare(*chunk)
 
+    def saved(self, index: MetadataIndex) -> bytes | None:
+        """The checksum of a chunk, from the whole table, which must be there; None where it has no row."""
+        if self.rows is None:
+            raise RuntimeError(
+                f"{index.fqn}: the reader read it before the checksums, and a delta needs these first; load with "
+                "FileSystemReader or SafeFileSystemReader"
+            )
+        return self.rows.get(chunk_key(index))
+
     def see(self, name: str, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
         """Compare a whole chunk of an entry. Raises RuntimeError where it is not what was saved, or has no row.
 

@@ -4,17 +4,21 @@
      "recipes": [{"type": "MXFP8BlockScaling", ...all fields...}],
      "tensors": {fqn: {"recipe": 0, "shape": [N, K], "dtype": "bfloat16", "parts": {name: {"dtype": ..., "shape":
      [...]}}}},
-     "digests": {name: 32 hex digits}}
+     "digests": {name: 32 hex digits},
+     "base": {"path": "../step-1000", "digest": 32 hex digits}}
 
-`digests` is there where the save was asked for it: of all tensors, quantized or not, as in dcp_adapters/weight_sums.py.
-It is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch reads, and in
-the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused. Reading it needs
-neither the model nor a process group. In the planner data alone, `converted` names tensors that `convert` rewrote.
+`digests` is there where the save was asked for it: of all tensors, quantized or not, as in weight_sums.py. `base` is
+there where the checkpoint is a delta to another one; only then the version is 2, so who knows version 1 alone refuses.
+The manifest is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch
+reads, and in the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused.
+Reading it needs neither the model nor a process group. In the planner data alone, `converted` names tensors that
+`convert` rewrote.
 """
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -29,18 +33,50 @@ from qtensor.formats import check_shape
 from qtensor.recipes import Recipe
 
 FORMAT_VERSION = 1
+DELTA_VERSION = 2  # of a checkpoint that is a delta to another
 MANIFEST = "qtensor.manifest"
 MANIFEST_JSON = "qtensor.manifest.json"
 CONVERTED = "converted"
 
 
 @dataclass(frozen=True)
+class BaseLink:
+    """The full checkpoint that a delta was made against.
+
+    path: of its directory, relative to that of the delta, with slashes. digest: xxh3_128 of its `.metadata`, which no
+    other save has.
+    """
+
+    path: str
+    digest: str
+
+    @staticmethod
+    def from_json(record: Any) -> "BaseLink":
+        """The inverse of `vars`. Raises ValueError for anything else than a path and a digest."""
+        path, digest = (record.get(key) if isinstance(record, Mapping) else None for key in ("path", "digest"))
+        if (
+            (type(path) is str and path and "\0" not in path and not PurePosixPath(path).is_absolute())
+            and type(digest) is str
+            and DIGEST.fullmatch(digest)
+        ):
+            return BaseLink(path, digest)
+        raise ValueError(
+            f"the checkpoint's qtensor.manifest has the base {short(path)} with the digest {short(digest)}, expected a "
+            "relative path and 32 hex digits"
+        )
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """All quantized tensors of a checkpoint, by state-dict name; digests: of all tensors, where they were recorded."""
+    """All quantized tensors of a checkpoint, by state-dict name.
+
+    digests: of all tensors, where they were recorded. base: what the checkpoint is a delta to; None: it is a full one.
+    """
 
     tensors: Mapping[str, Entry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     digests: Mapping[str, str] = field(default_factory=dict)
+    base: BaseLink | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the module docstring; it does not depend on the order of the tensors."""
@@ -69,6 +105,7 @@ class Manifest:
             "recipes": [recipe.to_json() for recipe in recipes],
             "tensors": tensors,
             **({"digests": dict(sorted(self.digests.items()))} if self.digests else {}),
+            **({"base": dict(vars(self.base))} if self.base is not None else {}),
         }
 
     @staticmethod
@@ -84,12 +121,7 @@ class Manifest:
                 f"the checkpoint's qtensor.manifest is malformed: it holds a {type(record).__name__}, expected an "
                 "object"
             )
-        version = record.get("format_version")
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise ValueError(
-                f"the checkpoint's qtensor.manifest has format_version {short(version)}; this library reads version "
-                f"{FORMAT_VERSION}. Use a library version that knows it"
-            )
+        version = _version_of(record)
         try:
             recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]
             tensors = {name: _parsed_entry(name, value, recipes) for name, value in record["tensors"].items()}
@@ -97,7 +129,8 @@ class Manifest:
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}"
             ) from error
-        return Manifest(tensors, digests=_parsed_digests(record.get("digests", {})))
+        base = BaseLink.from_json(record.get("base")) if version == DELTA_VERSION else None
+        return Manifest(tensors, version, _parsed_digests(record.get("digests", {})), base)
 
     def to_tensor(self) -> Tensor:
         """uint8 [bytes]: UTF-8 JSON with sorted keys."""
@@ -132,6 +165,30 @@ def converted_in(metadata: Metadata) -> frozenset[str]:
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
     names = record.get(CONVERTED) if isinstance(record, Mapping) else None
     return frozenset(name for name in names if type(name) is str) if isinstance(names, list) else frozenset()
+
+
+def with_base(manifest: Manifest, base: BaseLink) -> Manifest:
+    """The manifest of the same state as a delta to a full checkpoint."""
+    return replace(manifest, format_version=DELTA_VERSION, base=base)
+
+
+def base_of(metadata: Metadata) -> BaseLink | None:
+    """What a checkpoint's planner data say that it is a delta to; None for a full one. Parses nothing else."""
+    data = metadata.planner_data
+    record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
+    if not isinstance(record, Mapping) or _version_of(record) != DELTA_VERSION:
+        return None
+    return BaseLink.from_json(record.get("base"))
+
+
+def _version_of(record: Mapping[str, Any]) -> int:
+    version = record.get("format_version")
+    if type(version) is not int or version not in (FORMAT_VERSION, DELTA_VERSION):
+        raise ValueError(
+            f"the checkpoint's qtensor.manifest has format_version {short(version)}; this library reads versions "
+            f"{FORMAT_VERSION} and {DELTA_VERSION}. Use a library version that knows it"
+        )
+    return version
 
 
 def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:

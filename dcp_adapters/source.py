@@ -124,6 +124,7 @@ class Stored(Source):
         paths: key -> path in the nested state dict; empty where it is flat.
         digests: of tensors, by name, as they were recorded when it was saved.
         converted: the tensors that `convert` has rewritten and not the masters beside them.
+        base: path from the directory to that of the checkpoint that this one is a delta to; None: it is a full one.
     """
 
     path: Path
@@ -133,6 +134,7 @@ class Stored(Source):
     has_checksums = False
     digests: Mapping[str, str] = MappingProxyType({})
     converted: frozenset[str] = frozenset()
+    base: str | None = None
     paths: Mapping[str, tuple[Any, ...]]
 
     @property

@@ -36,6 +36,7 @@ else:
     from pathlib import PosixPath as NativePath
 
 __all__ = [
+    "DELTA",
     "Alias",
     "Committed",
     "OwnPath",
@@ -45,8 +46,11 @@ __all__ = [
     "all_reduce_max",
     "flatten_state_dict",
     "gloo_group",
+    "is_marked",
+    "marked",
     "prefix_of",
     "set_element",
+    "unmarked",
     "writes_safetensors",
 ]
 
@@ -59,6 +63,12 @@ assert callable(set_element)
 # Where the bytes of a chunk lie: the only record of `.metadata` without a public name. Code that reads the file without
 # unpickling it has to make such records.
 assert callable(StorageInfo)
+
+
+# How chunks are marked that are stored as what changed since a base: as transformed by an extension. DCP's readers look
+# extensions up by name, and raise ValueError ("Unknown extension name='qtensor.delta'") at one that they do not know,
+# whatever planner reads; so nobody takes what is stored for the chunk.
+DELTA = "qtensor.delta/1"
 
 
 class Unreadable(Metadata):
@@ -129,13 +139,15 @@ class Committed(Metadata):
 
     Attributes:
         before: called at this moment with the names of the files (`overwrite.commit`).
+        coded: names of tensors whose chunks are stored as what changed since a base, and are marked so (`DELTA`).
     """
 
     before: Callable[[set[str]], None] = dataclasses.field(kw_only=True)
+    coded: frozenset[str] = dataclasses.field(kw_only=True, default=frozenset())
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(vars(self))
-        del state["before"]
+        del state["before"], state["coded"]
         if isinstance(self.storage_data, dict):
             state["storage_data"] = placed = self._by_shared_keys(self.storage_data)
             self.before({str(getattr(info, "relative_path", "")) for info in placed.values()})
@@ -157,8 +169,29 @@ class Committed(Metadata):
                         "writing thread may have failed (disk full?). The checkpoint is incomplete and gets no "
                         ".metadata"
                     )
-                placed[index] = stored[index]
+                placed[index] = marked(name, stored[index]) if name in self.coded else stored[index]
         return {**stored, **placed} if len(placed) < len(stored) else placed
+
+
+def marked(name: str, info: Any) -> StorageInfo:
+    """Where a chunk lies, marked as what changed since a base. Raises RuntimeError where a storage has no such mark."""
+    if not isinstance(info, StorageInfo):
+        raise RuntimeError(
+            f"{name}: the storage writer keeps no record of how a chunk was transformed, so it cannot hold what "
+            "changed since a base; save with FileSystemWriter, or without delta_to. The checkpoint gets no .metadata"
+        )
+    return dataclasses.replace(info, transform_descriptors=[*(info.transform_descriptors or ()), DELTA])
+
+
+def is_marked(info: Any) -> bool:
+    """Whether a chunk is stored as what changed since a base."""
+    descriptors = getattr(info, "transform_descriptors", None) or [None]
+    return bool(descriptors[-1] == DELTA)
+
+
+def unmarked(info: StorageInfo) -> StorageInfo:
+    """The place of the bytes that stand for such a chunk."""
+    return dataclasses.replace(info, transform_descriptors=list(info.transform_descriptors or ())[:-1] or None)
 
 
 def prefix_of(storage_data: Any) -> str | None:

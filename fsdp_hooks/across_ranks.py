@@ -22,7 +22,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError)  # sent with their type
+KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError, ImportError)  # with types
 
 
 @dataclass(frozen=True)

@@ -460,6 +460,26 @@ def test_a_reader_opens_no_file_that_the_look_at_it_refuses(tmp_path: Path) -> N
         reader.read_data(LoadPlan([item]), Listening({"a": torch.zeros(3)}))
 
 
+def test_a_reader_refuses_a_chunk_of_a_transformation_that_it_does_not_know(tmp_path: Path) -> None:
+    """What `DELTA` stands on."""
+    save_alone(tmp_path, {"a": torch.ones(3)})
+    reader = dcp.FileSystemReader(tmp_path)
+    metadata = reader.read_metadata()
+    ((index, info),) = metadata.storage_data.items()
+    metadata.storage_data[index] = marked = dcp_private.marked("a", info)
+    assert dcp_private.is_marked(marked)
+    assert not dcp_private.is_marked(info)
+    assert dcp_private.unmarked(marked) == info
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    zero, three = torch.Size([0]), torch.Size([3])
+    for kind in (LoadItemType.TENSOR, LoadItemType.BYTE_IO):
+        item = ReadItem(kind, MetadataIndex("a", zero), zero, index, zero, three)
+        with pytest.raises(ValueError, match=r"Unknown extension name='qtensor\.delta'"):
+            reader.read_data(LoadPlan([item]), Listening({"a": torch.zeros(3)}))
+    with pytest.raises(RuntimeError, match="a: the storage writer keeps no record of how a chunk was transformed"):
+        dcp_private.marked("a", "s3://somewhere")
+
+
 class Committing(dcp.DefaultSavePlanner):
     """Saves with `Committed` metadata; with `lost`, of a tensor that no rank writes."""
 

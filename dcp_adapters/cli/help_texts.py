@@ -124,12 +124,14 @@ examples:
         about="""\
 Write the weights of a checkpoint as a Hugging Face directory that inference engines load: safetensors with the very
 bytes of the checkpoint, compared with its checksums if it has some, and the JSON that tells of them. OUT must not
-exist, or be empty, and appears only when it is complete. One file is in memory at a time.""",
+exist, or be empty, and appears only when it is complete. One file is in memory at a time. With --layout gguf OUT is
+one file, which llama.cpp runs; it needs pip install "qtensor[gguf]".""",
         examples="""\
 examples:
   %(prog)s runs/step-1000 out --config model                 vLLM, SGLang, transformers
   %(prog)s runs/step-1000 out --config model --layout modelopt
-  %(prog)s calibrated out --config model --rest model        the rest from the dense model""",
+  %(prog)s calibrated out --config model --rest model        the rest from the dense model
+  %(prog)s runs/step-1000 out.gguf --layout gguf --like model-f16.gguf""",
     ),
     "delta": HelpText(
         summary="write what changed between two states",

@@ -21,6 +21,8 @@ from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.digest import digest_of_each, opened
 from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
+from dcp_adapters.gguf.export import export_gguf
+from dcp_adapters.gguf.plan import GGUF
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.hf.verify_directory import verify_directory
@@ -163,6 +165,10 @@ def _apply(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if (arguments.layout == GGUF.name) != (arguments.like is not None):
+        raise ValueError(f"--layout {GGUF.name} and --like go together: a GGUF file is made like another of the model")
+    if arguments.like is not None:
+        return _export_gguf(arguments)
     out = export_hf(
         arguments.source,
         arguments.destination,
@@ -181,6 +187,22 @@ def _export(arguments: argparse.Namespace) -> int:
         why = "without --config, config.json tells of the quantization alone; engines need the model's"
         print(f"{PROGRAM}: warning: {why}", file=sys.stderr)
     _show(f"{out}: {total} in {len(files)} file{'s' if len(files) > 1 else ''}, layout {arguments.layout}")
+    return FINE
+
+
+def _export_gguf(arguments: argparse.Namespace) -> int:
+    if arguments.config is not None:
+        raise ValueError(f"--layout {GGUF.name} takes no --config: all that describes the model is taken from --like")
+    out = export_gguf(
+        arguments.source,
+        arguments.destination,
+        like=arguments.like,
+        rest=arguments.rest,
+        prefix=arguments.prefix,
+        verify_checksums=arguments.checksums,
+        progress=arguments.progress,
+    )
+    _show(f"{out}: {human_bytes(out.stat().st_size)}, layout {GGUF.name}")
     return FINE
 
 

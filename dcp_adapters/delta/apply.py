@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcp_adapters.coding.changes import Changes, local_changes, unit_shape, units
 from dcp_adapters.delta.chain import check_chain, deltas_left
-from dcp_adapters.delta.changes import Changes, local_changes, unit_shape, units
 from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group

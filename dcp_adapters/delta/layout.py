@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from dcp_adapters.delta.changes import unit_of, unit_shape
+from dcp_adapters.coding.changes import unit_of, unit_shape
 from dcp_adapters.entry import Entry, PartShape
 from dcp_adapters.recipe_names import dtype_name
 

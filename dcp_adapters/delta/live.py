@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_adapters.delta.changes import Changes, changes_between, global_changes, joined, unit_of, unit_shape
+from dcp_adapters.coding.changes import Changes, changes_between, global_changes, joined, unit_of, unit_shape
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dcp_adapters.delta.changes import changes_between
+from dcp_adapters.coding.changes import changes_between
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.layout import Layout, layout_differences
 from dcp_adapters.delta.patch import Delta

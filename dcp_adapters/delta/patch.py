@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 import xxhash
 
-from dcp_adapters.delta.changes import Changes
-from dcp_adapters.delta.codec import Coded, checked, decoded
+from dcp_adapters.coding.changes import Changes
+from dcp_adapters.coding.codec import Coded, checked, decoded
+from dcp_adapters.coding.zstd import compressed, decompressed
 from dcp_adapters.delta.layout import Layout
-from dcp_adapters.delta.zstd import compressed, decompressed
 from dcp_adapters.words import short
 
 LEVEL = 19  # of zstd, for entries of bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from dcp_adapters.delta.changes import units
+from dcp_adapters.coding.changes import units
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.expand import entry_of

@@ -11,6 +11,7 @@ On any world size, mesh or shard dim, in the steps of every load planner:
                                       file stops the load before the first byte is written
     load / commit        every rank   stock; a conversion is written when its last item arrives (all_conversions.py)
 
+Chunks of a delta are rebuilt below all of this (rebuilding.py); its base is found, or refused, with the first probe.
 Where the storage drops planner data the manifest is read first, as a tensor, and compared when it arrives.
 """
 
@@ -23,7 +24,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.metadata_checks import own_buffer, stored_chunk
 from dcp_adapters.reading.order import group_after_group, has_files, is_probe, original_index, probe_items
 from dcp_adapters.reading.places import check_archives, check_ordinary
+from dcp_adapters.reading.rebuilding import Rebuilding
 from dcp_adapters.torch_private import Unreadable, flatten_state_dict, set_element
 from dcp_adapters.words import in_lines
 from fsdp_hooks.torch_private import cpu_by_default
@@ -78,7 +80,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             lists every missing, extra, misshapen or differently quantized tensor. A tensor of the checkpoint is extra
             if the target has its container (the dict that held it) but not the tensor; so loading only {"model": ...}
             of a checkpoint with an optimizer in it is fine. A byte entry that needs more than weights_only=True allows.
-        EOFError, FileNotFoundError: a file of the checkpoint is truncated or missing.
+        EOFError, FileNotFoundError: a file of the checkpoint is truncated or missing, or the base of a delta is; a
+            base that is another checkpoint by now is a ValueError. Nothing has been written.
         RuntimeError: a chunk's bytes are not those that were saved; another rank failed while scales were agreed on.
     """
 
@@ -129,11 +132,14 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.awaits_manifest = self.manifest is None and bool(self.quantized)
         if self.awaits_manifest:
             self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
-        checks = self.verify_checksums and self._reads_first(CHECKSUMS, metadata, dims=2)
-        if self.verify_checksums and not checks:
+        self.rebuilding = Rebuilding(None if self.manifest is None else self.manifest.base, metadata)
+        wanted = self.verify_checksums or self.rebuilding.link is not None
+        checks = wanted and self._reads_first(CHECKSUMS, metadata, dims=2)
+        if wanted and not checks:
+            why = "verify_checksums=True" if self.verify_checksums else "a delta needs checksums"
             raise ValueError(
-                "verify_checksums=True: the checkpoint has no checksums, since it was saved without "
-                "QuantizedSavePlanner or with checksums=False; nothing has been loaded"
+                f"{why}: the checkpoint has no checksums, since it was saved without QuantizedSavePlanner or with "
+                "checksums=False; nothing has been loaded"
             )
         self.verification = Verification() if checks else None
 
@@ -172,6 +178,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
+        rest, own, *converted = map(self.rebuilding.instead, [rest, own, *converted])
         ordered = group_after_group([own, *converted], self.metadata)  # one call: aliases are numbered within it
         items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
         self._passed(0)
@@ -189,8 +196,11 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 self._check_probe(read_item, value)
                 self._passed(1)
                 return
+            if Rebuilding.is_for(read_item):
+                self._rebuild(read_item, value)
+                return
             name = read_item.dest_index.fqn
-            if self.verification is not None:
+            if self.verification is not None and self.verify_checksums:
                 self.verification.see(name, read_item.storage_index, value)
             loaded = _unpickled(name, value)
             if self.flatten_state_dict:
@@ -221,6 +231,15 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 self.vectors[name].copy_(tensor.clone())
             self.conversions.arrived(name)
 
+    def _rebuild(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """A chunk of a delta, compared with its checksum; then its items get their pieces, as from a reader."""
+        assert self.verification is not None
+        checksum = self.verification.saved(self.rebuilding.chunk_of(read_item))
+        for item, piece in self.rebuilding.pieces(read_item, value, checksum):
+            target = self.resolve_tensor(item).detach()
+            target.copy_(piece)
+            self.commit_tensor(item, target)
+
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """An error on this rank reaches those that wait for it."""
@@ -245,6 +264,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         name, index = read_item.dest_index.fqn, original_index(read_item.storage_index)
         if name == CHECKSUMS:
             self.verification.arrived(self.state_dict[CHECKSUMS])
+        if name == CHECKSUMS or not self.verify_checksums:
             return
         entry = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
@@ -255,11 +275,17 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         """Check a file that a reader is about to open, and its chunks; one that is cut off is left to the probe."""
         assert self.metadata is not None
         with self._telling():
+            self.rebuilding.open(path.parents[len(PurePath(last.relative_path).parts) - 1])
             size = check_ordinary(path)
             if size is not None and size >= last.offset + last.length:
                 check_archives(path, self.to_look_at.get(last.relative_path, {}), self.metadata)
 
     def _check_probe(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if self.rebuilding.needed:
+            raise ValueError(
+                "the checkpoint is a delta, and this reader does not tell in which directory it reads, from which the "
+                "base is found; load with FileSystemReader or SafeFileSystemReader. Nothing has been loaded"
+            )
         if len(value.read(1)) != 1:
             assert self.metadata is not None
             info = self.metadata.storage_data[read_item.storage_index]

@@ -8,4 +8,6 @@ places.py            checks of the files that they name, and of what is in these
 tensor_archive.py    what a stored tensor is, found without loading it
 order.py             the order in which a load reads
 direct_read.py       plain bytes from a file straight into a tensor
+base.py              the full checkpoint that a delta was made against
+rebuilding.py        chunks that are stored as what changed since it
 """

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_adapters.reading.metadata_names import FIELDS, LARGEST
 from dcp_adapters.tiling import inside, tiling_fault
-from dcp_adapters.torch_private import StorageInfo
+from dcp_adapters.torch_private import StorageInfo, is_marked, unmarked
 from dcp_adapters.words import LEAVES, short
 
 METADATA = ".metadata"
@@ -294,6 +294,9 @@ def _storage_faults(index: Any, info: Any, *, transforms: bool) -> Iterator[Faul
         yield Fault(info.relative_path, chunk_in_words(index), message)
     elif info.transform_descriptors:
         given = info.transform_descriptors
+        if type(given) in (list, tuple) and is_marked(info):  # as what changed since a base, which we read
+            given = unmarked(info).transform_descriptors or []
+            transforms = transforms or not given
         if type(given) not in (list, tuple) or any(type(word) is not str for word in given) or not transforms:
             words = ", ".join(map(short, given)) if type(given) in (list, tuple) else short(given)
             message = f"it is transformed by {words}, which is read only with an _extension_registry that knows it"

@@ -20,6 +20,7 @@ from dcp_adapters.torch_private import Alias, OwnPath
 
 PROBE = "qtensor.probe"
 ORDERED = "qtensor.ordered"
+REBUILT = "qtensor.rebuilt"  # the bytes that stand for a chunk in a delta, see rebuilding.py
 # With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; with more it
 # probes only the files it reads (opening every file on each of thousands of ranks would cost more than it protects).
 PROBE_ALL_BELOW = 100_000
@@ -32,7 +33,7 @@ def is_probe(item: ReadItem) -> bool:
 
 def is_own_index(index: MetadataIndex) -> bool:
     """Whether this module added it to the storage data; metadata that a reader keeps may have some of earlier loads."""
-    return index.fqn in {PROBE, ORDERED}
+    return index.fqn in {PROBE, ORDERED, REBUILT}
 
 
 def original_index(index: MetadataIndex) -> MetadataIndex:

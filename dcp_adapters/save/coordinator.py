@@ -28,11 +28,13 @@ class Now:
     scales: bit patterns of the tensor-wide scales, one for each payload whose format has one, in item order.
     replicated: (part, offset, digest) of each part that several ranks hold; all holders must have equal bytes.
     sums: with digest=True, the byte sum of each item.
+    base: with delta_to, the digest of the base.
     """
 
     scales: list[int]
     replicated: list[tuple[str, tuple[int, ...], int]]
     sums: Sums
+    base: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Record:
     """What a rank tells the coordinator: planner data of its local plan.
 
     mappings: flat name -> path in the nested state dict, of the entries this rank lists. kinds: for each item an index
-    into `recipes` where it is a payload, else PLAIN. checksums, digest: the planner's options of these names.
+    into `recipes` where it is a payload, else PLAIN. coded: for each item 1 where it is stored as what changed since
+    the base, else 0. checksums, digest: the planner's options of these names.
     """
 
     mappings: Any
@@ -49,6 +52,7 @@ class Record:
     now: Now
     checksums: bool
     digest: bool
+    coded: bytes = b""
 
 
 def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings: Any) -> list[SavePlan]:
@@ -63,7 +67,10 @@ def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings
     plan, record = all_plans[0], all_plans[0].planner_data
     paths = {name: mappings[name] for item in missing if (name := item.index.fqn) in mappings}
     record = dataclasses.replace(
-        record, mappings={**record.mappings, **paths}, kinds=record.kinds + bytes([PLAIN] * len(missing))
+        record,
+        mappings={**record.mappings, **paths},
+        kinds=record.kinds + bytes([PLAIN] * len(missing)),
+        coded=record.coded + bytes(len(missing) if record.now.base else 0),
     )
     return [dataclasses.replace(plan, items=[*plan.items, *missing], planner_data=record), *all_plans[1:]]
 
@@ -106,6 +113,32 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
     _check_listed(all_plans, {_wide_part(payload, kind.wide) for payload, (kind, _) in entries.items() if kind.wide})
     names = {payload: payload.removesuffix(".payload") for payload in entries}
     return Manifest({names[payload]: kind.entry(names[payload], size) for payload, (kind, size) in entries.items()})
+
+
+def coded_names(all_plans: list[SavePlan]) -> frozenset[str]:
+    """The tensors that are stored as what changed since the base.
+
+    Raises:
+        ValueError: ranks have other bases, or some of them store a tensor in full.
+    """
+    bases = [plan.planner_data.now.base for plan in all_plans]
+    if len(set(bases)) > 1:
+        rank = next(rank for rank, base in enumerate(bases) if base != bases[0])
+        raise ValueError(
+            f"QuantizedSavePlanner: rank 0 saves a delta to a checkpoint of digest {bases[0]}, rank {rank} one of "
+            f"{bases[rank]} (None: in full); give all ranks the same delta_to"
+        )
+    names: tuple[set[str], set[str]] = set(), set()  # in full, as changes
+    for plan in all_plans if bases[0] else []:
+        for item, coded in zip(plan.items, plan.planner_data.coded, strict=True):
+            names[coded].add(item.index.fqn)
+    both = names[0] & names[1]
+    if both:
+        raise ValueError(
+            f"{min(both)}: some ranks hold it as a plain tensor, others as one of another class; a delta needs the "
+            "same everywhere"
+        )
+    return frozenset(names[1])
 
 
 def with_manifest(metadata: Metadata, manifest: Manifest) -> Metadata:

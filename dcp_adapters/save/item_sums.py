@@ -42,12 +42,12 @@ def item_sums(items: Sequence[WriteItem], tensor_of: Callable[[WriteItem], Tenso
     return sums
 
 
-def refuse_ranks_apart(*, apart: bool) -> None:
-    """Refuse digests where each rank plans for itself and knows its own sums alone."""
+def refuse_ranks_apart(why: str, *, apart: bool) -> None:
+    """Refuse what all ranks are needed for where each rank plans for itself; why: the option, and for what."""
     if apart:
         raise ValueError(
-            "QuantizedSavePlanner: digest=True adds up the sums of all ranks, and here each rank saves for itself "
-            "(use_collectives=False); save with collectives, or with digest=False"
+            f"QuantizedSavePlanner: {why}, and here each rank saves for itself (use_collectives=False); save with "
+            "collectives, or without it"
         )
 
 

@@ -130,6 +130,7 @@ def _same_plan(one: SavePlan, other: SavePlan) -> bool:
         mine.checksums == theirs.checksums
         and mine.digest == theirs.digest
         and mine.kinds == theirs.kinds
+        and mine.coded == theirs.coded
         and mine.recipes == theirs.recipes
         and one.items == other.items
         and mine.mappings == theirs.mappings

@@ -14,6 +14,7 @@ exchange. A chunk that a writer lost fails the save, too: see torch_private.Comm
 
 import dataclasses
 import io
+import os
 import threading
 from functools import partial
 from typing import Any, Literal, cast
@@ -21,20 +22,30 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.checksums import CHECKSUMS, ROW, Checksums
+from dcp_adapters.checksums import CHECKSUMS, Checksums
 from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
-from dcp_adapters.manifest import MANIFEST, Manifest
+from dcp_adapters.manifest import MANIFEST, Manifest, with_base
 from dcp_adapters.plain_memory import without_bytes
+from dcp_adapters.reading.base import Base
 from dcp_adapters.save import plan_cache
-from dcp_adapters.save.coordinator import PLAIN, Now, Record, merged_manifest, with_manifest, with_unlisted
+from dcp_adapters.save.coordinator import (
+    PLAIN,
+    Now,
+    Record,
+    coded_names,
+    merged_manifest,
+    with_manifest,
+    with_unlisted,
+)
 from dcp_adapters.save.item_sums import Sums, item_sums, refuse_ranks_apart, with_digests
-from dcp_adapters.save.overwrite import clear, commit, make_room, own_names
+from dcp_adapters.save.overwrite import Directory, clear, commit, make_room, own_names
+from dcp_adapters.save.since_base import SinceBase, refuse_without_checksums
 from dcp_adapters.save.unsound import refuse_unsound
-from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item
+from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item, with_checksum_items
 from dcp_adapters.torch_private import Committed, prefix_of, writes_safetensors
 from fsdp_hooks.digest import digest
 from fsdp_hooks.torch_private import cpu_by_default, local_of, without_torch_function
@@ -62,13 +73,18 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         verify: "deep" refuses to save weights that are not what their masters requantize to, or whose amax history
             cannot have led to their scale: each rank reads what it holds once more. "own_scales" also refuses scales
             that no value asks for, which only weights that were never calibrated, converted or imported have to pass.
+        delta_to: the directory of a full save. Tensors that it has in the same dtype and shape are stored as what
+            changed since then, compressed, or whole where that is not smaller; the sharding may be another one. The
+            checkpoint loads as any other, from both directories: keep the base (see `remove_checkpoints`), move both
+            together. Each rank reads its part of the base while it writes. Needs the extra `delta` (zstd).
         **kwargs: those of DefaultSavePlanner. enable_plan_caching=True spares the exchange of plans while the state
             dict keeps its names, shapes, placements and formats.
 
     Raises:
         ValueError: while saving, on all ranks and before anything is written: ranks disagree on a recipe or a
             tensor-wide scale, with digest=True on any bytes that several hold; a name is taken; a column cut does not
-            fall on block boundaries; digest=True without the collectives that add the sums up; what `verify` finds.
+            fall on block boundaries; digest=True without the collectives that add the sums up; what `verify` finds;
+            delta_to names no full save of the local file system, or the directory to save into.
         RuntimeError: the storage writer lost a chunk (a writing thread that failed, say); no `.metadata` is written.
     """
 
@@ -79,6 +95,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         overwrite: Literal["keep", "delete_first"] = "keep",
         digest: bool = False,
         verify: Literal["deep", "own_scales"] | None = None,
+        delta_to: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         if verify not in (None, "deep", "own_scales"):
@@ -87,7 +104,9 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             raise ValueError(f'QuantizedSavePlanner: overwrite={overwrite!r} is not one of "keep", "delete_first"')
         self.caches_plans = kwargs.pop("enable_plan_caching", False)  # our own: stock's compares no formats
         super().__init__(**kwargs)
-        self.overwrite, self.verify = overwrite, verify
+        if delta_to is not None:
+            refuse_without_checksums(checksums=checksums)
+        self.overwrite, self.verify, self.delta_to = overwrite, verify, delta_to
         self.with_checksums, self.with_digest = checksums, digest
         # an option of the calling thread, which the threads that write do not inherit
         self.crc32, self.built_by = torch.serialization.get_crc32_options(), threading.get_ident()
@@ -98,6 +117,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         self.current: frozenset[int] = frozenset()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
+        self.since = None if self.delta_to is None else SinceBase(self.delta_to, self.checkpoint_id)
         flat, layouts = self.state_dict, Layouts()
         self.state_dict, self.parts, self.part_items = {}, dict[str, Tensor](), list[WriteItem]()
         self.payloads: dict[str, QuantizedTensor] = {}
@@ -142,10 +162,12 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         bits = torch.stack(scales).view(torch.int32).tolist() if scales else []  # read from the device at once
         sums, own = (self._sums(of) if self.with_digest else [] for of in (items, self.unlisted))
         self.unlisted_sums = {item.index: total for item, total in zip(self.unlisted, own, strict=False)}  # or none
-        now = Now(bits, self._replicated(items), sums)
+        coded = b"" if self.since is None else self.since.chosen(items, self.lookup_object)
+        base = None if self.since is None else self.since.base.link.digest
+        now = Now(bits, self._replicated(items), sums, base)
         paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
         recipes = [(recipe.to_json(), dtype) for recipe, dtype in numbers]
-        record = Record(paths, recipes, bytes(kinds), now, self.with_checksums, self.with_digest)
+        record = Record(paths, recipes, bytes(kinds), now, self.with_checksums, self.with_digest, coded)
         self.plan = dataclasses.replace(stock, items=items, planner_data=record)
         self.cached = plan_cache.lookup_local(self.plan) if self.caches_plans else None
         if self.cached is None:
@@ -162,13 +184,18 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         all_plans = with_unlisted(all_plans, self.unlisted, self.mappings)
         manifest = merged_manifest(all_plans)
         if self.with_digest:
-            refuse_ranks_apart(apart=own is not None)
+            refuse_ranks_apart("digest=True adds up the sums of all ranks", apart=own is not None)
             manifest = with_digests(manifest, all_plans, self.unlisted_sums)
+        coded = coded_names(all_plans)
+        if self.since is not None:
+            refuse_ranks_apart("delta_to is agreed on by all ranks", apart=own is not None)
+            manifest = with_base(manifest, self.since.base.link)
+        renewed = self.with_digest or self.since is not None  # a manifest that may be another one at every save
         known = plan_cache.lookup_global(token) if token else None
-        data = known.manifest if known is not None and not self.with_digest else manifest.to_tensor()
+        data = known.manifest if known is not None and not renewed else manifest.to_tensor()
         if known is not None and data.shape == known.manifest.shape:  # other unless a leaf changed its class
             plans, metadata = [SavePlan([], usable=False) for _ in all_plans], known.metadata
-            if self.with_digest:
+            if renewed:
                 metadata = with_manifest(metadata, manifest)
             self.parts[MANIFEST] = data
         else:
@@ -180,8 +207,9 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             dataclasses.replace(plan, planner_data=(taken, (token, place))) for place, plan in enumerate(plans)
         ]
         # a record of its own for each save: writers fill in where things are stored
-        before = partial(commit, self.checkpoint_id, alone=own is not None)
-        self.metadata = Committed(metadata.state_dict_metadata, metadata.planner_data, before=before)
+        base = None if self.since is None else self.since.base
+        before = partial(_last_checks, self.checkpoint_id, base, alone=own is not None)
+        self.metadata = Committed(metadata.state_dict_metadata, metadata.planner_data, before=before, coded=coded)
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -194,6 +222,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         elif self.caches_plans:
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
         _refuse_bytes_in_safetensors(new_plan)
+        if self.since is not None:
+            new_plan = self.since.as_bytes(new_plan)
         if new_plan.items:
             names = own_names(self.checkpoint_id, new_plan.storage_data, taken=taken)
             items = [dataclasses.replace(item) for item in new_plan.items]  # this save's own, in cached plans, too
@@ -213,13 +243,26 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         Raises:
             RuntimeError: the planner has been given another save before this one was written.
         """
-        checksums = self.checksums
         if threading.get_ident() != self.built_by and torch.serialization.get_crc32_options() != self.crc32:
             torch.serialization.set_crc32_options(self.crc32)
-        self._refuse_overlap(write_item)
         if write_item.index.fqn == CHECKSUMS:
-            return checksums.table(self.plan.items, self.resolve_data)
-        data: Tensor | io.BytesIO = checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
+            self._refuse_overlap(write_item)
+            return self.checksums.table(self.plan.items, self._digested)
+        since = self.since
+        data = self._digested(write_item)  # refuses, where `since` is another save's
+        if since is None or not since.has(write_item):
+            return data
+        assert isinstance(data, Tensor)
+        return since.coded(write_item, data)
+
+    def _digested(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The data of an item, digested, if checksums are on."""
+        checksums = self.checksums
+        self._refuse_overlap(write_item)
+        if self.since is not None and self.since.has(write_item):
+            data: Tensor | io.BytesIO = self.lookup_object(write_item.index)
+        else:
+            data = checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
         self._refuse_overlap(write_item)  # again, now that the data is here: so it is this save's
         return checksums.seen(write_item.index, data) if self.with_checksums else data
 
@@ -239,7 +282,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         metadata = with_manifest(metadata, manifest)
         planner_data = {**metadata.planner_data, MANIFEST: (MANIFEST,)}
         if self.with_checksums:
-            plans, entry = _with_checksums(plans)
+            plans, entry = with_checksum_items(plans)
             metadata.state_dict_metadata[CHECKSUMS] = entry
             planner_data[CHECKSUMS] = (CHECKSUMS,)
         plans = [dataclasses.replace(plan, planner_data=None) for plan in plans]
@@ -303,6 +346,13 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             )
 
 
+def _last_checks(checkpoint_id: Directory, base: Base | None, files: set[str], *, alone: bool) -> None:
+    """All ranks have written, and the metadata have not been."""
+    if base is not None:
+        base.check_unchanged()
+    commit(checkpoint_id, files, alone=alone)
+
+
 def _refuse_without_bytes(name: str, local: Tensor) -> None:
     """Refuse it now, before an older checkpoint is removed and any rank writes; a writer would fail on it later."""
     reason = without_bytes(local)
@@ -320,28 +370,6 @@ def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:
             f"{names[0]}: safetensors files hold tensors alone, and {len(names)} entries of the state dict are none; "
             "save them elsewhere, or as tensors"
         )
-
-
-def _with_checksums(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorageMetadata]:
-    """Each plan with an item for its rows of the table, and the table's metadata."""
-    total, first = sum(len(plan.items) for plan in plans), 0
-    out: list[SavePlan] = []
-    chunks: list[ChunkStorageMetadata] = []
-    entry = None
-    for plan in plans:
-        rows = torch.empty(len(plan.items), ROW, dtype=torch.uint8, device="meta")
-        if not plan.items:
-            out.append(plan)
-            continue
-        item = plain_item(CHECKSUMS, rows, rows=(first, total))
-        first += len(plan.items)
-        assert item.tensor_data is not None
-        item = dataclasses.replace(item, index=dataclasses.replace(item.index, index=len(chunks)))
-        chunks.append(item.tensor_data.chunk)  # type: ignore[union-attr]
-        entry = TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, chunks)  # type: ignore[union-attr]
-        out.append(dataclasses.replace(plan, items=[*plan.items, item]))
-    assert entry is not None  # the manifest is always an item
-    return out, entry
 
 
 def _part_paths(mappings: Any, entries: dict[str, dict[str, str]]) -> Any:

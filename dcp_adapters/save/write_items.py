@@ -7,14 +7,21 @@ gather and what the coordinator unpickles.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.checksums import CHECKSUMS, ROW
 from dcp_adapters.part_places import box_of, part_box
 from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
@@ -91,6 +98,28 @@ def plain_item(name: str, tensor: Tensor, *, rows: tuple[int, int] | None = None
     kind = WriteItemType.TENSOR if rows is None else WriteItemType.SHARD
     data = _data(offsets, tuple(tensor.shape), size, tensor.dtype)
     return WriteItem(MetadataIndex(name, data.chunk.offsets), kind, tensor_data=data)
+
+
+def with_checksum_items(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorageMetadata]:
+    """Each plan with an item for its rows of the table, and the table's metadata."""
+    total, first = sum(len(plan.items) for plan in plans), 0
+    out: list[SavePlan] = []
+    chunks: list[ChunkStorageMetadata] = []
+    entry = None
+    for plan in plans:
+        rows = torch.empty(len(plan.items), ROW, dtype=torch.uint8, device="meta")
+        if not plan.items:
+            out.append(plan)
+            continue
+        item = plain_item(CHECKSUMS, rows, rows=(first, total))
+        first += len(plan.items)
+        assert item.tensor_data is not None
+        item = replace(item, index=replace(item.index, index=len(chunks)))
+        chunks.append(item.tensor_data.chunk)  # type: ignore[union-attr]
+        entry = TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, chunks)  # type: ignore[union-attr]
+        out.append(replace(plan, items=[*plan.items, item]))
+    assert entry is not None  # the manifest is always an item
+    return out, entry
 
 
 _PROPERTIES: dict[torch.dtype, TensorProperties] = {}

@@ -26,6 +26,7 @@ from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.entry import Entry
 from dcp_adapters.manifest import MANIFEST, Manifest, converted_in, manifest_of
 from dcp_adapters.reading.reader import SafeFileSystemReader
+from dcp_adapters.reading.rebuilding import Rebuilding
 from dcp_adapters.source import Stored
 from fsdp_hooks.byte_sums import Piece
 
@@ -45,7 +46,8 @@ class StoredCheckpoint(Stored):
 
     Args:
         path: the directory.
-        check: compare what is read with the checkpoint's checksums, where it has some.
+        check: compare what is read with the checkpoint's checksums, where it has some. What is rebuilt from a delta
+            and its base is compared in any case.
 
     Raises:
         CheckpointUnusable: no such directory, no checkpoint, or one whose description cannot be read or contradicts
@@ -57,8 +59,13 @@ class StoredCheckpoint(Stored):
         self._reader = SafeFileSystemReader(self.path)
         self.metadata = self._read_metadata()
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        self._checksums: dict[bytes, bytes] = {}
+        self._saved: dict[bytes, bytes] = {}  # digest of a chunk's name and offset -> digest of its bytes
+        self._checksums: dict[bytes, bytes] = {}  # those with which all that is read is compared
+        self._rebuilding = Rebuilding(None, self.metadata)
         self.manifest = self._read_manifest()
+        if self.manifest is not None and self.manifest.base is not None:
+            self._rebuilding = Rebuilding(self.manifest.base, self.metadata)
+            self.base = self.manifest.base.path
         self.format_version = None if self.manifest is None else self.manifest.format_version
         self.entries = self._found_entries()
         self.converted = converted_in(self.metadata)
@@ -69,8 +76,9 @@ class StoredCheckpoint(Stored):
             if not isinstance(entry, TensorStorageMetadata)
         ]
         self.has_checksums = isinstance(self.metadata.state_dict_metadata.get(CHECKSUMS), TensorStorageMetadata)
-        if check and self.has_checksums:
-            self._checksums = self._read_checksums()
+        if self.has_checksums and (check or self.base is not None):
+            self._saved = self._read_checksums()
+            self._checksums = self._saved if check else {}
         data = self.metadata.planner_data if isinstance(self.metadata.planner_data, Mapping) else {}
         keys = self.metadata.state_dict_metadata.keys() - BOOKKEEPING
         self.paths = {key: tuple(path) for key, path in data.items() if key in keys}
@@ -161,8 +169,10 @@ class StoredCheckpoint(Stored):
         self, entry: str, items: list[ReadItem], targets: dict[str, Tensor], *, partial: bool = False
     ) -> io.BytesIO:
         """Read items; of chunks that are read in part (`partial`) no checksum can be compared."""
-        planner = _Into(targets, {} if partial else self._checksums)
+        planner = _Into(targets, {} if partial else self._checksums, self._rebuilding, self._saved)
         try:
+            items = self._rebuilding.instead(items)
+            self._rebuilding.open(self.path)
             self._reader.read_data(LoadPlan(items), planner).wait()
         except CheckpointUnusable as error:
             raise CheckpointUnusable(f"{self.path}: {error}") from None
@@ -258,13 +268,24 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
 class _Into(DefaultLoadPlanner):
     """Reads into given tensors, keeps bytes as bytes, and compares each chunk with its checksum."""
 
-    def __init__(self, targets: dict[str, Tensor], checksums: Mapping[bytes, bytes]) -> None:
+    def __init__(
+        self,
+        targets: dict[str, Tensor],
+        checksums: Mapping[bytes, bytes],
+        rebuilding: Rebuilding,
+        saved: Mapping[bytes, bytes],
+    ) -> None:
         super().__init__()
         self.state_dict = targets
-        self.checksums = checksums
+        self.checksums, self.rebuilding, self.saved = checksums, rebuilding, saved
         self.blob = io.BytesIO()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if Rebuilding.is_for(read_item):
+            checksum = self.saved.get(chunk_key(self.rebuilding.chunk_of(read_item)))
+            for item, piece in self.rebuilding.pieces(read_item, value, checksum):
+                self.resolve_tensor(item).copy_(piece)
+            return
         self.blob = value
         self._compare(read_item, value)
 

@@ -53,7 +53,7 @@ class Inspection:
     layout: how a Hugging Face directory is quantized, "" where it is not; None for a checkpoint. chunks: name of a
     tensor -> number of its chunks. format_version: the manifest's, None without one. world_size: at least so many ranks
     wrote it, None where the file names do not tell; a rank that had nothing to write leaves no trace. blobs: (name,
-    bytes) of entries of bytes.
+    bytes) of entries of bytes. base: path to the checkpoint that this one is a delta to. stored: bytes in its files.
     """
 
     path: str
@@ -65,6 +65,8 @@ class Inspection:
     tensors: Sequence[Entry]
     chunks: Mapping[str, int]
     blobs: Sequence[tuple[str, int]]
+    base: str | None = None
+    stored: int = 0
 
     @property
     def totals(self) -> list[Total]:
@@ -89,6 +91,7 @@ class Inspection:
             "world_size_at_least": self.world_size,
             "files": self.files,
             **({} if self.layout is None else {"layout": self.layout}),
+            **({} if self.base is None else {"base": self.base, "stored_bytes": self.stored}),
             "tensors": [_tensor_json(tensor, self.chunks[tensor.name]) for tensor in self.tensors],
             "bytes_entries": [{"name": name, "bytes": size} for name, size in self.blobs],
             "totals": [total.to_json() for total in self.totals],
@@ -144,6 +147,8 @@ class Inspection:
             else f"format version {self.format_version}"
         )
         world = "unknown" if self.world_size is None else f"at least {self.world_size}"
+        if self.base is not None:
+            saved += f", {human_bytes(self.stored)} stored as a delta to {self.base}"
         return (
             f"{self.path}: {saved}, checksums: {'yes' if self.checksums else 'no'}, "
             f"world size: {world}, files: {self.files}"
@@ -163,6 +168,8 @@ def inspect_checkpoint(checkpoint: Stored, patterns: Sequence[str] = ()) -> Insp
         files=len(files),
         tensors=[checkpoint.entries[name] for name in chosen],
         chunks={name: checkpoint.chunks(name) for name in chosen},
+        base=checkpoint.base,
+        stored=sum(files.values()),
         blobs=[
             (name, checkpoint.blob_size(name)) for name in in_natural_order(checkpoint.blobs) if matches(name, globs)
         ],

@@ -4,6 +4,7 @@
     tensors       chunks cover each one exactly (dcp_adapters/tiling.py)
     manifest      both copies agree; every entry has its parts in the right dtype and shape; no part without an entry
     files         there, inside of the directory, long enough; chunks do not share bytes
+    base          of a delta: it is there, and is what it was; its own data are read as far as the delta needs them
     chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
     digests       where the manifest has some: of each tensor, from the sums of its chunks
     meaning       where asked for, and the bytes are sound: deep.py
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.reading.base import Base
 from dcp_adapters.reading.metadata_checks import (
     METADATA,
     Fault,
@@ -41,6 +43,7 @@ from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.digest_check import DigestCheck
 from dcp_adapters.stored.findings import Finding, Report
 from dcp_adapters.stored.part_values import value_fault
+from dcp_adapters.torch_private import is_marked
 from dcp_adapters.words import listed
 from qtensor.formats import PartSpec, part_names, specs_of
 
@@ -98,6 +101,7 @@ class _Verification:
         self.rows: dict[bytes, bytes] | None = None  # of the table of checksums
         self.kept: dict[MetadataIndex, Tensor] = {}  # the chunks of the checkpoint's own entries
         self.digests = DigestCheck(self.records)
+        self.base: Base | None = None
 
     def run(self) -> Report:
         """All checks, in the order of the module's docstring."""
@@ -108,7 +112,9 @@ class _Verification:
             self.read_chunks([index for index in waiting if index.fqn == entry])
             (self.take_checksums if entry == CHECKSUMS else self.take_manifest)()
         self.found([fault for index, fault in length_faults(self.metadata).items() if not self.is_archive(index)])
-        self.read_chunks([index for index in waiting if index.fqn not in own])
+        marked = {index for index in waiting if is_marked(self.metadata.storage_data[index])}
+        lost = marked if marked and not self.found_base() else set()
+        self.read_chunks([index for index in waiting if index.fqn not in own and index not in lost])
         self.compare_rows()
         self.found(self.digests.faults())
         tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
@@ -210,6 +216,9 @@ class _Verification:
             what = "a tensor of another library's class: its checksum is compared, its values are not looked at"
             self.add(info.relative_path, chunk_in_words(index), what, "warning")
             data = io.BytesIO(chunk.read())
+        elif is_marked(info) and self.base is not None:
+            row = None if self.rows is None else self.rows.get(chunk_key(index))
+            data = self.base.rebuilt(index, self.metadata, chunk.read(), row)
         elif isinstance(record, TensorStorageMetadata):
             header = read_header(chunk, "its archive")
             wrong = other_than_said((header.dtype, header.shape), record.properties.dtype, self.known[index])
@@ -231,6 +240,17 @@ class _Verification:
             message = value_fault(spec, data)
             if message is not None:
                 self.add(info.relative_path, chunk_in_words(index), message)
+
+    def found_base(self) -> bool:
+        """Whether the base of a delta could be opened; if not, that is a finding, and what needs it is not read."""
+        link = self.digests.manifest.base
+        try:
+            if link is None:
+                raise ValueError("chunks are stored as what changed since a base, and the manifest names none")
+            self.base = Base.of(link, self.directory)
+        except (ValueError, OSError) as error:
+            self.add(METADATA, "", str(error))
+        return self.base is not None
 
     def is_archive(self, index: MetadataIndex) -> bool:
         """Whether the table has the bytes of a chunk's archive, which holds a tensor of another library's class."""

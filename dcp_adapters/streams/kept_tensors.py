@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from dcp_adapters.delta.changes import Changes, changes_between, units
+from dcp_adapters.coding.changes import Changes, changes_between, units
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.layout import Layout
 from dcp_adapters.delta.make import sum_of

@@ -382,10 +382,10 @@ FAULTS["part_that_the_recipe_does_not_have"][1].append((FIRST, "mxfp8.global_sca
 FAULTS["whole_tensor_beside_its_parts"][1].append((FIRST, "mxfp8 at ()", "has no row for it"))
 
 
-@fault((".metadata", MANIFEST, "the checkpoint's qtensor.manifest has format_version 2"))
+@fault((".metadata", MANIFEST, "the checkpoint's qtensor.manifest has format_version 3"))
 def manifest_of_the_future(c: Checkpoint) -> None:
     with c.editing() as metadata:
-        metadata.planner_data[MANIFEST_JSON]["format_version"] = 2
+        metadata.planner_data[MANIFEST_JSON]["format_version"] = 3
 
 
 @fault(("", MANIFEST, "the checkpoint's qtensor.manifest is not JSON"))

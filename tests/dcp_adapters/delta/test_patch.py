@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_adapters.delta import codec, encoder
+from dcp_adapters.coding import codec
+from dcp_adapters.coding.changes import Changes
+from dcp_adapters.delta import encoder
 from dcp_adapters.delta.apply import apply_deltas
-from dcp_adapters.delta.changes import Changes
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.layout import Layout
 from dcp_adapters.delta.make import delta_between, layout_of, summed
@@ -79,7 +80,7 @@ def test_the_file_depends_on_the_changes_alone(monkeypatch: pytest.MonkeyPatch) 
     backwards = [dict(reversed(side.items())) for side in (old, new)]
     assert delta_to_bytes(between(*backwards)) == expected
     assert delta_to_bytes(delta_from_bytes(expected)) == expected
-    monkeypatch.setattr("dcp_adapters.delta.changes.PIECE", 1024)
+    monkeypatch.setattr("dcp_adapters.coding.changes.PIECE", 1024)
     assert delta_to_bytes(between(old, new)) == expected
 
 
@@ -200,9 +201,9 @@ def rewritten(made: Delta, change: Any) -> bytes:
     """A file with another table, and checksums that fit it: what a careless or hostile writer makes."""
     from safetensors.torch import load, save
 
+    from dcp_adapters.coding.zstd import compressed, decompressed
     from dcp_adapters.delta.patch import checksum
     from dcp_adapters.delta.patch_format import _bytes, _json, _tensor
-    from dcp_adapters.delta.zstd import compressed, decompressed
 
     data = delta_to_bytes(made)
     tensors = load(data)

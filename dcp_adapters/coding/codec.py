@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcp_adapters.delta.changes import Changes
-from dcp_adapters.delta.zstd import compressed, decompressed
+from dcp_adapters.coding.changes import Changes
+from dcp_adapters.coding.zstd import compressed, decompressed
 
 MOST_CHANGES = 2**20  # of a frame; what decoding one takes is bounded by this
 MOST_UNITS = 2**40  # of a run: sums of gaps stay below 2^63
@@ -40,14 +40,15 @@ class Coded:
     data: bytes
 
 
-def encoded(changes: Changes, start: int) -> Coded:
-    """At least one and at most MOST_CHANGES changes, all at or after `start`."""
+def encoded(changes: Changes, start: int, *, level: int | None = None) -> Coded:
+    """At least one and at most MOST_CHANGES changes, all at or after `start`; level: of zstd, None: as in deltas."""
     count = len(changes)
     before = torch.cat([torch.tensor([start - 1], dtype=torch.int64, device="cpu"), changes.positions[:-1]])
     gaps = changes.positions - before - 1
     span = int(changes.positions[-1]) + 1 - start
     shift = max((span // count).bit_length() - 1 - QUOTIENT, 0)
-    level = FAST if count == MOST_CHANGES and span < 4 * count else BEST
+    if level is None:
+        level = FAST if count == MOST_CHANGES and span < 4 * count else BEST
     streams = [_packed(gaps, shift), _escaped(gaps >> shift), *_planes(changes.steps)]
     data = [compressed(stream, level) for stream in streams]
     return Coded(start, count, shift, tuple(map(len, data)), b"".join(data))

@@ -13,6 +13,11 @@ MISSING = (
 )
 
 
+def require() -> None:
+    """Raise ImportError where there is no zstd."""
+    _library()
+
+
 def compressed(data: bytes, level: int) -> bytes:
     """One zstd frame. Raises ImportError where there is no zstd."""
     return bytes(_library().compress(data, level))

@@ -1,0 +1,110 @@
+"""A stored chunk of a tensor as what changed since an older version of it, the base.
+
+    one line of JSON, then bytes
+    {"kind": "same"}                            nothing more
+    {"kind": "changes", "frames": [[start, changes, shift, [length, ..]], ..]}     the streams of codec.py
+    {"kind": "whole"}                           the chunk's own bytes: less than a tenth would be spared otherwise
+
+Whoever reads one compares the result with a checksum: what is said here is checked for sense, not for truth.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcp_adapters.coding.changes import Changes, changes_between, unit_of, units
+from dcp_adapters.coding.codec import BEST, FAST, MOST_CHANGES, Coded, decoded, encoded
+from dcp_adapters.plain_memory import memory_of
+
+WORTH = 0.9  # of the bytes of a chunk: what is not smaller is stored whole
+MOST_LINE = 2**26  # bytes of JSON: half a million frames
+
+
+def coded_chunk(old: Tensor, new: Tensor) -> bytes:
+    """What leads from one plain contiguous CPU tensor to another of the same dtype and shape."""
+    frames: list[Coded] = []
+    stored = done = 0
+    for changes in _frames(old, new):
+        frames.append(_encoded(changes, done))
+        begun, done = done, int(changes.positions[-1]) + 1
+        stored += len(frames[-1].data)
+        spanned = (done - begun) * changes.steps.element_size()
+        if stored > WORTH * new.nbytes or (len(changes) == MOST_CHANGES and len(frames[-1].data) > WORTH * spanned):
+            return _line({"kind": "whole"}) + memory_of(new).raw
+    if not frames:
+        return _line({"kind": "same"})
+    table = [[frame.start, frame.count, frame.shift, list(frame.lengths)] for frame in frames]
+    return _line({"kind": "changes", "frames": table}) + b"".join(frame.data for frame in frames)
+
+
+def decoded_chunk(
+    data: bytes, dtype: torch.dtype, shape: tuple[int, ...], old: Callable[[], Tensor], what: str
+) -> Tensor:
+    """The chunk, a CPU tensor of its own.
+
+    Args:
+        data: of `coded_chunk`.
+        dtype: of the chunk.
+        shape: of the chunk.
+        old: reads the base, as a contiguous tensor of that dtype and shape, which is written; called where it is
+            needed.
+        what: what messages call the chunk.
+
+    Raises:
+        ValueError: the data contradict themselves or the chunk.
+    """
+    end = data.find(b"\n", 0, MOST_LINE)
+    try:
+        record = json.loads(data[: max(end, 0)])
+        kind, frames = record["kind"], [_frame(*row) for row in record.get("frames", [])]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{what} is damaged: {type(error).__name__}: {error}") from error
+    body = memoryview(data)[end + 1 :]
+    expected = sum(sum(frame.lengths) for frame in frames)
+    if kind == "whole":
+        chunk = torch.empty(shape, dtype=dtype, device="cpu")
+        expected = chunk.nbytes
+    if kind not in ("whole", "same", "changes") or bool(frames) != (kind == "changes") or len(body) != expected:
+        raise ValueError(f"{what} is damaged: {len(body)} bytes and {len(frames)} frames of the kind {str(kind)[:20]}")
+    if kind == "whole":
+        memoryview(memory_of(chunk)).cast("B")[:] = body
+        return chunk
+    chunk = old()
+    flat, begun = units(chunk), 0
+    for frame in frames:
+        length = sum(frame.lengths)
+        changes = decoded(_with(frame, bytes(body[begun : begun + length])), unit_of(dtype), flat.numel(), what)
+        flat[changes.positions] += changes.steps
+        begun += length
+    return chunk
+
+
+def _frames(old: Tensor, new: Tensor) -> Iterator[Changes]:
+    """All changes, in runs that the codec takes."""
+    for found in changes_between(old, new):
+        runs = zip(found.positions.split(MOST_CHANGES), found.steps.split(MOST_CHANGES), strict=True)
+        yield from (Changes(positions, steps) for positions, steps in runs)
+
+
+def _encoded(changes: Changes, start: int) -> Coded:
+    """Dense changes are many, and compressed fast: while a checkpoint is saved they are what takes the time."""
+    span = int(changes.positions[-1]) + 1 - start
+    return encoded(changes, start, level=FAST if span < 4 * len(changes) else BEST)
+
+
+def _frame(start: Any, count: Any, shift: Any, lengths: Any) -> Coded:
+    numbers = [start, count, shift, *lengths]
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        raise TypeError("a frame is not described by counts")
+    return Coded(start, count, shift, tuple(lengths), b"")
+
+
+def _with(frame: Coded, data: bytes) -> Coded:
+    return Coded(frame.start, frame.count, frame.shift, frame.lengths, data)
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"

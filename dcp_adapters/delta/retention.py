@@ -1,0 +1,84 @@
+"""The checkpoints of a run: what each is a delta to, and those that may go.
+
+    runs/step-1000          full
+    runs/step-1010          delta to ../step-1000
+    runs/step-1020          delta to ../step-1000      keep=["step-1020"] keeps step-1000, too
+
+A checkpoint goes after all deltas to it, and its `.metadata` before its data: wherever this is interrupted, what is
+left loads or is no checkpoint.
+"""
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from dcp_adapters.delta.chain import removable
+from dcp_adapters.manifest import base_of
+from dcp_adapters.reading.metadata_checks import METADATA
+from dcp_adapters.reading.reader import SafeFileSystemReader
+from dcp_adapters.stored.durable import sync
+
+
+def checkpoint_bases(root: str | os.PathLike[str]) -> dict[str, str | None]:
+    """The complete checkpoints directly below a directory, each with what it is a delta to; `removable` takes this.
+
+    Args:
+        root: a local directory.
+
+    Returns:
+        name of the directory -> name of the base's; a base elsewhere by its full path; None for a full checkpoint.
+
+    Raises:
+        ValueError: the `.metadata` of one cannot be read, so that nobody knows what it needs.
+    """
+    root = Path(root).resolve()
+    bases: dict[str, str | None] = {}
+    for path in sorted(root.iterdir()):
+        if path.is_symlink() or not (path / METADATA).is_file():
+            continue  # another name of a checkpoint; none, or one that is being saved
+        link = base_of(SafeFileSystemReader(path).read_metadata())
+        bases[path.name] = None
+        if link is not None:
+            base = Path(os.path.normpath(path.resolve() / link.path))
+            bases[path.name] = base.name if base.parent == root else str(base)
+    return bases
+
+
+def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.PathLike[str]]) -> list[Path]:
+    """Remove the complete checkpoints below a directory that are neither kept nor needed by one that is.
+
+    Call it between saves, on one rank. Directories without `.metadata` stay: a save may be under way there.
+
+    Args:
+        root: a local directory, in which each checkpoint has one of its own.
+        keep: the checkpoints that must stay loadable, by name or path; their bases stay with them.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ValueError: one to be kept, or its base, is not there; a `.metadata` cannot be read. Nothing has been removed.
+        OSError: a file cannot be removed.
+    """
+    root = Path(root).resolve()
+    bases = checkpoint_bases(root)
+    elsewhere: dict[str, str | None] = {
+        base: None for base in bases.values() if base is not None and os.sep in base and Path(base, METADATA).is_file()
+    }
+    may_go = removable(bases | elsewhere, {_name(root, kept) for kept in keep}) - elsewhere.keys()
+    gone = [root / name for name in sorted(may_go, key=lambda name: (bases[name] is None, name))]
+    for path in gone:
+        (path / METADATA).unlink()
+        sync(path)
+        shutil.rmtree(path)
+    return gone
+
+
+def _name(root: Path, kept: str | os.PathLike[str]) -> str:
+    """The name of a checkpoint's directory below `root`, from that, a path, or a link."""
+    path = Path(kept)
+    full = (root / path if len(path.parts) == 1 else path).resolve()
+    if full.parent != root:
+        raise ValueError(f"{kept} is not in {root}; nothing has been removed")
+    return full.name
