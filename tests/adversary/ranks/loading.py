@@ -70,10 +70,14 @@ def scenario(random: Random) -> str:
         "on_mismatch": "raise" if targets == given else "convert",
         "verify_checksums": random.random() < 0.3,
     }
-    with directory() as path:
-        _saved(given, path, threads=random.choice([1, 3]))
+    delta, single = random.random() < 0.3, random.random() < 0.5
+    with directory() as above:
+        path, base = above / "step", above / "base" if delta else None
+        if base is not None:
+            _saved(given, base, 2, single=single)
+        _saved(given, path, 0, single=single, delta_to=base)
         if trouble in ("cut", "gone"):
-            _damage(random, path, trouble)
+            _damage(random, above, trouble)
 
         def body(rank: int) -> tuple[str, dict[str, bytes], dict[str, bytes], dict[str, bytes]]:
             mesh = placed.device_mesh()
@@ -87,7 +91,7 @@ def scenario(random: Random) -> str:
             before = {name: bits(tensor) for name, tensor in state.items()}
             names = list(state)
             Random(f"{seed}/{rank}").shuffle(names)
-            error = _loaded({name: state[name] for name in names}, path, own, options, seed)
+            error = _loaded({name: state[name] for name in names}, path, own, options, seed, delta=delta)
             return error, before, {name: bits(tensor) for name, tensor in state.items()}, expected
 
         fault = death(random, size, 12) if trouble == "death" else None
@@ -96,7 +100,7 @@ def scenario(random: Random) -> str:
                 return "death"
             if (found := next((one.error for one in outcomes if one.error), None)) is not None:
                 raise found
-            return _verdict([one.value for one in outcomes], trouble, who, placed, told=_is_safe(seed))
+            return _verdict([one.value for one in outcomes], trouble, who, placed, told=_is_safe(seed, delta=delta))
 
 
 def _verdict(values: list[Any], trouble: str, who: int, placed: Layout, *, told: bool) -> str:
@@ -143,24 +147,24 @@ def _converted(source: Weight, target: Weight) -> Tensor:
     return made
 
 
-def _saved(given: list[Weight], path: Path, *, threads: int) -> None:
-    state = {each.name: each.full(0) for each in given}
-    writer = dcp.FileSystemWriter(path, single_file_per_rank=threads == 1, sync_files=False)
+def _saved(given: list[Weight], path: Path, version: int, *, single: bool, delta_to: Path | None = None) -> None:
+    state = {each.name: each.full(version) for each in given}
+    writer = dcp.FileSystemWriter(path, single_file_per_rank=single, sync_files=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=writer, planner=QuantizedSavePlanner(), no_dist=True)
+        dcp.save(state, storage_writer=writer, planner=QuantizedSavePlanner(delta_to=delta_to), no_dist=True)
 
 
 def _damage(random: Random, path: Path, trouble: str) -> None:
-    file = random.choice(sorted(path.glob("*.distcp")))
+    file = random.choice(sorted(path.glob("*/*.distcp")))
     if trouble == "gone":
         file.unlink()
     else:
         os.truncate(file, random.randrange(file.stat().st_size))
 
 
-def _loaded(state: dict[str, Any], path: Path, trouble: str, options: dict[str, Any], seed: int) -> str:
-    reader: Any = (_Safe if _is_safe(seed) else _Stock)(path)
+def _loaded(state: dict[str, Any], path: Path, trouble: str, options: dict[str, Any], seed: int, *, delta: bool) -> str:
+    reader: Any = (_Safe if _is_safe(seed, delta=delta) else _Stock)(path)
     reader.trouble = trouble
     planner = _Planner(**options)
     planner.fails_at = seed // 7 % 6 if trouble == "chunk" else None
@@ -171,8 +175,9 @@ def _loaded(state: dict[str, Any], path: Path, trouble: str, options: dict[str, 
     return ""
 
 
-def _is_safe(seed: int) -> bool:
-    return seed % 3 > 0
+def _is_safe(seed: int, *, delta: bool) -> bool:
+    """Whether it is our reader, which alone knows deltas."""
+    return delta or seed % 3 > 0
 
 
 class _Planner(QuantizedLoadPlanner):
