@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
-from fsdp_hooks.digest import digest
+from fsdp_hooks.digest import digests
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 
@@ -51,9 +51,16 @@ class _Slot:
         """The parameter in this place at this moment; None where the body removed it."""
         return getattr(self.owner, self.name, None)
 
-    def changed(self) -> bool:
-        """Whether the body wrote into the parameter or replaced it."""
-        return self.lost() if self.now() is self.sharded else _stamp(self.now()) != self.stamp or _differs(self)
+    def written(self) -> bool | None:
+        """Whether the body wrote into the parameter or replaced it; None where only the bytes can tell.
+
+        They cannot where somebody wrote into the shards meanwhile.
+        """
+        if self.now() is self.sharded:
+            return self.lost()
+        if _stamp(self.now()) != self.stamp:
+            return True
+        return None if _stamp(self.sharded) == self.sharded_stamp else False
 
     def lost(self) -> bool:
         """Whether the body wrote into the parameter and then sharded it again, which frees the buffers."""
@@ -92,7 +99,7 @@ def holding(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool)
     _held.update(groups)
     try:
         yield
-        changed = [slot for slot in slots if slot.changed()]
+        changed = _changed(slots)
         if changed and not writeback:
             raise RuntimeError(
                 f"parameters were changed inside unsharded(writeback=False): {_names(changed)}. Their shards are "
@@ -127,17 +134,21 @@ def _gather(module: nn.Module, groups: Sequence[FSDPModule]) -> list[_Slot]:
             for index, standing in zip(own, _standing(places[index] for index in own), strict=True):
                 sharded[index] = standing
             group.unshard()
-    return [
-        _Slot(*place, before, after, after.data, _stamp(after), _stamp(before), digest(_plain_parts(after)))
+    replaced = [
+        (place, before, after)
         for place, before, after in zip(places, sharded, _standing(places), strict=True)
         if after is not before
+    ]
+    return [
+        _Slot(*place, before, after, after.data, _stamp(after), _stamp(before), read)
+        for (place, before, after), read in zip(replaced, _digests([after for *_, after in replaced]), strict=True)
     ]
 
 
 def _release(groups: Sequence[FSDPModule], slots: Sequence[_Slot]) -> None:
     """Put FSDP's own parameters, on FSDP's own buffers, back into their places, and reshard every group."""
-    for slot in slots:
-        if slot.now() is not slot.sharded and slot.changed():
+    for slot in _changed(slots):
+        if slot.now() is not slot.sharded:
             setattr(slot.owner, slot.name, slot.full)
             if not isinstance(slot.data, AllGatherHooks | DTensor):
                 slot.full.data = slot.data
@@ -206,14 +217,28 @@ def _check_shapes(changed: Sequence[_Slot]) -> None:
             )
 
 
-def _differs(slot: _Slot) -> bool:
-    """Whether the gathered bytes differ from those at entry; False where somebody wrote into the shards meanwhile.
+def _changed(slots: Sequence[_Slot]) -> list[_Slot]:
+    """The slots whose parameters the body wrote into or replaced.
 
-    It compares all bytes, not only this rank's rows, so that all ranks come to the same answer.
+    It compares all gathered bytes, not only this rank's rows, so that all ranks come to the same answer.
     """
-    if _stamp(slot.sharded) != slot.sharded_stamp:
-        return False
-    return not torch.equal(digest(_plain_parts(slot.full)), slot.digest)
+    written = {id(slot): slot.written() for slot in slots}
+    unclear = [slot for slot in slots if written[id(slot)] is None]
+    for slot, read in zip(unclear, _digests([slot.full for slot in unclear]), strict=True):
+        written[id(slot)] = not torch.equal(read, slot.digest)
+    return [slot for slot in slots if written[id(slot)]]
+
+
+def _digests(params: Sequence[Tensor]) -> list[Tensor]:
+    """int64 [] for each parameter: the digest of the bytes behind it. Those on one device are read together."""
+    parts = [_plain_parts(param) for param in params]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensors in enumerate(parts):
+        by_device.setdefault(tensors[0].device, []).append(index)
+    read = {}
+    for indices in by_device.values():
+        read |= dict(zip(indices, digests([parts[index] for index in indices]).unbind(), strict=True))
+    return [read[index] for index in range(len(params))]
 
 
 @torch.no_grad()

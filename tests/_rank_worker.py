@@ -10,8 +10,13 @@ call reaches it as a `Call` and leaves it as an `Outcome`, in four steps that ar
 
 `leave` is a step of its own because a rank that closes its connections early makes its peers fail
 with "connection closed" instead of with their own error: ranks leave when all of them have an
-outcome. A group lives for one call (a few ms to make, about 20 ms to destroy), so no test sees the
-groups, meshes or random state of another.
+outcome.
+
+In the pool a group outlives a call that used it as it found it: every rank returned, after the same
+number of collectives, and none made groups of its own, exchanged the group or left a thread running.
+The next call then finds the group joined, and DTensor still knows the ops that it has met, which
+costs the first steps of a training more than all that follows. After any other call, and under
+torchrun after each, the ranks leave: no test sees the groups or the random state of another.
 """
 
 from __future__ import annotations
@@ -22,12 +27,13 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
@@ -47,7 +53,9 @@ CHUNK = 1 << 20  # bytes; TCPStore refuses values over 8 MB
 
 READY = b"ready"  # worker -> pool: imports done, connected to the store
 LEAVE = b"leave"  # pool -> worker: all outcomes are in, or a peer must be unblocked
+STAY = b"stay"  # pool -> worker: all ranks returned, keep the group if this call left it as it was
 LEFT = b"left"  # worker -> pool: the group is gone, the next call may come
+STAYED = b"stayed"  # worker -> pool, and with it the number of the group's collectives: likewise, in this group
 RETIRED = b"retired"  # worker -> pool: the group is gone, and so is the worker
 # torch 2.11 and 2.12 keep each mesh that fully_shard saw, and with it gloo's threads, which poll: a thousand of them
 # take all of a core. A worker with so many ends, and the next call gets a new one.
@@ -76,7 +84,7 @@ TOLERATED_WARNINGS: tuple[TolerateWarning, ...] = (
 class Call:
     """What one rank is asked to do."""
 
-    key: str  # unique; prefixes the group's keys in the store
+    key: str  # names the group, which may have been joined by an earlier call; prefixes its keys in the store
     rank: int
     world_size: int
     backend: str
@@ -144,7 +152,26 @@ def in_turn(cases: Sequence[Any], fn: Callable[..., T], args: tuple[Any, ...], k
     return values
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """The group that this process is in, and the threads that were there before its last call."""
+
+    key: str
+    group: dist.ProcessGroup
+    threads: frozenset[threading.Thread]
+
+
+_joined: _Joined | None = None
+
+
 def _join_group(call: Call, store: dist.Store) -> None:
+    global _joined
+    threads = frozenset(threading.enumerate())
+    if _joined is not None and _joined.key == call.key:
+        _joined = replace(_joined, threads=threads)
+        return
+    if _joined is not None:  # a call over another backend, or another rank had to be replaced
+        leave_group()
     # torchrun sets this too; DeviceMesh reads it to choose a GPU.
     os.environ["LOCAL_RANK"] = str(call.rank)
     on_gpu = call.backend == "nccl"
@@ -158,9 +185,28 @@ def _join_group(call: Call, store: dist.Store) -> None:
         timeout=GROUP_TIMEOUT,
         device_id=torch.device("cuda", call.rank) if on_gpu else None,
     )
+    assert dist.group.WORLD is not None
+    _joined = _Joined(call.key, dist.group.WORLD, threads)
+
+
+def stay_in_group() -> int | None:
+    """The number of the group's collectives so far; None where the last call did not leave it as it found it.
+
+    A thread that is still running may use the group. Groups of a call's own make meshes that DTensor's cache (see
+    `leave_group`) must not hand on, while all meshes on the default group alone are as good as one another.
+    """
+    gc.collect()
+    if _joined is None or dist.group.WORLD is not _joined.group or _threads() > MOST_THREADS:
+        return None
+    made_none = dist.distributed_c10d._world.group_count == 1  # there is no public count
+    if not made_none or not _joined.threads.issuperset(threading.enumerate()):
+        return None
+    return _joined.group._get_sequence_number_for_group()
 
 
 def leave_group() -> None:
+    global _joined
+    _joined = None
     # A group that a failing fn broke may well complain; its rank has reported by now.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -188,16 +234,19 @@ def serve(conn: Connection, store_port: int, stacks_path: str) -> None:
     try:
         conn.send_bytes(READY)
         while True:
-            call: Call = pickle.loads(conn.recv_bytes())
-            conn.send_bytes(pickle.dumps(run_call(call, store)))
-            conn.recv_bytes()  # LEAVE
-            leave_group()
+            message = conn.recv_bytes()
+            if message not in (STAY, LEAVE):
+                conn.send_bytes(pickle.dumps(run_call(pickle.loads(message), store)))
+                continue
+            collectives = stay_in_group() if message == STAY else None
+            if collectives is None:
+                leave_group()
             if len(sys.modules) != imported:
                 imported = _freeze_imports()
             if _threads() > MOST_THREADS:
                 conn.send_bytes(RETIRED)
                 return
-            conn.send_bytes(LEFT)
+            conn.send_bytes(LEFT if collectives is None else STAYED + str(collectives).encode())
     except (EOFError, ConnectionError):
         return  # the pool is gone
 

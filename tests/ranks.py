@@ -11,9 +11,10 @@
 
 `run_ranks_each(world_size, cases, fn, *args)` runs one case after the other in a single call.
 
-The ranks are processes of one pool that lives as long as the pytest process (each pytest-xdist
-worker has its own) and starts on first use, with as many workers as the largest world size so far.
-Nothing is spawned per test. What happens inside a rank is in tests/_rank_worker.py.
+The ranks are processes of one pool for each world size. A pool starts on first use and lives as long
+as the pytest process (each pytest-xdist worker has its own), and so does its group, as long as calls
+leave it as they found it. Nothing is spawned per test. What happens inside a rank is in
+tests/_rank_worker.py.
 
 A call ends in one of three ways:
 
@@ -39,7 +40,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,9 +55,10 @@ import torch.distributed as dist
 
 from tests._rank_worker import (
     LEAVE,
-    LEFT,
     READY,
     RETIRED,
+    STAY,
+    STAYED,
     UNBLOCK_AFTER,
     Body,
     Call,
@@ -117,8 +119,8 @@ def run_ranks_each(
     """`fn(case, *args, **kwargs)` for one case after the other, in one call; each rank's values, a case each.
 
     For cases that differ in their bytes and hardly in their ops: what DTensor has worked out about an op, a third of
-    the time of a test that trains, serves all cases of a call. A failure names its case, and the cases after it are
-    not run: its ranks are no longer in step.
+    the time of a test that trains, serves all cases of a call, also where they make groups of their own. A failure
+    names its case, and the cases after it are not run: its ranks are no longer in step.
     """
     __tracebackhide__ = True
     outcomes = _outcomes(world_size, backend, timeout, (in_turn, (list(cases), fn, args, kwargs), {}))
@@ -153,7 +155,8 @@ def agreed(value: T) -> T:
 
 def close() -> None:
     """Stop the workers; a later call would start new ones."""
-    _POOL.close()
+    while _POOLS:
+        _POOLS.popitem()[1].close()
 
 
 def _outcomes(world_size: int, backend: str, timeout: float, body: Body) -> list[Outcome]:
@@ -163,7 +166,9 @@ def _outcomes(world_size: int, backend: str, timeout: float, body: Body) -> list
         pytest.skip(f"needs {world_size} CUDA devices, there are {torch.cuda.device_count()}")
     if under_torchrun():
         return torchrun_rank().run(world_size, backend, timeout, body)
-    return _POOL.run(world_size, backend, timeout, body)
+    if world_size not in _POOLS:
+        _POOLS[world_size] = _Pool(world_size)
+    return _POOLS[world_size].run(backend, timeout, body)
 
 
 def _failure(fn: Callable[..., Any], outcomes: Sequence[Outcome]) -> RankFailure:
@@ -225,7 +230,7 @@ class _Watch:
 
     workers: list[_Worker]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    leaving: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)  # to leave their group or to stay in it
     failed_at: float | None = None
 
     def pending(self) -> list[int]:
@@ -236,20 +241,21 @@ class _Watch:
         if outcome.failed and self.failed_at is None:
             self.failed_at = time.monotonic()
 
-    def let_leave(self) -> None:
-        """Tell the ranks that have answered to leave their group, each once."""
+    def tell(self, message: bytes) -> None:
+        """Tell the ranks that have answered to leave their group, or to stay in it, each once."""
         for rank, outcome in self.outcomes.items():
-            if rank not in self.leaving and not outcome.lost:
-                self.leaving.add(rank)
-                with suppress(ConnectionError):  # died just now; the wait for LEFT notices
-                    self.workers[rank].conn.send_bytes(LEAVE)
+            if rank not in self.told and not outcome.lost:
+                self.told.add(rank)
+                with suppress(ConnectionError):  # died just now; the wait for the answer notices
+                    self.workers[rank].conn.send_bytes(message)
 
 
 class _Pool:
-    """Up to MAX_RANKS workers and the store through which their groups find each other."""
+    """The workers of one world size and the store through which their groups find each other."""
 
-    def __init__(self) -> None:
-        self._workers: list[_Worker | None] = [None] * MAX_RANKS
+    def __init__(self, world_size: int) -> None:
+        self._workers: list[_Worker | None] = [None] * world_size
+        self._kept = ""  # key of the group that all workers are in
         self._calls = 0
         self._started = 0
 
@@ -261,27 +267,33 @@ class _Pool:
     def _stacks(self) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="ranks-")
 
-    def run(self, world_size: int, backend: str, timeout: float, body: Body) -> list[Outcome]:
+    def run(self, backend: str, timeout: float, body: Body) -> list[Outcome]:
         pickled = pickle.dumps(body)
-        workers = self._ready(world_size)
+        workers = self._ready()
         self._calls += 1
+        may_stay = backend == "gloo"
+        key = self._kept if self._kept and may_stay else f"group{self._calls}"
+        self._kept = ""
         try:
             for rank, worker in enumerate(workers):
                 call = Call(
-                    key=f"call{self._calls}",
+                    key=key,
                     rank=rank,
-                    world_size=world_size,
+                    world_size=len(workers),
                     backend=backend,
                     body=pickled,
                     sys_path=tuple(sys.path),
                 )
                 worker.conn.send_bytes(pickle.dumps(call))
-            outcomes = self._collect(_Watch(workers), timeout)
+            watch = _Watch(workers)
+            self._collect(watch, timeout)
+            if self._settle(watch, may_stay=may_stay):
+                self._kept = key
         except BaseException:  # Ctrl-C, pytest-timeout: the workers are in the middle of something
             for worker in workers:
                 worker.kill()
             raise
-        return outcomes
+        return [watch.outcomes[rank] for rank in range(len(workers))]
 
     def close(self) -> None:
         workers = [worker for worker in self._workers if worker is not None]
@@ -291,16 +303,17 @@ class _Pool:
         for worker in workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             worker.kill()
-        self._workers = [None] * MAX_RANKS
+        self._stacks.cleanup()
 
-    def _ready(self, count: int) -> list[_Worker]:
-        """The first `count` workers; starts those that are not there (or no longer)."""
+    def _ready(self) -> list[_Worker]:
+        """The workers; starts those that are not there (or no longer)."""
         started = []
-        for slot in range(count):
+        for slot in range(len(self._workers)):
             worker = self._workers[slot]
             if worker is None or not worker.process.is_alive():
                 if worker is not None:
                     worker.kill()  # dead already; closes its connection
+                self._kept = ""
                 self._workers[slot] = worker = self._start(slot)
                 started.append(worker)
         try:
@@ -309,7 +322,7 @@ class _Pool:
             for worker in started:
                 worker.kill()
             raise
-        return [worker for worker in self._workers[:count] if worker is not None]
+        return [worker for worker in self._workers if worker is not None]
 
     @staticmethod
     def _await_ready(started: Sequence[_Worker]) -> None:
@@ -338,7 +351,7 @@ class _Pool:
         theirs.close()  # so that the worker's death closes the pipe
         return _Worker(process, ours, stacks)
 
-    def _collect(self, watch: _Watch, timeout: float) -> list[Outcome]:
+    def _collect(self, watch: _Watch, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while pending := watch.pending():
             now = time.monotonic()
@@ -347,7 +360,7 @@ class _Pool:
                 limit = min(deadline, watch.failed_at + GRACE)
                 wake = min(limit, watch.failed_at + UNBLOCK_AFTER)
                 if now >= watch.failed_at + UNBLOCK_AFTER:
-                    watch.let_leave()
+                    watch.tell(LEAVE)
                     wake = limit
             if now >= limit:
                 why = f"hung for {timeout:g} s"
@@ -356,9 +369,6 @@ class _Pool:
                 self._stop(watch, pending, why)
                 break
             self._receive(watch, pending, wake - now)
-        watch.let_leave()
-        self._await_left(watch)
-        return [watch.outcomes[rank] for rank in range(len(watch.workers))]
 
     @staticmethod
     def _receive(watch: _Watch, pending: Sequence[int], timeout: float) -> None:
@@ -381,10 +391,26 @@ class _Pool:
             watch.workers[rank].kill()
             watch.add(Outcome(rank=rank, error=f"{why}, stopped in", trace=stack, lost=True))
 
-    def _await_left(self, watch: _Watch) -> None:
-        """A group that cannot be left (say, an async collective is pending) fails its rank."""
+    def _settle(self, watch: _Watch, *, may_stay: bool) -> bool:
+        """Let the ranks leave their group, unless all of them can stay in it; whether they do."""
+        watch.tell(STAY if may_stay and watch.failed_at is None else LEAVE)
+        answers = self._answers(watch, watch.told)
+        stayed = [rank for rank, answer in answers.items() if answer.startswith(STAYED)]
+        if len(stayed) == len(watch.workers) and len(set(answers.values())) == 1:
+            return True
+        watch.told.difference_update(stayed)  # some cannot, or they have not met in the same collectives
+        watch.tell(LEAVE)
+        self._answers(watch, stayed)
+        return False
+
+    def _answers(self, watch: _Watch, ranks: Collection[int]) -> dict[int, bytes]:
+        """What these ranks, told to leave their group or to stay in it, did.
+
+        A group that cannot be left (say, an async collective is pending) fails its rank.
+        """
         deadline = time.monotonic() + GRACE
-        for rank in sorted(watch.leaving):
+        answers = {}
+        for rank in sorted(ranks):
             worker = watch.workers[rank]
             if not worker.conn.poll(max(0.0, deadline - time.monotonic())):
                 outcome = watch.outcomes[rank]
@@ -394,11 +420,14 @@ class _Pool:
                     self._stop(watch, [rank], f"could not leave its group within {GRACE:g} s")
                 continue
             answer = worker.answer()
-            if answer == RETIRED:
-                worker.kill()  # which has ended, or is about to
-            elif answer != LEFT:
+            if answer is None:
                 error = f"{worker.death()} on leaving its group"
                 watch.add(Outcome(rank=rank, error=error, lost=True))
+                continue
+            if answer == RETIRED:
+                worker.kill()  # which has ended, or is about to
+            answers[rank] = answer
+        return answers
 
 
-_POOL = _Pool()  # starts nothing before its first call
+_POOLS: dict[int, _Pool] = {}  # by world size

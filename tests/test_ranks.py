@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -203,9 +204,66 @@ def _mesh_of_a_sum(groups_before: int) -> tuple[bool, list[float]]:
     return total.device_mesh is mesh, total.full_tensor().tolist()
 
 
-def test_no_mesh_survives_its_call() -> None:
+def test_no_mesh_with_groups_of_its_own_survives_its_call() -> None:
     for groups_before in (2, 0):
         assert run_ranks(2, _mesh_of_a_sum, groups_before) == [(True, [1.0, 2.0, 3.0, 4.0])] * 2
+
+
+WAITING: list[threading.Event] = []
+
+
+def _collectives_before(then: str) -> int:
+    """How many collectives the default group has had before this call, which does one, `then` something else."""
+    while WAITING:
+        WAITING.pop().set()  # the thread of an earlier call
+    assert dist.group.WORLD is not None
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    if then == "a group of its own":
+        dist.destroy_process_group(dist.new_group([0, 1]))
+    elif then == "a thread":
+        WAITING.append(threading.Event())
+        threading.Thread(target=WAITING[-1].wait, daemon=True).start()
+    elif then == "a message between two of three" and dist.get_rank() < 2:
+        (dist.send if dist.get_rank() == 0 else dist.recv)(torch.ones(1), 1 - dist.get_rank())
+    elif then == "an error":
+        raise ValueError(then)
+    return before
+
+
+@pool_only
+@pytest.mark.parametrize(
+    ("then", "after"),
+    [
+        ("nothing", 1),
+        ("a group of its own", 0),
+        ("a thread", 0),
+        ("a message between two of three", 0),
+        ("an error", 0),
+    ],
+)
+def test_a_group_outlives_a_call_that_leaves_it_as_it_was(then: str, after: int) -> None:
+    run_ranks_catching(3, _collectives_before, "an error")
+    if then == "an error":
+        assert run_ranks_catching(3, _collectives_before, then) == ["ValueError: an error"] * 3
+    else:
+        assert run_ranks(3, _collectives_before, then) == [0] * 3
+    run_ranks(2, _collectives_before, "nothing")  # other world sizes have groups, and workers, of their own
+    assert run_ranks(3, _collectives_before, "nothing") == [after] * 3
+
+
+def _mesh_of_a_sum_on_all() -> tuple[bool, bool, list[float]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+    total = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]) + 1
+    assert isinstance(total, DTensor)
+    return total.device_mesh is mesh, total.device_mesh == mesh, total.full_tensor().tolist()
+
+
+@pool_only
+def test_what_dtensor_knows_of_an_op_outlives_a_call_with_its_group() -> None:
+    run_ranks_catching(2, _raise_on, {0, 1})
+    for first in (True, False):
+        assert run_ranks(2, _mesh_of_a_sum_on_all) == [(first, True, [1.0, 2.0, 3.0, 4.0])] * 2
 
 
 def _train_and_save(path: Path) -> float:

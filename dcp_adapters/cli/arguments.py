@@ -116,10 +116,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused-scales",
         choices=["raise", "requantize"],
-        default="raise",
-        help="where linears that engines fuse have different NVFP4 global scales: fail, or round them again",
+        help="where linears that engines fuse have different NVFP4 global scales: fail (the default), or round again",
     )
-    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file; default: %(default)s")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="of a file; default: 5GB")
     _add_checksums(parser)
     _add_progress(parser)
 

@@ -176,8 +176,8 @@ def _export(arguments: argparse.Namespace) -> int:
         config=arguments.config,
         rest=arguments.rest,
         prefix=arguments.prefix,
-        fused_scales=arguments.fused_scales,
-        max_shard_size=arguments.max_shard_size,
+        fused_scales=arguments.fused_scales or "raise",
+        max_shard_size=arguments.max_shard_size or "5GB",
         verify_checksums=arguments.checksums,
         progress=arguments.progress,
     )
@@ -191,8 +191,10 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _export_gguf(arguments: argparse.Namespace) -> int:
-    if arguments.config is not None:
-        raise ValueError(f"--layout {GGUF.name} takes no --config: all that describes the model is taken from --like")
+    for option in ("config", "fused_scales", "max_shard_size"):
+        if getattr(arguments, option) is not None:
+            flag = "--" + option.replace("_", "-")
+            raise ValueError(f"--layout {GGUF.name} takes no {flag}: it is one file, and --like describes the model")
     out = export_gguf(
         arguments.source,
         arguments.destination,

@@ -30,7 +30,7 @@ from dcp_adapters.delta.patch import Blob, Delta, Frame, Read, blob_name, checks
 from dcp_adapters.entry import Entry
 from dcp_adapters.plain_memory import memory_of
 from dcp_adapters.recipe_names import dtype_name
-from dcp_adapters.stored.durable import hidden_name, sync
+from dcp_adapters.stored.durable import give_file_name, hidden_name, sync
 from dcp_adapters.words import short
 from qtensor.recipes import Recipe
 
@@ -89,12 +89,11 @@ def save_delta(delta: Delta, path: str | os.PathLike[str]) -> Path:
     try:
         begun.write_bytes(delta_to_bytes(delta))
         sync(begun)
-        begun.rename(final)
+        give_file_name(begun, final)
     except BaseException:
         with suppress(OSError):
             begun.unlink(missing_ok=True)
         raise
-    sync(final.absolute().parent)
     return final
 
 

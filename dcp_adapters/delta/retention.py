@@ -9,7 +9,6 @@ left loads or is no checkpoint.
 """
 
 import os
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from dcp_adapters.delta.chain import removable
 from dcp_adapters.manifest import base_of
 from dcp_adapters.reading.metadata_checks import METADATA
 from dcp_adapters.reading.reader import SafeFileSystemReader
-from dcp_adapters.stored.durable import sync
+from dcp_adapters.stored.saves import remove
 
 
 def checkpoint_bases(root: str | os.PathLike[str]) -> dict[str, str | None]:
@@ -68,10 +67,7 @@ def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.P
     }
     may_go = removable(bases | elsewhere, {_name(root, kept) for kept in keep}) - elsewhere.keys()
     gone = [root / name for name in sorted(may_go, key=lambda name: (bases[name] is None, name))]
-    for path in gone:
-        (path / METADATA).unlink()
-        sync(path)
-        shutil.rmtree(path)
+    remove(gone, [root / name for name in bases if name not in may_go])
     return gone
 
 

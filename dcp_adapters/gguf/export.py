@@ -29,7 +29,7 @@ from dcp_adapters.hf.making import Job, in_groups, made_tensors
 from dcp_adapters.hf.plan import Output
 from dcp_adapters.hf.prepare import Asked, prepared
 from dcp_adapters.source import Keep, Source
-from dcp_adapters.stored.durable import hidden_name, sync
+from dcp_adapters.stored.durable import give_file_name, hidden_name, sync
 from dcp_adapters.stored.progress_bar import Advance, progress_bar
 from fsdp_hooks.across_ranks import on_all, on_first, rank_of
 
@@ -205,5 +205,4 @@ def _publish(writer: Any, begun: Path, final: Path) -> None:
     writer.close()
     sync(begun)
     _refuse_taken(final)  # another may have taken the name meanwhile
-    begun.rename(final)
-    sync(final.absolute().parent)
+    give_file_name(begun, final)

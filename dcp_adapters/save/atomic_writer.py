@@ -2,11 +2,13 @@
 
 Stock FileSystemWriter removes the old `.metadata`, then renames the new one: a process that is killed in between leaves
 none. Up to torch 2.14 it also syncs the new one before all of it has left the process, and it never syncs the
-directory: after a crash of the machine `.metadata` may be empty or missing.
+directory: after a crash of the machine `.metadata` may be empty or missing, or the whole directory. And all writers
+share one name for the new one (`.metadata.tmp`): of two saves at once, one renames what the other has half written.
 """
 
 import io
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,10 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from dcp_adapters.stored.durable import sync
+from dcp_adapters.save.overwrite import removed_by_another
+from dcp_adapters.stored.durable import make_directory, sync, sync_name
+
+BEGUN = ".metadata.tmp"  # what stock calls the new metadata, behind "__<rank>" if a rank saves for itself
 
 
 class _Flushed(io.BufferedWriter):
@@ -32,6 +37,7 @@ class AtomicFiles(FileSystem):
 
     def __init__(self, *, syncs: bool) -> None:
         self.syncs = syncs
+        self.own = uuid.uuid4().hex[:8]
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -40,8 +46,15 @@ class AtomicFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _Flushed(io.FileIO(path, "wb")) as written:
+        with _Flushed(io.FileIO(self._begun(path), "wb")) as written:
             yield written
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a directory and those above it; with `syncs` the names of these are durable."""
+        if self.syncs:
+            make_directory(Path(path))
+        else:
+            super().mkdir(path)
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Remove a file; not `.metadata`, which the rename that follows replaces."""
@@ -49,12 +62,27 @@ class AtomicFiles(FileSystem):
             super().rm_file(path)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Replace `new_path`; with `syncs` the data files' names are durable before that, and the rename after it."""
+        """Replace `new_path`; with `syncs` all names are durable before that, and the rename after it.
+
+        Also the directory's own name, whoever made it: a save that was killed, or stock's writer, has not synced it.
+        """
+        final = Path(new_path)
         if self.syncs:
-            sync(Path(new_path).parent)
-        Path(path).replace(new_path)
+            sync(final.parent)
+            sync_name(final.parent)
+        begun = self._begun(path)
+        try:
+            begun.replace(final)
+        except FileNotFoundError as error:
+            raise removed_by_another(begun) from error
         if self.syncs:
-            sync(Path(new_path).parent)
+            sync(final.parent)
+
+    def _begun(self, path: str | os.PathLike[str]) -> Path:
+        """The path; for new metadata one of this writer alone."""
+        path = Path(path)
+        name = path.name
+        return path.with_name(f"{name.removesuffix('tmp')}{self.own}.tmp") if name.endswith(BEGUN) else path
 
 
 class AtomicFileSystemWriter(FileSystemWriter):

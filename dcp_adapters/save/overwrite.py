@@ -31,6 +31,7 @@ from dcp_adapters.torch_private import prefix_of
 DATA = re.compile(r"__\d+_\w+\.distcp", re.ASCII)
 NAMED = re.compile(DATA.pattern.encode(), re.ASCII)
 RANK_METADATA = re.compile(r"__\d+\.metadata")
+BEGUN = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{8}\.tmp")  # of a save that was interrupted at its commit
 END_OF_PICKLE = b"."
 
 Directory = str | os.PathLike[str] | None
@@ -69,6 +70,7 @@ def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
         return True
     stale = [] if own is not None or visible != [whole] else [directory / name for name in of_ranks]  # never read again
     stale += [directory / name for name in data if name not in named]
+    stale += [directory / name for name in present if own is None and BEGUN.fullmatch(name)]
     if stale:
         for path in visible:
             sync(path)  # or a crash could leave neither
@@ -116,7 +118,7 @@ def clear(checkpoint_id: Directory, *, own: str | None = None) -> bool:
     sync(directory)
     if own is None:
         for path in directory.iterdir():
-            if DATA.fullmatch(path.name):
+            if DATA.fullmatch(path.name) or BEGUN.fullmatch(path.name):
                 _removed(path)
     return True
 
@@ -154,13 +156,18 @@ def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> No
         return
     gone = sorted({name for name in files if DATA.fullmatch(name) and not (directory / name).exists()})
     if gone:
-        raise FileNotFoundError(
-            f"{directory / gone[0]}: another save into the same directory has removed it while this one was being "
-            "written; the checkpoint in place stays. Let one save at a time use a directory"
-        )
+        raise removed_by_another(directory / gone[0])
     if alone:
         _removed(directory / ".metadata")
         sync(directory)
+
+
+def removed_by_another(path: Path) -> FileNotFoundError:
+    """The error for a file of this save that is no longer there."""
+    return FileNotFoundError(
+        f"{path}: another save into the same directory has removed it while this one was being written; the checkpoint "
+        "in place stays. Let one save at a time use a directory"
+    )
 
 
 def _files_named(metadata: Iterable[Path]) -> set[str] | None:

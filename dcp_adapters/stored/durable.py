@@ -1,6 +1,7 @@
 """Files that survive a crash of the machine, and directories that appear only when they are complete.
 
-Until then a directory has a hidden name beside its own (`hidden_name`), and an error removes it (`gone_on_error`).
+Until then a directory has a hidden name beside its own (`hidden_name`), and an error removes it (`gone_on_error`). So
+has a file (`give_file_name`).
 """
 
 import errno
@@ -8,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Some network file systems cannot sync a directory; there a removal is as durable as they make it.
@@ -27,6 +28,28 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def sync_name(directory: Path) -> None:
+    """Wait until a directory's own name is on the disk; one above it that may not be read cannot be synced."""
+    with suppress(PermissionError):
+        sync(directory.absolute().parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it that are missing; the names of these are durable when it returns.
+
+    Its own is not (`sync_name`): all ranks make the directory of a checkpoint, and one of them commits it.
+    """
+    missing: list[Path] = []
+    above = path.absolute().parent
+    while not above.is_dir():
+        missing.append(above)
+        above = above.parent
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)  # another rank may be faster
+        sync_name(directory)
+    path.mkdir(exist_ok=True)
 
 
 def refuse_taken(final: Path) -> None:
@@ -77,4 +100,23 @@ def give_name(begun: Path, final: Path) -> None:
         raise FileExistsError(
             f"{final} was made by another while this one was written; nothing is overwritten"
         ) from error
+    sync(final.absolute().parent)
+
+
+def give_file_name(begun: Path, final: Path) -> None:
+    """Give a finished and synced file its final name; durable when it returns.
+
+    Raises:
+        FileExistsError: the name is taken; nothing is overwritten.
+    """
+    try:
+        final.hardlink_to(begun)  # unlike a rename it never replaces a file
+    except FileExistsError:
+        raise FileExistsError(
+            f"{final} was made by another while this one was written; nothing is overwritten"
+        ) from None
+    except OSError:  # a file system without links
+        begun.rename(final)
+    else:
+        begun.unlink()
     sync(final.absolute().parent)

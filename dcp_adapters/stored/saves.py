@@ -22,8 +22,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from dcp_adapters.manifest import base_of
+from dcp_adapters.reading.reader import SafeFileSystemReader
 from dcp_adapters.soundness import Level, check_level
-from dcp_adapters.stored.durable import sync
+from dcp_adapters.stored.durable import sync, sync_name
 from dcp_adapters.stored.verify import verify
 from dcp_adapters.words import listed
 from fsdp_hooks.across_ranks import on_first
@@ -135,8 +137,8 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
         keep: how many verified saves to keep, at least 1.
         level: as of `latest_verified`.
         newest: as of `latest_verified`.
-        needs: save -> the saves that it cannot be read without (the base of a delta). What these need in turn stays,
-            too.
+        needs: save -> other saves that it cannot do without. The base of a delta stays in any case, as does what these
+            need in turn.
         group: as of `latest_verified`.
 
     Raises:
@@ -157,8 +159,7 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
         staying = [path for path in candidates if path not in saves]
         spared = _needed(staying, saves, needs or (lambda _: ()), _linked(Path(directory)))
         removed = [path for path in saves if path not in spared]
-        for path in removed:
-            _remove(path)
+        remove(sorted(removed, key=lambda path: not _bases(path)), [*staying, *spared])  # deltas before their bases
         return Retained(found.verified, tuple(removed), tuple(path for path in saves if path in spared), found.skipped)
 
     if type(keep) is not int or keep < 1:
@@ -218,7 +219,7 @@ def _reason(path: Path, level: Level) -> str | None:
     """Why a directory is no save that verifies; None where it is one."""
     try:
         if not (path / METADATA).exists():
-            begun = any(file.name.endswith((".distcp", ".metadata.tmp")) for file in path.iterdir())
+            begun = any(file.name.endswith((".distcp", ".tmp")) for file in path.iterdir())
             return f"no {METADATA}: {'its saving has not finished' if begun else 'it is no checkpoint'}"
         errors = verify(path, level=level).errors
     except OSError as error:
@@ -240,7 +241,8 @@ def _needed(staying: Iterable[Path], saves: Iterable[Path], needs: Needs, linked
     found = {by_place[place] for place in linked if place in by_place}
     waiting = [*staying, *found]
     while waiting:
-        for other in needs(waiting.pop()):
+        save = waiting.pop()
+        for other in (*_bases(save), *needs(save)):
             base = by_place.get(Path(other).resolve())
             if base is not None and base not in found:
                 found.add(base)
@@ -248,8 +250,26 @@ def _needed(staying: Iterable[Path], saves: Iterable[Path], needs: Needs, linked
     return found
 
 
-def _remove(path: Path) -> None:
-    """Remove a save, so that at no moment a part of it looks like a whole one."""
-    (path / METADATA).unlink()
-    sync(path)
-    shutil.rmtree(path)
+def _bases(save: Path) -> list[Path]:
+    """The full save that a delta cannot be read without; none for any other save, nor for what cannot be loaded."""
+    try:
+        link = base_of(SafeFileSystemReader(save).read_metadata()) if (save / METADATA).is_file() else None
+    except (OSError, ValueError):
+        return []
+    return [] if link is None else [save.resolve() / link.path]
+
+
+def remove(saves: Iterable[Path], staying: Iterable[Path]) -> None:
+    """Remove saves, each so that at no moment a part of it looks like a whole one.
+
+    What stays is on the disk before the first of them goes, whatever wrote it: else a power loss could leave neither.
+    """
+    for path in staying:
+        for place in (path / METADATA, path):
+            if place.exists():
+                sync(place)
+        sync_name(path)
+    for path in saves:
+        (path / METADATA).unlink()
+        sync(path)
+        shutil.rmtree(path)

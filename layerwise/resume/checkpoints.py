@@ -209,7 +209,7 @@ class CalibrationCheckpoint:
         kept = {window.directory for window in progress.windows}
         for path in list(self.directory.iterdir()):
             if WINDOW.fullmatch(path.name) and path.name not in kept:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # an earlier run may still write in it, until its next commit
             elif LEFT_OVER.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         sync(self.directory)

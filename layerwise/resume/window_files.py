@@ -18,6 +18,7 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader
+from dcp_adapters.stored.durable import make_directory, sync_name
 from fsdp_hooks.across_ranks import is_first, on_all, on_first, rank_of, ranks_of
 from layerwise.resume.progress import Window
 
@@ -101,13 +102,15 @@ def check_usable(directory: Path, name: str, group: dist.ProcessGroup | None) ->
     shared = directory / f"{PROBE}{name}"
 
     def make() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
+        sync_name(directory)
         _write_probe(shared)
 
     def look() -> None:
         if not shared.exists():
             raise FileNotFoundError(
-                "the directory is another one here than on rank 0; give one of a file system that all ranks share"
+                "the directory is another one here than on rank 0, or another run has begun in it; give one of a file "
+                "system that all ranks share, to one run at a time"
             )
         own = directory / f"{PROBE}{name}-{rank_of(group)}"
         try:

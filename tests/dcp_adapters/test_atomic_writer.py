@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedSavePlanner
+from dcp_adapters.save.atomic_writer import AtomicFiles
 from tests.dcp_adapters.cases import alone, assert_holds, load
 from tests.dcp_adapters.faulty import full
 
@@ -37,14 +39,81 @@ def test_what_is_synced_is_all_of_a_file_and_its_name_before_the_rename(
     # a file of bytes alone, too: stock's is in the process still when it is synced
     saved(tmp_path, 0, AtomicFileSystemWriter(tmp_path, single_file_per_rank=False))
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    *data, metadata, before, behind = synced
+    *data, metadata, before, name, behind = synced
     assert dict(data) == {name: content for name, content in files.items() if name != ".metadata"}
-    assert metadata == (".metadata.tmp", files[".metadata"])
-    assert before == (tmp_path.name, {*files} - {".metadata"} | {".metadata.tmp"})
+    begun = metadata[0]
+    assert re.fullmatch(r"\.metadata\.[0-9a-f]{8}\.tmp", begun)
+    assert metadata == (begun, files[".metadata"])
+    assert before == (tmp_path.name, {*files} - {".metadata"} | {begun})
+    assert name[0] == tmp_path.parent.name
     assert behind == (tmp_path.name, {*files})
     synced.clear()
     saved(tmp_path / "other", 0, AtomicFileSystemWriter(tmp_path / "other", sync_files=False))
     assert synced == []
+
+
+def directories_synced(monkeypatch: pytest.MonkeyPatch, base: Path) -> list[tuple[str, set[str]]]:
+    """Fills up with the directories that are synced, and the names in each."""
+    synced: list[tuple[str, set[str]]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            synced.append((str(path.relative_to(base)), {one.name for one in path.iterdir()}))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return synced
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_the_names_of_new_directories_are_on_the_disk_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = directories_synced(monkeypatch, tmp_path)
+    path = tmp_path / "a" / "b" / "step-1"
+    saved(path, 0, AtomicFileSystemWriter(path))
+    assert synced[:2] == [(".", {"a"}), ("a", {"b"})]
+    assert [name for name, _ in synced[2:]] == ["a/b/step-1", "a/b", "a/b/step-1"]
+    assert synced[3][1] == {"step-1"}
+    assert ".metadata" not in synced[2][1]
+    assert ".metadata" in synced[4][1]
+    synced.clear()
+    saved(path, 1, AtomicFileSystemWriter(path))  # who saved before may not have synced the name
+    assert [name for name, _ in synced] == ["a/b/step-1", "a/b", "a/b/step-1"]
+
+
+def test_a_directory_above_that_may_not_be_read_does_not_fail_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = os.open
+
+    def denied(path: Any, *arguments: Any) -> int:
+        if Path(path) == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opening(path, *arguments)
+
+    monkeypatch.setattr(os, "open", denied)
+    saved(tmp_path / "step-1", 2, AtomicFileSystemWriter(tmp_path / "step-1"))
+    target = full(9) | {"notes": []}
+    load(target, tmp_path / "step-1")
+    assert_holds(target, full(2) | {"notes": ["no tensor"]})
+
+
+def test_of_two_saves_at_once_none_commits_what_the_other_has_half_written(tmp_path: Path) -> None:
+    one, other = AtomicFiles(syncs=True), AtomicFiles(syncs=True)
+    begun, final = tmp_path / ".metadata.tmp", tmp_path / ".metadata"
+    with one.create_stream(begun, "wb") as stream:
+        stream.write(b"one")
+    with other.create_stream(begun, "wb") as stream:
+        stream.write(b"half of")
+        one.rename(begun, final)
+        assert final.read_bytes() == b"one"
+        stream.write(b" the other")
+    other.rename(begun, final)
+    assert final.read_bytes() == b"half of the other"
+    assert [*tmp_path.iterdir()] == [final]
+    with pytest.raises(FileNotFoundError, match=r"\.tmp: another save into the same directory has removed it"):
+        other.rename(begun, final)
 
 
 def test_it_takes_what_the_stock_writer_takes(tmp_path: Path) -> None:

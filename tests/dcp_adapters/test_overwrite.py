@@ -302,7 +302,7 @@ def made(directory: Path, metadata: dict[str, list[str]], *names: str) -> None:
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
     data = ("__0_0.distcp", "__3_1a2b3c4d_0.distcp")
-    names = (".metadata", "__0.metadata", "__11.metadata", *data)
+    names = (".metadata", ".metadata.1a2b3c4d.tmp", "__0.metadata", "__11.metadata", *data)
     made(tmp_path, {}, *names)
     assert clear(tmp_path, own="__0_")
     assert listing(tmp_path) == {*names[1:], *OTHERS}
@@ -315,6 +315,12 @@ def test_what_the_metadata_in_place_do_not_name_goes(tmp_path: Path) -> None:
     made(tmp_path, {".metadata": kept, "__0.metadata": ["__0_0.distcp"]}, *kept, *gone)
     assert make_room(tmp_path)
     assert listing(tmp_path) == {".metadata", *kept, *OTHERS}
+    # new metadata of saves that were interrupted at their commit
+    made(
+        tmp_path, {".metadata": kept}, *kept, ".metadata.1a2b3c4d.tmp", "__3.metadata.1a2b3c4d.tmp", ".metadata.old.tmp"
+    )
+    assert make_room(tmp_path)
+    assert listing(tmp_path) == {".metadata", *kept, ".metadata.old.tmp", *OTHERS}
     # a rank that saves for itself removes its own alone, and what any metadata name stays
     made(tmp_path, {".metadata": kept, "__0.metadata": ["__0_0.distcp"]}, *kept, *gone)
     assert make_room(tmp_path, own="__1_")

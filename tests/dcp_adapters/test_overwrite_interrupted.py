@@ -7,6 +7,7 @@ operation is what a kill there leaves, to the byte: what a process still buffers
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -26,6 +27,7 @@ from tests.ranks import run_ranks
 
 OPERATIONS = ("open", "os.remove", "os.rename")
 COMMIT = "os.rename .metadata.tmp"
+OWN = re.compile(r"\.metadata\.[0-9a-f]{8}\.tmp")  # what AtomicFileSystemWriter calls it
 OLDER, OLD, NEW = 0, 1, 5  # the checkpoint before the one in place is there for its files to be removed
 
 Observer = Callable[[str], None]
@@ -42,7 +44,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if directory in (path, *path.parents):
         _watched = None
         try:
-            observer(f"{event} {path.name}")
+            observer(f"{event} {OWN.sub('.metadata.tmp', path.name)}")
         finally:
             _watched = (directory, observer)
 

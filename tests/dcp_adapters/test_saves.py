@@ -184,6 +184,21 @@ def test_older_saves_go(runs: Path) -> None:
     assert names(runs) == {"step-11", "step-10"}
 
 
+def test_what_stays_is_on_the_disk_before_anything_goes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer of a save may have synced no directory, as torch's own does not."""
+    synced: list[tuple[str, set[str]]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            synced.append((path.name, names(path)))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    before = names(runs)
+    (kept,) = tidied(runs, 1).verified
+    assert synced.index((runs.name, before)) > synced.index((kept.name, names(kept)))
+
+
 def test_only_saves_that_verify_count(runs: Path) -> None:
     damage(runs / "step-11")
     damage(runs / "step-9")

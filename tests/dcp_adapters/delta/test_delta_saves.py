@@ -21,6 +21,7 @@ from dcp_adapters import (
     QuantizedSavePlanner,
     SafeFileSystemReader,
     checkpoint_bases,
+    keep_latest,
     read_manifest,
     remove_checkpoints,
 )
@@ -424,6 +425,17 @@ def test_a_base_stays_as_long_as_a_kept_delta_needs_it(tmp_path: Path) -> None:
         load({"w": torch.zeros(8, 8, dtype=torch.bfloat16), "step": 0}, tmp_path / name)
     assert remove_checkpoints(tmp_path, ["4"]) == [tmp_path / "2", tmp_path / "0"]
     assert {path.name for path in tmp_path.iterdir()} == {"3", "4", "unfinished", "latest"}
+
+
+def test_keeping_the_latest_keeps_what_they_are_deltas_to(tmp_path: Path) -> None:
+    save(small(0), tmp_path / "step-0")
+    save(small(1), tmp_path / "step-1")
+    for step in (2, 3):
+        save(small(step), tmp_path / f"step-{step}", delta_to=tmp_path / "step-0")
+    done = keep_latest(tmp_path, 1, newest="number")
+    assert [path.name for path in done.removed] == ["step-2", "step-1"]
+    assert [path.name for path in done.spared] == ["step-0"]
+    assert not verify(tmp_path / "step-3").errors
 
 
 def test_nothing_goes_where_what_is_needed_is_not_known(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import METADATA, delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.delta.stored_states import InMemory
 from dcp_adapters.entry import parts_of
+from dcp_adapters.stored.durable import sync
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.delta.states import copied, every_dtype, every_recipe, nudged, state
 from tests.recipes import TABLE
@@ -280,6 +283,27 @@ def test_files_are_written_once_and_read_lazily(tmp_path: Any, monkeypatch: pyte
     with pytest.raises(OSError, match="disk full"):
         save_delta(made, tmp_path / "other")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["delta", "text"]
+
+
+def test_a_file_that_another_makes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meanwhile(file: Path) -> None:
+        sync(file)
+        (tmp_path / "delta").write_text("another's")
+
+    monkeypatch.setattr("dcp_adapters.delta.patch_format.sync", meanwhile)
+    with pytest.raises(FileExistsError, match="delta was made by another while this one was written; nothing is"):
+        save_delta(between(small(0), small(1)), tmp_path / "delta")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("delta", "another's")]
+
+
+def test_a_file_system_without_links_takes_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", unsupported)
+    made = between(small(0), small(1))
+    assert save_delta(made, tmp_path / "delta").read_bytes() == delta_to_bytes(made)
+    assert [file.name for file in tmp_path.iterdir()] == ["delta"]
 
 
 def fail(*_: Any) -> None:

@@ -175,8 +175,9 @@ def test_the_command_wants_like_for_gguf_alone(capsys: pytest.CaptureFixture[str
     for options in (["--layout", "gguf"], ["--like", "a.gguf"]):
         assert main(["export", "step", "out", *options]) == 2
         assert "--layout gguf and --like go together" in capsys.readouterr().err
-    assert main(["export", "step", "out", "--layout", "gguf", "--like", "a.gguf", "--config", "model"]) == 2
-    assert "--layout gguf takes no --config" in capsys.readouterr().err
+    for option, value in (("--config", "model"), ("--fused-scales", "raise"), ("--max-shard-size", "1GB")):
+        assert main(["export", "step", "out", "--layout", "gguf", "--like", "a.gguf", option, value]) == 2
+        assert f"--layout gguf takes no {option}: it is one file" in capsys.readouterr().err
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

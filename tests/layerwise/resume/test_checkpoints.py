@@ -248,12 +248,50 @@ def test_all_that_a_record_names_is_durable_before_it(tmp_path: Path, monkeypatc
     checkpoint.save_window(1, 1, dense(1))
     window = "layers-00001-00001"
     data, listing = f"{window}/__0_0.distcp", f"{window}/.metadata.tmp"
-    temporary = [re.sub(r"json\.\w{8}\.tmp", "json.tmp", step) for step in steps]
+    temporary = [re.sub(r"(json|metadata)\.\w{8}\.tmp", r"\1.tmp", step) for step in steps]
     assert temporary == [
-        *[data, listing, window, "-> .metadata", window, "."],
+        *[data, listing, window, ".", "-> .metadata", window, "."],
         *[f"{PROGRESS}.tmp", f"-> {PROGRESS}", "."],
         *[f"{BACKUP}.tmp", f"-> {BACKUP}", "."],
     ]
+
+
+def test_a_run_takes_over_while_the_earlier_one_writes_a_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_dense(tmp_path, 1)
+    begun = tmp_path / "layers-00001-00001"
+    begun.mkdir()
+    rmdir = os.rmdir
+
+    def written_meanwhile(path: Any, **options: Any) -> None:
+        (begun / "__0_0.distcp").touch()
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", written_meanwhile)
+    checkpoint = CalibrationCheckpoint(tmp_path)
+    assert checkpoint.open(RUN) is not None
+    assert begun.exists()
+    checkpoint.save_window(1, 1, dense(1), {"layer": 1})  # into another directory
+    monkeypatch.undo()
+    assert_loads(tmp_path, 2)
+    assert not begun.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="tells files by their descriptors through /proc")
+def test_the_name_of_a_new_directory_is_durable_before_anything_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, list[str]]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            synced.append((str(path.relative_to(tmp_path)), sorted(one.name for one in path.iterdir())))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    CalibrationCheckpoint(tmp_path / "a" / "run").open(RUN)
+    assert synced[:2] == [(".", ["a"]), ("a", ["run"])]
 
 
 def flip(file: Path, place: int | None = None) -> None:
@@ -474,7 +512,8 @@ def test_a_directory_that_ranks_do_not_share_or_that_is_none_is_refused(shared_t
     for rank, error in enumerate(errors):
         assert error == (
             f"FileNotFoundError: checkpoint_dir={str(shared_tmp_path / str(rank))!r} can not be used: rank 1: the "
-            "directory is another one here than on rank 0; give one of a file system that all ranks share"
+            "directory is another one here than on rank 0, or another run has begun in it; give one of a file system "
+            "that all ranks share, to one run at a time"
         )
     assert not files(shared_tmp_path / "0")
     file = shared_tmp_path / "file"

@@ -1,0 +1,30 @@
+"""Several savers, loaders and cleaners of one directory at once, killed and cut off from power, against a model.
+
+stage.py   processes that wait in front of each file operation; who goes next is drawn
+model.py   what may be seen: a register that saves write and loads read
+play.py    one history of a seed: saves into one directory, or several who make the same export, delta or
+           calibration
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.adversary.attack import Attack
+from tests.adversary.crashes.host import Host
+
+_host = Host("tests.adversary.histories.play")
+
+
+@contextmanager
+def _held() -> Iterator[None]:
+    with _host:
+        yield
+
+
+def _scenario(seed: int) -> str:
+    return _host.run(seed)
+
+
+ATTACK = Attack("histories", _scenario, _held)
