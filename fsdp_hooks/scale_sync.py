@@ -98,6 +98,7 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
         )
     shared = [(name, param, over) for name, param in named if (over := groups_sharing(param))]
     if any(param.is_meta for _, param in named):
+        tell_sharing(named)  # on other ranks they may be elsewhere
         raise ValueError(
             f"{what}: the parameters are on the meta device; call to_empty() and initialise or load them first"
         )
@@ -222,6 +223,16 @@ def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessG
     """Called instead of `max_over_groups` on a rank that failed: the others raise instead of waiting for it."""
     for group in in_order(labels, groups):
         tell_failure(channel_of(group), device)
+
+
+def tell_sharing(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Called instead of `agree_on_scales` on a rank that failed: the others raise instead of waiting for it."""
+    shared = [(name, param, over) for name, param in named if (over := groups_sharing(param))]
+    if shared:
+        labels, groups = [(label_of(name, param),) for name, param, _ in shared], [over for _, _, over in shared]
+        mesh = torch.device(shared[0][1].device_mesh.device_type)  # type: ignore[attr-defined] # it has groups
+        shards = [local_of(param) for _, param, _ in shared]
+        tell_groups(labels, groups, next((shard.device for shard in shards if not shard.is_meta), mesh))
 
 
 def groups_sharing(param: Tensor) -> list[dist.ProcessGroup]:

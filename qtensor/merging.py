@@ -226,7 +226,8 @@ class _Exchange:
             self.tell()
             raise
         values = [facts for facts, _ in seen] + [claim for _, claim in seen if claim is not None]
-        values.append(torch.zeros(1, dtype=torch.float32, device=self.device))
+        flags = [facts[1:].to(self.device) for facts, _ in seen]  # where all meet: one replica alone may see a NaN
+        values.append(torch.cat([torch.zeros(1, dtype=torch.float32, device=self.device), *flags]).amax().view(1))
         labels, groups = [*self.labels, *self.claims, MEETING], [*self.groups, *self.over, self.meeting]
         largest, _ = max_over_groups(WHAT, labels, values, groups)
         facts = torch.stack(largest[: len(seen)]).tolist() if seen else []
@@ -234,6 +235,11 @@ class _Exchange:
             raise ValueError(
                 f"merge_: {', '.join(broken)}: the update, or the weight with it, is not finite; look for NaN, inf or "
                 "an overflow in the adapter. No weight was written"
+            )
+        if bool(largest[-1]):
+            raise ValueError(
+                "merge_: on another rank an update, or the weight with it, is not finite, see the error there. No "
+                "weight was written"
             )
         agreed: list[Tensor | None] = [None] * len(seen)
         for number, one in zip(self.sharing, largest[len(seen) : -1], strict=True):

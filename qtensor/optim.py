@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import SharedScales, agree_on_scales, label_of, scales_of
+from fsdp_hooks.scale_sync import SharedScales, agree_on_scales, label_of, scales_of, tell_sharing
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor import master_states
@@ -79,8 +79,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._fresh: set[Tensor] = set()
         self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
         super().__init__(params, {})
-        everything = [param for group in self.param_groups for param in group["params"]]
-        check_trainable(optimizer_cls, everything)
+        self._check_trainable(optimizer_cls, self._named())
         self._sync(0)
         groups = [self._master_group(number) for number in range(len(self.param_groups))]
         self._inner = optimizer_cls(groups, **optimizer_kwargs)
@@ -108,7 +107,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             if not isinstance(given, Tensor | set):  # torch itself refuses a set, since it has no order
                 given = list(given)  # may be a generator
             named = [given] if isinstance(given, Tensor) else given
-            check_trainable(type(self._inner), [one[1] if isinstance(one, tuple) else one for one in named])
+            pairs = [one if isinstance(one, tuple) else (f"group {len(self.param_groups)}", one) for one in named]
+            self._check_trainable(type(self._inner), pairs)
             param_group = {**param_group, "params": given}
         super().add_param_group(param_group)
         if self._inner is not None:
@@ -187,6 +187,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             self._written.pop(param, None)
         self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
         self._publish_state(saved)
+
+    def _check_trainable(self, kind: type[torch.optim.Optimizer], named: Iterable[tuple[str, Any]]) -> None:
+        """`check_trainable`, and an error on this rank alone reaches those that go on to `_sync`."""
+        tensors = [(name, param) for name, param in named if isinstance(param, Tensor)]
+        try:
+            check_trainable(kind, [param for _, param in tensors])
+        except ValueError:
+            tell_sharing(tensors)
+            raise
 
     def _refuse_exchanged(self) -> None:
         """Parameters that others put into the groups have no masters: a step would pass them over in silence."""

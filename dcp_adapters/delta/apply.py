@@ -18,7 +18,7 @@ from dcp_adapters.coding.changes import Changes, local_changes, unit_shape, unit
 from dcp_adapters.delta.chain import check_chain, deltas_left
 from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.shards import Shard, Shards, added_up, whole_group
+from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
 from fsdp_hooks.across_ranks import raise_together
 
@@ -39,7 +39,8 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
 
     Raises:
         ValueError: the deltas are no chain; the target has other names, recipes or shapes, or other bytes than the
-            delta starts from; a delta is damaged, or does not lead to what it says. The target is as it was.
+            delta starts from; ranks have other tensors or deltas than each other; a delta is damaged, or does not lead
+            to what it says. The target is as it was.
     """
     group = whole_group(group)
     with raise_together(group):
@@ -47,6 +48,7 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
         shards = Shards.of(target, group)
         refuse_other_layout(deltas[0].layout, shards.layout, (deltas[0].where, "the target"))
         sums = shards.sums(shards.data)
+    refuse_other_ranks(shards.layout, [f"{each.base} {each.result}" for each in deltas], group)
     with raise_together(group):
         digest = _digest(shards, sums, group)
         left = deltas_left(deltas, digest, "the target")

@@ -20,7 +20,7 @@ from dcp_adapters.coding.changes import Changes, changes_between, global_changes
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.shards import Shard, Shards, added_up, whole_group
+from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
 from fsdp_hooks.across_ranks import device_of, is_first, on_first, raise_together, ranks_of
 
@@ -36,7 +36,8 @@ class HeldVersion:
         group: the ranks that hold the shards; None: all.
 
     Raises:
-        ValueError: a leaf is no tensor, has no bytes, or is placed so that a rank's local tensor is no box.
+        ValueError: a leaf is no tensor, has no bytes, or is placed so that a rank's local tensor is no box; ranks have
+            other tensors than each other.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class HeldVersion:
 
     def _shards(self, state_dict: Mapping[str, Any]) -> Shards:
         with raise_together(self.group):
-            return Shards.of(state_dict, self.group)
+            shards = Shards.of(state_dict, self.group)
+        refuse_other_ranks(shards.layout, (), self.group)
+        return shards
 
     def _refuse_other_shards(self, shards: Shards) -> None:
         for key, shard in shards.held.items():

@@ -5,6 +5,7 @@ rank 0 for what is no DTensor. So each unit of the state is counted once, by exa
 and copies that differ are refused.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.layout import Layout, layout_differences
 from dcp_adapters.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
 from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.torch_private import flatten_state_dict
-from fsdp_hooks.across_ranks import device_of, rank_of, ranks_of
+from dcp_adapters.words import in_lines
+from fsdp_hooks.across_ranks import device_of, on_all, rank_of, ranks_of
 from fsdp_hooks.byte_sums import Piece, byte_sums
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
@@ -106,6 +108,27 @@ class Shards:
     def named(self, sums: Tensor) -> dict[str, int]:
         """Key -> the sum of the whole part, from the sums of all ranks, int64 [keys]."""
         return dict(zip(self.held, sums.tolist(), strict=True))
+
+
+def refuse_other_ranks(layout: Layout, deltas: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    """Compare what ranks are about to add up, and what leads there; a collective.
+
+    Raises:
+        ValueError: on all ranks, with one text: some hold other tensors than rank 0, or have other deltas.
+    """
+    own = [f"{entry}" for _, entry in sorted(layout.entries.items())], list(deltas)
+    told = on_all(group, lambda: tuple(hashlib.sha256(repr(each).encode()).hexdigest() for each in own))
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if other is None:
+        return
+    if told[other][0] == told[0][0]:
+        raise ValueError(f"ranks 0 and {other} have different deltas; give all ranks of the group the same")
+    held = on_all(group, lambda: layout)
+    problems = layout_differences(held[0], held[other], ("rank 0", f"rank {other}"))
+    raise ValueError(
+        "the ranks do not hold the same tensors; give all ranks of the group the state dict of one model:"
+        f"{in_lines(problems)}"
+    )
 
 
 def added_up(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -170,7 +170,7 @@ def _check_complete(source: Source, asked: Asked) -> None:
 
 # What ranks must have alike, in the order in which it is compared, and what to do where they do not.
 ALIKE = {
-    "the names, shapes and formats of their tensors": "export whole models, or save a checkpoint and export that",
+    "the names, shapes, formats or order of their tensors": "export whole models, or save a checkpoint and export that",
     "what is to become of them": "give all ranks the same arguments, and shard a tensor on all or none",
     "the values of tensor-wide scales": "call fsdp_hooks.sync_scales on the model first",
     "the values of tensors that are not sharded": "broadcast them from one rank first",

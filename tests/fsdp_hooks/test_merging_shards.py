@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcp_adapters import expand
@@ -274,6 +275,25 @@ def test_a_rank_that_differs_or_fails_stops_all(case: str) -> None:
     assert own in second
     if case == "another scaling":
         assert "update of rank 5 times 2.0" in first
+
+
+def _nan_in_one_replica() -> None:
+    mesh, ones = mesh_of(2, 2), torch.ones(8, 64)
+    placed = {"a": [Replicate(), Shard(0)], "b": [Shard(0), Shard(1)]}
+    whole = quantize(ones.to(torch.bfloat16), RECIPES["mxfp8"])
+    params = {
+        name: nn.Parameter(distribute_tensor(whole, mesh, places, src_data_rank=None))
+        for name, places in placed.items()
+    }
+    factor = torch.nan if dist.get_rank() == 0 else 1.0
+    merge_(params.items(), {"a": lambda index: ones[index] * factor, "b": lambda index: ones[index]})
+
+
+def test_values_that_are_not_finite_in_one_replica_stop_the_others_that_it_meets() -> None:
+    *replica, third, fourth = run_ranks_catching(4, _nan_in_one_replica)
+    assert all(error.startswith("ValueError: merge_: a: the update, or the weight with") for error in replica)
+    assert third == fourth
+    assert third.startswith("ValueError: merge_: on another rank an update, or the weight with it, is not finite")
 
 
 def _fails_while_weights_are_written() -> None:

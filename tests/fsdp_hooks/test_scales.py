@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, high_precision_init_val, quantize, quantized_model_init
@@ -191,6 +192,24 @@ def test_sync_scales_of_a_meta_model_raises() -> None:
         assert message.startswith("ValueError: sync_scales")
         assert "meta device" in message
         assert "to_empty()" in message
+
+
+def _meta_on_one_rank(builds: bool) -> None:
+    rank, mesh = dist.get_rank(), mesh_of(2)
+    local = quantize(torch.ones(2, K), RECIPES["nvfp4"])
+    local = local.to("meta") if rank else local
+    weight = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, K)), stride=(K, 1))
+    if builds:
+        MasterWeightOptimizer(torch.optim.SGD, [nn.Parameter(weight)], lr=0.1)
+    sync_scales([weight])
+
+
+@pytest.mark.parametrize("builds", [False, True])
+def test_a_rank_whose_weights_are_on_the_meta_device_tells_the_others(builds: bool) -> None:
+    waits, raises = run_ranks_catching(2, _meta_on_one_rank, builds)
+    assert "rank 1 failed before the ranks could agree on scales, see its error" in waits
+    assert raises.startswith("ValueError: " + ("MasterWeightOptimizer" if builds else "sync_scales"))
+    assert "on the meta device" in raises
 
 
 def _preserved_value_decides(name: str) -> None:

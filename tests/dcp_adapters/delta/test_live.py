@@ -191,6 +191,29 @@ def test_live_states_that_do_not_fit_are_refused() -> None:
         HeldVersion({**state, "b": torch.zeros(3, device="meta")})
 
 
+def other_tensors_on_one_rank() -> None:
+    more = {"b": torch.zeros(2), "c": torch.zeros(1)} if dist.get_rank() else {"b": torch.zeros(3)}
+    HeldVersion({"a": torch.zeros(3), **more})
+
+
+def other_deltas_on_one_rank() -> None:
+    states = [{"w": torch.full((3,), float(version))} for version in range(3)]
+    deltas = [between(states[0], states[1], versions=(0, 1)), between(states[1], states[2], versions=(1, 2))]
+    apply_deltas(states[1], deltas[: 1 + dist.get_rank()])  # rank 0 has nothing left to apply
+
+
+def test_ranks_with_other_tensors_or_deltas_are_refused() -> None:
+    told = run_ranks_catching(2, other_tensors_on_one_rank)
+    assert told[0] == told[1]
+    assert (
+        "ValueError: the ranks do not hold the same tensors; give all ranks of the group the state dict of" in told[0]
+    )
+    assert "b: rank 0 holds float32 [3], rank 1 float32 [2]" in told[0]
+    assert "c: rank 0 holds no such tensor, rank 1 float32 [1]" in told[0]
+    told = run_ranks_catching(2, other_deltas_on_one_rank)
+    assert told == ["ValueError: ranks 0 and 1 have different deltas; give all ranks of the group the same"] * 2
+
+
 def test_live_weights_that_are_not_contiguous() -> None:
     module = nn.Linear(4, 6)
     old = {"w": module.weight.detach().t(), "b": module.bias.detach()}

@@ -564,8 +564,8 @@ def test_ranks_that_do_not_agree_are_told_on_all_of_them(tmp_path: Path) -> None
         "first"
     )
     assert names == (
-        "export_hf: ranks 0 and 1 differ in the names, shapes and formats of their tensors; export whole models, or "
-        "save a checkpoint and export that"
+        "export_hf: ranks 0 and 1 differ in the names, shapes, formats or order of their tensors; export whole models, "
+        "or save a checkpoint and export that"
     )
     assert arguments == (
         "export_hf: ranks 0 and 1 differ in what is to become of them; give all ranks the same arguments, and shard a "
