@@ -1,0 +1,74 @@
+"""Which lives there are: a plan from a seed, and the shortest list of steps that still fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+
+from tests.adversary.lives import models
+from tests.adversary.lives.life import DEFAULTS, OPTIMIZERS, SINGLE_WRITES, UNSHARDED, Plan, Step
+
+OFTEN = {
+    "train": 8,
+    "evaluate": 2,
+    "step": 8,
+    "zero": 1,
+    "freeze": 2,
+    "add_group": 1,
+    "tune": 1,
+    "duplicate": 2,
+    "convert_dtype": 1,
+    "in_place": 6,
+    "load_state_dict": 3,
+    "gathered": 2,
+    "replace_parameter": 1,
+}
+
+
+def planned(seed: int, *, sharded: bool = False) -> Plan:
+    """The life of a seed."""
+    random = Random(seed)
+    layers = tuple(models.drawn(random) for _ in range(random.randint(1, 3)))
+    names = list(OFTEN)
+    chosen = random.choices(names, [OFTEN[name] for name in names], k=random.randint(4, 16))
+    masters = random.random() < 0.75
+    kinds = [name for name in (OPTIMIZERS if masters else SINGLE_WRITES) if not (sharded and name in UNSHARDED)]
+    return Plan(
+        seed=random.getrandbits(40),
+        layers=layers,
+        steps=tuple(Step(name, random.getrandbits(40)) for name in chosen),
+        defaults=random.choice(DEFAULTS),
+        optimizer=random.choice(kinds),
+        masters=masters,
+        grouped=random.choice((0, 0, 1)) if len(layers) > 1 else 0,
+    )
+
+
+def shortened(plan: Plan, fails: Callable[[Plan], bool], *, most: int = 60) -> Plan:
+    """A plan with fewer steps and layers that fails, too."""
+    tried = 0
+    again = True
+    while again and tried < most:
+        again = False
+        for smaller in _smaller(plan):
+            tried += 1
+            if tried > most:
+                break
+            if fails(smaller):
+                plan, again = smaller, True
+                break
+    return plan
+
+
+def _smaller(plan: Plan) -> Iterator[Plan]:
+    steps = plan.steps
+    for size in (len(steps) // 2, len(steps) // 4, 1):
+        if size:
+            for start in range(0, len(steps), size):
+                yield replace(plan, steps=steps[:start] + steps[start + size :])
+    if len(plan.layers) > 1:
+        for number in range(len(plan.layers)):
+            yield replace(plan, layers=plan.layers[:number] + plan.layers[number + 1 :], grouped=0)
+    if plan.defaults != "float32":
+        yield replace(plan, defaults="float32")
