@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, high_precision_init_val
@@ -23,7 +24,7 @@ from qtensor.high_precision import HighPrecisionWeight
 from tests._rank_worker import warnings_as_errors
 from tests.adversary.attack import Found
 from tests.adversary.lives import models
-from tests.adversary.lives.models import TOKENS, Layer, Net
+from tests.adversary.lives.models import TOKENS, Layer
 from tests.adversary.lives.twin import Masters, Plain, Weight, held_equal, raw, same_values, weights_of
 
 DEFAULTS = ("float32",) * 4 + ("bfloat16", "float16", "float64", "bfloat16 meta", "float64 meta")
@@ -83,6 +84,24 @@ class Life:
     twin: Any = None
     left: list[str] = field(default_factory=list)  # names that no group has yet
     saves: int = 0
+    uploads: Any = None  # the process group of saves in the background
+
+    def shard(self, net: Any) -> Any:
+        """Cut a new model as this life's is."""
+        return net
+
+    def whole(self, param: Tensor) -> Any:
+        """The full tensor of a parameter."""
+        return param.detach()
+
+    first = True  # whether this rank does what one alone does
+
+    def everywhere(self, value: Any) -> Any:
+        """What rank 0 has."""
+        return value
+
+    def agree(self) -> None:
+        """Make scales agreed, where writes by hand leave them to be."""
 
     @contextlib.contextmanager
     def under(self, *, device: bool = True) -> Iterator[None]:
@@ -227,7 +246,7 @@ def live(plan: Plan, table: dict[str, StepFunction]) -> dict[str, int]:
                 if table[step.name](life, Random(step.seed)) is None:
                     taken[step.name] = taken.get(step.name, 0) + 1
                 life.compare()
-            except Exception as error:
+            except (Exception, CheckpointException) as error:  # the latter is no Exception
                 raise Failure(number, step, error) from error
     return taken
 
@@ -235,6 +254,6 @@ def live(plan: Plan, table: dict[str, StepFunction]) -> dict[str, int]:
 class Failure(Exception):
     """A step that failed."""
 
-    def __init__(self, number: int, step: Step, error: Exception) -> None:
+    def __init__(self, number: int, step: Step, error: BaseException) -> None:
         super().__init__(f"step {number}, {step.name}({step.seed}): {type(error).__name__}: {error}")
         self.number, self.step, self.error = number, step, error

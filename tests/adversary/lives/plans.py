@@ -23,6 +23,12 @@ OFTEN = {
     "load_state_dict": 3,
     "gathered": 2,
     "replace_parameter": 1,
+    "resume": 4,
+    "convert": 2,
+    "export": 2,
+    "stream": 2,
+    "delta": 2,
+    "digests": 1,
 }
 
 

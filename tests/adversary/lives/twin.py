@@ -122,9 +122,7 @@ def gradients(layers: Sequence[Layer], weights: Mapping[str, Weight], batches: S
     """Add the gradients of all batches to those of the weights, exactly, and return the outputs of each batch."""
     told = []
     for xs, signs in batches:
-        leaves = {
-            name: weight.used().clone().requires_grad_(weight.requires_grad) for name, weight in weights.items()
-        }
+        leaves = {name: weight.used().clone().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
         outputs = [_output(number, layer, leaves, xs[number]) for number, layer in enumerate(layers)]
         loss = sum((y * sign).sum() for y, sign in zip(outputs, signs, strict=True))
         if isinstance(loss, Tensor) and loss.requires_grad:

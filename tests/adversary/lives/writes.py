@@ -146,7 +146,7 @@ def _entry(weight: Weight, random: Random, *, assign: bool) -> tuple[Any, Callab
         return x, lambda: weight.write(x)
     other = weight.facts
     if random.random() < 0.3:
-        fitting = [each for each in FACTS.values() if _fits(each, weight.shape)]
+        fitting = [each for each in FACTS.values() if fits(each, weight.shape)]
         other = random.choice(fitting)
     q = quantize(x, other.recipe)
     if weight.quantized and other is weight.facts:
@@ -160,7 +160,8 @@ def _entry(weight: Weight, random: Random, *, assign: bool) -> tuple[Any, Callab
     return q, lambda: weight.write(values if weight.quantized else values.to(weight.dtype))
 
 
-def _fits(facts: Any, shape: tuple[int, ...]) -> bool:
+def fits(facts: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a recipe has this shape."""
     if facts.ragged:
         return True
     return shape[-1] % facts.block == 0 and (not facts.square or shape[-2] % facts.block == 0)
