@@ -49,7 +49,7 @@ def export(life: Life, random: Random) -> Any:
     same_tensors(streamed, files_of(out), "stream", "export")
     with life.under():
         alone = import_hf(out, progress=False)
-    other, weights = fresh(life, random, life.layers)
+    other, _ = fresh(life, random, life.layers)
     with life.under():
         import_hf(out, other, progress=False)
         if digest(other) != digest(out, like=other):

@@ -135,6 +135,12 @@ def gradients(layers: Sequence[Layer], weights: Mapping[str, Weight], batches: S
     return told
 
 
+def outputs(layers: Sequence[Layer], weights: Mapping[str, Weight], batch: Any) -> list[Tensor]:
+    """What a forward gives."""
+    leaves = {name: weight.used() for name, weight in weights.items()}
+    return [_output(number, layer, leaves, batch[0][number]) for number, layer in enumerate(layers)]
+
+
 def _output(number: int, layer: Layer, leaves: Mapping[str, Tensor], x: Tensor) -> Tensor:
     weight = leaves[f"layers.{number}.{layer.weight}"]
     if layer.kind == "experts":
