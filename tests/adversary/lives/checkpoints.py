@@ -156,8 +156,8 @@ def fresh(life: Life, random: Random, layers: list[Layer]) -> tuple[Any, dict[st
         return models.weights(shape, seed + sum(shape), dtype)
 
     with life.under():
-        net = life.shard(models.build(layers, values))
-    return net, weights_of(layers)
+        net = models.build(layers, values)
+    return life.shard(net), weights_of(layers)
 
 
 def convert(life: Life, random: Random) -> None:
@@ -177,6 +177,7 @@ def convert(life: Life, random: Random) -> None:
 
 def _other(layer: Layer, random: Random) -> Layer:
     dtype = random.choice(models.DTYPES)
+    layer = replace(layer, preserved=False)
     if random.random() < 0.3:
         return replace(layer, dtype=dtype)
     recipe = random.choice([each for each in FACTS.values() if fits(each, layer.shape)])

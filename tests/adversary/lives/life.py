@@ -84,6 +84,7 @@ class Life:
     twin: Any = None
     left: list[str] = field(default_factory=list)  # names that no group has yet
     saves: int = 0
+    change: Any = None  # a step that writes something
     uploads: Any = None  # the process group of saves in the background
 
     def shard(self, net: Any) -> Any:
@@ -239,6 +240,7 @@ def live(plan: Plan, table: dict[str, StepFunction]) -> dict[str, int]:
     with tempfile.TemporaryDirectory(prefix="life-") as path, warnings_as_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         life = born(plan, Path(path))
+        life.change = table["in_place"]
         life.compare()
         life.tune()
         for number, step in enumerate(plan.steps):

@@ -79,8 +79,17 @@ def drawn(random: Random, *, most_rows: int = 70) -> Layer:
         made=random.choice(("init", "after")),
     )
     if layer.storage == "high_precision" or layer.kind == "tied":
-        return replace(layer, made="init")
-    return layer
+        layer = replace(layer, made="init")
+    preserved = layer.made == "init" and layer.kind in ("linear", "tied") and random.random() < 0.25
+    return replace(layer, preserved=preserved and layer.storage == "quantized")
+
+
+def several(random: Random, *, most_rows: int = 70) -> tuple[Layer, ...]:
+    """Some layers; often two of one kind, which optimizers write together."""
+    layers = [drawn(random, most_rows=most_rows)]
+    for _ in range(random.randint(0, 2)):
+        layers.append(layers[-1] if random.random() < 0.3 else drawn(random, most_rows=most_rows))
+    return tuple(layers)
 
 
 class Block(nn.Module):
@@ -106,7 +115,8 @@ class Block(nn.Module):
         """[TOKENS, K] -> [TOKENS, N], or [E, TOKENS, K] -> [E, TOKENS, N]."""
         if self.layer.kind == "experts":
             return torch.stack([F.linear(tokens, weight) for tokens, weight in zip(x, self.weight, strict=True)])
-        return self.linear(x) + self.second(x) if self.layer.kind == "tied" else self.linear(x)
+        y = self.linear(x)
+        return y + self.second(x) if self.layer.kind == "tied" else y.clone()  # FSDP2 warns of outputs that are views
 
 
 class Net(nn.Module):

@@ -356,7 +356,8 @@ def gathered(life: Any, random: Random) -> None:
                 param, value = params[name], x[name]
                 if isinstance(param, DTensor):  # of tensor parallelism
                     weight = life.weights[name]
-                    value = quantize(value, weight.facts.recipe) if weight.facts else value
+                    as_it_is = weight.facts is None or (weight.gathered and not fsdp(life))
+                    value = value if as_it_is else quantize(value, weight.facts.recipe)
                     value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
                 param.copy_(value)
             if fails:
@@ -472,6 +473,7 @@ def born(era: Era, path: Path) -> RankLife:
         return models.weights(shape, era.plan.seed + len(name) + sum(shape), dtype)
 
     life = RankLife(era.plan, path, layers, None, weights, style=era.style, meshes={})
+    life.change = write
     life.uploads = dist.new_group(backend="gloo")
     with life.under():
         life.net = models.build(layers, values)
@@ -492,7 +494,7 @@ def take_over(life: RankLife, before: tuple[str, list[Layer], Mapping[str, Any]]
 def eras(seed: int) -> tuple[Era, ...]:
     """The eras of a seed's life. Each begins with the layers that the one before ended with."""
     random = Random(seed)
-    layers = tuple(models.drawn(random, most_rows=40) for _ in range(random.randint(1, 3)))
+    layers = tuple(replace(each, preserved=False) for each in models.several(random, most_rows=40))
     found = []
     for _ in range(random.choice((1, 1, 2))):
         ranks = random.choice((1, 2, 2, 3, 4))

@@ -35,7 +35,7 @@ OFTEN = {
 def planned(seed: int, *, sharded: bool = False) -> Plan:
     """The life of a seed."""
     random = Random(seed)
-    layers = tuple(models.drawn(random) for _ in range(random.randint(1, 3)))
+    layers = models.several(random)
     names = list(OFTEN)
     chosen = random.choices(names, [OFTEN[name] for name in names], k=random.randint(4, 16))
     masters = random.random() < 0.75

@@ -101,7 +101,7 @@ def duplicate(life: Life, random: Random) -> None:
     for weight in life.weights.values():
         weight.grad = None  # as torch does with parameters
         if how != "deepcopy":
-            weight.initial, weight.preserves = None, False
+            weight.forget()
     with torch.no_grad():
         for param in before[0].parameters():
             param.zero_()

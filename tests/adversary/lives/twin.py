@@ -56,6 +56,10 @@ class Weight:
         """The bytes of another one of its kind."""
         self.parts = None if other.parts is None else {name: part.copy() for name, part in other.parts.items()}
         self.value = None if other.value is None else other.value.clone()
+        self.forget()
+
+    def forget(self) -> None:
+        """The preserved initial value is no longer that of the bytes."""
         self.initial, self.preserves = None, False
 
     def decoded(self) -> Tensor:
@@ -156,7 +160,7 @@ class Masters:
         self.weights, self.kind, self.options = dict(weights), kind, dict(options)
         self.masters: dict[str, nn.Parameter] = {}
         self.fresh: set[str] = set()
-        self.written: dict[str, dict[str, bytes]] = {}
+        self.written: dict[str, tuple[dict[str, bytes], bytes]] = {}
         self.published: set[str] = set()
         self.groups = [list(group) for group in groups]
         self.inner = kind([{"params": self._begin(group)} for group in self.groups], **self.options)
@@ -184,9 +188,9 @@ class Masters:
             self.fresh.add(name)
         self.written[name] = self._held(name)
 
-    def _held(self, name: str) -> dict[str, bytes]:
+    def _held(self, name: str) -> tuple[dict[str, bytes], bytes]:
         weight = self.weights[name]
-        return weight.stored() | ({} if weight.initial is None else {"initial": raw(weight.initial)})
+        return weight.stored(), b"" if weight.initial is None else raw(weight.initial)
 
     def low(self, name: str) -> bool:
         """Whether it has a master beside it."""
@@ -199,7 +203,9 @@ class Masters:
             if not self.low(name):
                 with torch.no_grad():
                     self.masters[name].copy_(self.weights[name].decoded())
-            elif known is not None and known != self._held(name):
+            elif known is not None and known[0] != self._held(name)[0]:
+                if known[1] == self._held(name)[1]:
+                    self.weights[name].forget()  # the value belongs to other bytes
                 self._anew(name)
         stepped = [name for name in self.masters if self.weights[name].grad is not None]
         stepped = [name for name in stepped if self.weights[name].requires_grad]

@@ -57,8 +57,7 @@ def _quantized(param: Any, weight: Weight, x: Tensor) -> None:
     param.copy_(q)
     if weight.quantized:
         weight.write(x)
-        weight.initial = None
-        weight.preserves = False
+        weight.forget()
     else:
         weight.write(q.dequantize() if isinstance(q, QuantizedTensor) else q)
 
@@ -153,7 +152,7 @@ def _entry(weight: Weight, random: Random, *, assign: bool) -> tuple[Any, Callab
 
         def same() -> None:
             weight.write(x)
-            weight.initial = None
+            weight.forget()
 
         return q, same
     values = torch.from_numpy(numerics.decode(numerics.encode(as_array(x), other), other))
@@ -198,7 +197,8 @@ def replace_parameter(life: Life, random: Random) -> Any:
     with life.under():
         owner.weight = nn.Parameter(quantize(x, FACTS[layer.recipe].recipe), requires_grad=weight.requires_grad)
     weight.write(x)
-    weight.grad, weight.initial, weight.preserves = None, None, False
+    weight.grad = None
+    weight.forget()
     life.tune()
     return None
 
