@@ -506,7 +506,7 @@ def eras(seed: int) -> tuple[Era, ...]:
             layers=layers,
             steps=tuple(Step(name, random.getrandbits(40)) for name in chosen),
             defaults=random.choice(("float32", "float32", "bfloat16", "float64 meta")),
-            optimizer=random.choice(("sgd", "momentum", "adam", "adagrad", "adamax", "rmsprop", "adamw", "radam")),
+            optimizer=random.choice(("sgd", "momentum", "adam", "adamax", "rmsprop", "adamw", "radam")),
             masters=not plain or random.random() < 0.5,
             grouped=random.choice((0, 0, 1)) if len(layers) > 1 else 0,
         )

@@ -7,14 +7,16 @@ import io
 import pickle
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tests.adversary.attack import Found
 from tests.adversary.lives import models, twin
-from tests.adversary.lives.life import Life
 from tests.adversary.lives.twin import same_values
+
+if TYPE_CHECKING:
+    from tests.adversary.lives.life import Life
 
 
 def train(life: Life, random: Random) -> Any:
