@@ -215,6 +215,12 @@ def different(found: dict[str, bytes], wanted: dict[str, bytes]) -> str:
     return "; ".join(told)
 
 
+def quiet() -> None:
+    """What torch warns of, and is meant."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+
+
 def born(plan: Plan, path: Path) -> Life:
     """The model of a plan and its reference."""
     layers = list(plan.layers)
@@ -238,7 +244,7 @@ def live(plan: Plan, table: dict[str, StepFunction]) -> dict[str, int]:
     """Live it in one process; returns how often each step was taken."""
     taken: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="life-") as path, warnings_as_errors():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        quiet()
         life = born(plan, Path(path))
         life.change = table["in_place"]
         life.compare()

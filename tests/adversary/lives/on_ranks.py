@@ -6,7 +6,6 @@ A life has eras, each on another number of ranks and cut in another way; it goes
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from fsdp_hooks import sync_scales, unsharded
 from qtensor import quantize
 from tests.adversary.attack import Found
 from tests.adversary.lives import checkpoints, models, outgoing, training, twin, writes
-from tests.adversary.lives.life import Failure, Life, Plan, Step, local
+from tests.adversary.lives.life import Failure, Life, Plan, Step, local, quiet
 from tests.adversary.lives.models import FACTS, Layer
 from tests.adversary.lives.twin import Weight, held_equal, raw, same_values, weights_of
 
@@ -320,7 +319,7 @@ def load_state_dict(life: Any, random: Random) -> None:
     for name, weight in life.weights.items():
         if partly and random.random() < 0.5:
             continue
-        entry, finish = writes._entry(weight, random, assign=False)
+        entry, finish = writes.entry_for(weight, random, assign=False, same=len(weight.shape) == 3)
         param = params[name]
         if isinstance(param, DTensor) and not full:
             entry = distribute_tensor(entry, param.device_mesh, param.placements, src_data_rank=None)
@@ -442,7 +441,7 @@ def styles(ranks: int) -> list[Style]:
 def live_era(case: tuple[Era, str, Any]) -> Any:
     """On every rank. `case`: the era, a directory, and what the era before came to; returns what this one came to."""
     era, where, before = case
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    quiet()
     life = born(era, Path(where))
     try:
         if before is not None:

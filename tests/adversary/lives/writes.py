@@ -87,7 +87,7 @@ def _parts(param: Any, weight: Weight, x: Tensor) -> None:
     weight.parts = numerics.encode(as_array(x), weight.facts)
     for name, part in param.parts().items():
         held = part.view(torch.uint8) if part.ndim else part.reshape(1).view(torch.uint8)
-        source = torch.frombuffer(bytearray(weight.parts[name].tobytes()), dtype=torch.uint8, device="cpu")
+        source = torch.frombuffer(bytearray(weight.parts[name].tobytes()), dtype=torch.uint8)
         held.copy_(source.view(held.shape))
 
 
@@ -122,7 +122,8 @@ def load_state_dict(life: Life, random: Random) -> None:
     for name, weight in life.weights.items():
         if partly and random.random() < 0.5:
             continue
-        entry, write = _entry(weight, random, assign=how == "assign")
+        by_hand = len(weight.shape) == 3
+        entry, write = entry_for(weight, random, assign=how == "assign", same=by_hand and how != "load")
         state[name] = entry
         writes.append(write)
         for number, layer in enumerate(life.layers):
@@ -142,23 +143,27 @@ def load_state_dict(life: Life, random: Random) -> None:
         life.tune()
 
 
-def _entry(weight: Weight, random: Random, *, assign: bool) -> tuple[Any, Callable[[], None]]:
+def entry_for(weight: Weight, random: Random, *, assign: bool, same: bool = False) -> tuple[Any, Callable[[], None]]:
+    """An entry of a state dict for a weight, and what loading it does to the reference.
+
+    same: only bytes of its own recipe. Parameters that were made by hand have no hook that quantizes anything else.
+    """
     dtype = weight.dtype if assign else random.choice(SOURCES)
     x = models.weights(weight.shape, random.getrandbits(40), dtype)
-    if weight.facts is None or random.random() < 0.5:
+    if weight.facts is None or (not same and random.random() < 0.5):
         return x, lambda: weight.write(x)
     other = weight.facts
-    if random.random() < 0.3:
+    if len(weight.shape) < 3 and random.random() < 0.3:
         fitting = [each for each in FACTS.values() if fits(each, weight.shape)]
         other = random.choice(fitting)
     q = quantize(x, other.recipe)
     if weight.quantized and other is weight.facts:
 
-        def same() -> None:
+        def kept() -> None:
             weight.write(x)
             weight.forget()
 
-        return q, same
+        return q, kept
     values = torch.from_numpy(numerics.decode(numerics.encode(as_array(x), other), other))
     return q, lambda: weight.write(values if weight.quantized else values.to(weight.dtype))
 
