@@ -46,7 +46,8 @@ def resume(life: Life, random: Random) -> None:
             weight.requires_grad = bool(param.requires_grad)
         if with_optimizer:
             optimizer, _ = life.optimizers([name for group in life.twin.groups for name in group])
-            state["optim"] = get_optimizer_state_dict(other, optimizer)
+            with life.under(device=False):
+                state["optim"] = get_optimizer_state_dict(other, optimizer)
     except BaseException:
         (life.net, life.optimizer), life.weights = before, old
         raise
