@@ -104,11 +104,17 @@ def saved(life: Life, random: Random, *, with_optimizer: bool) -> Path:
             more["async_stager"] = QuantizedStager()
         elif how == "blocking":
             more |= {"storage_writer": dcp.FileSystemWriter(path)}
+        first = None
+        if how == "twice" and life.uploads is None:  # two at once; on ranks each would need a group of its own
+            first = dcp.async_save(state, checkpoint_id=f"{path}-first", planner=QuantizedSavePlanner())
         future = dcp.async_save(state, **({} if "storage_writer" in more else where()), planner=planner, **more)
         with torch.no_grad():
             for param in life.net.parameters():
                 local(param).zero_()
         future.result()
+        if first is not None:
+            first.result()
+            check_stored(life, Path(f"{path}-first"))
         if "async_stager" in more:
             more["async_stager"].close()
     return path

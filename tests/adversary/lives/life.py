@@ -47,7 +47,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
 }
 SINGLE_WRITES = ("sgd", "momentum", "adam", "amsgrad", "adagrad", "adamax", "rmsprop", "adadelta", "radam")
-UNSHARDED = ("adafactor", "rprop")  # torch cannot step these on shards
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
+from typing import TypeVar
 
 from tests.adversary.lives import models
-from tests.adversary.lives.life import DEFAULTS, OPTIMIZERS, SINGLE_WRITES, UNSHARDED, Plan, Step
+from tests.adversary.lives.life import DEFAULTS, OPTIMIZERS, SINGLE_WRITES, Plan, Step
+
+Life = TypeVar("Life")
 
 OFTEN = {
     "train": 8,
@@ -29,18 +32,18 @@ OFTEN = {
     "stream": 2,
     "delta": 2,
     "digests": 1,
+    "calibrated": 1,
 }
 
 
-def planned(seed: int, *, sharded: bool = False) -> Plan:
-    """The life of a seed."""
+def planned(seed: int) -> Plan:
+    """The life of a seed, in one process."""
     random = Random(seed)
     layers = models.several(random)
     names = list(OFTEN)
     chosen = random.choices(names, [OFTEN[name] for name in names], k=random.randint(4, 16))
     masters = random.random() < 0.75
-    kinds = [name for name in (OPTIMIZERS if masters else SINGLE_WRITES) if not (sharded and name in UNSHARDED)]
-    optimizer = random.choice(kinds)
+    optimizer = random.choice(list(OPTIMIZERS) if masters else SINGLE_WRITES)
     return Plan(
         seed=random.getrandbits(40),
         layers=layers,
@@ -53,30 +56,28 @@ def planned(seed: int, *, sharded: bool = False) -> Plan:
     )
 
 
-def shortened(plan: Plan, fails: Callable[[Plan], bool], *, most: int = 60) -> Plan:
-    """A plan with fewer steps and layers that fails, too."""
-    tried = 0
-    again = True
-    while again and tried < most:
+def shortened(life: Life, fails: Callable[[Life], bool], less: Callable[[Life], Iterator[Life]], *, most: int) -> Life:
+    """A life with fewer steps and layers that fails, too; `less` gives those to try."""
+    tried, again = 0, True
+    while again:
         again = False
-        for smaller in _smaller(plan):
+        for shorter in less(life):
             tried += 1
             if tried > most:
+                return life
+            if fails(shorter):
+                life, again = shorter, True
                 break
-            if fails(smaller):
-                plan, again = smaller, True
-                break
-    return plan
+    return life
 
 
-def _smaller(plan: Plan) -> Iterator[Plan]:
+def smaller(plan: Plan) -> Iterator[Plan]:
+    """Plans with less in them; those that lack most first."""
     steps = plan.steps
-    for size in (len(steps) // 2, len(steps) // 4, 1):
-        if size:
-            for start in range(0, len(steps), size):
-                yield replace(plan, steps=steps[:start] + steps[start + size :])
-    if len(plan.layers) > 1:
-        for number in range(len(plan.layers)):
-            yield replace(plan, layers=plan.layers[:number] + plan.layers[number + 1 :], grouped=0)
+    for size in sorted({len(steps) // 2, len(steps) // 4, 1}, reverse=True):
+        for start in range(0, len(steps), size) if size else ():
+            yield replace(plan, steps=steps[:start] + steps[start + size :])
+    for number in range(len(plan.layers) if len(plan.layers) > 1 else 0):
+        yield replace(plan, layers=plan.layers[:number] + plan.layers[number + 1 :], grouped=0)
     if plan.defaults != "float32":
         yield replace(plan, defaults="float32")
