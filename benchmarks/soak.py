@@ -294,10 +294,11 @@ def _without_moment(job: Save) -> Save:
 
 
 def _names_metadata(answer: tuple[str, Any], path: Path) -> bool:
-    """Whether dcp.load and read_manifest both say which file is missing."""
+    """Whether dcp.load and read_manifest both say which file is missing; dcp.load of torch 2.11 does not name it."""
     kind, text = answer
     missing = f"{path}: no .metadata, so this is no checkpoint or one whose saving never finished"
-    return kind == "refused" and f"No such file or directory: '{path / '.metadata'}'" in text and missing in text
+    loading = f"No such file or directory: '{path / '.metadata'}'" in text or "metadata is None" in text
+    return kind == "refused" and loading and missing in text
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     manifest.py            what a checkpoint says about its quantized tensors
     checksums.py           digests of what a checkpoint stores
     weight_sums.py         what digests of weights are made of, wherever the weights are
+    soundness.py           does a tensor mean what it should: scales, histories, masters
     expand.py              quantized leaves of a state dict as their parts
 
     reading/               checkpoints read without executing anything in them
@@ -22,6 +23,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     save/                  the save planner, and what is written in which order
     load/                  the load planner: compare, read in place, convert
     hf/                    Hugging Face directories: export and import
+    gguf/                  GGUF files: export
     digests/               one value for all weights: of a model, a checkpoint, a directory, received tensors
     delta/                 exact deltas between two states of the same tensors
     streams/               the tensors of an export into engines that are running
@@ -36,6 +38,7 @@ from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.digests.digest import digest, tensor_digests
 from dcp_adapters.expand import expand
+from dcp_adapters.gguf.export import export_gguf
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.importing import import_hf
 from dcp_adapters.load.planner import QuantizedLoadPlanner
@@ -46,6 +49,7 @@ from dcp_adapters.save.overwrite import remove_replaced
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.staging.stager import QuantizedStager
 from dcp_adapters.stored.read_manifest import read_manifest
+from dcp_adapters.stored.saves import LatestVerified, Retained, keep_latest, latest_verified
 from dcp_adapters.streams.process_group import GroupReceiver, GroupSender, join_group
 from dcp_adapters.streams.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from dcp_adapters.streams.transport import WeightStreamError
@@ -59,10 +63,12 @@ __all__ = [
     "GroupReceiver",
     "GroupSender",
     "HeldVersion",
+    "LatestVerified",
     "Manifest",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
     "QuantizedStager",
+    "Retained",
     "SafeFileSystemReader",
     "SharedMemoryReceiver",
     "SharedMemorySender",
@@ -73,9 +79,12 @@ __all__ = [
     "delta_to_bytes",
     "digest",
     "expand",
+    "export_gguf",
     "export_hf",
     "import_hf",
     "join_group",
+    "keep_latest",
+    "latest_verified",
     "open_delta",
     "patched_copy",
     "read_manifest",

@@ -9,11 +9,11 @@
 `digests` is there where the save was asked for it: of all tensors, quantized or not, as in dcp_adapters/weight_sums.py.
 It is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch reads, and in
 the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused. Reading it needs
-neither the model nor a process group.
+neither the model nor a process group. In the planner data alone, `converted` names tensors that `convert` rewrote.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from qtensor.recipes import Recipe
 FORMAT_VERSION = 1
 MANIFEST = "qtensor.manifest"
 MANIFEST_JSON = "qtensor.manifest.json"
+CONVERTED = "converted"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,19 @@ def manifest_of(metadata: Metadata) -> Manifest | None:
     data = metadata.planner_data
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
     return None if record is None else Manifest.from_json(record)
+
+
+def mark_converted(metadata: Metadata, names: Iterable[str]) -> None:
+    """Say in the planner data which tensors were converted, and their masters were not."""
+    metadata.planner_data[MANIFEST_JSON][CONVERTED] = sorted(names)
+
+
+def converted_in(metadata: Metadata) -> frozenset[str]:
+    """The tensors that `mark_converted` named."""
+    data = metadata.planner_data
+    record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
+    names = record.get(CONVERTED) if isinstance(record, Mapping) else None
+    return frozenset(name for name in names if type(name) is str) if isinstance(names, list) else frozenset()
 
 
 def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:

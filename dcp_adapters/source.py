@@ -123,6 +123,7 @@ class Stored(Source):
         has_checksums: whether a table of checksums was saved with it.
         paths: key -> path in the nested state dict; empty where it is flat.
         digests: of tensors, by name, as they were recorded when it was saved.
+        converted: the tensors that `convert` has rewritten and not the masters beside them.
     """
 
     path: Path
@@ -131,6 +132,7 @@ class Stored(Source):
     blobs: list[str]
     has_checksums = False
     digests: Mapping[str, str] = MappingProxyType({})
+    converted: frozenset[str] = frozenset()
     paths: Mapping[str, tuple[Any, ...]]
 
     @property

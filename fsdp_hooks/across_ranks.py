@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError)  # sent with their type
+CPU = torch.device("cpu")
+KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError, ImportError)  # with types
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,18 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """A device on which the group can reduce: the CPU if it can."""
+def device_of(group: dist.ProcessGroup | None, wanted: torch.device = CPU) -> torch.device:
+    """A device on which the group can reduce: `wanted` if it can."""
     kinds = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
+    return wanted if wanted.type in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    """dist.all_reduce in place, wherever the tensor is: weights offloaded to the CPU can have a group of GPUs alone."""
+    there = tensor.to(device_of(group, tensor.device))
+    dist.all_reduce(there, op=op, group=group)
+    if there is not tensor:
+        tensor.copy_(there)
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:

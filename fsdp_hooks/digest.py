@@ -45,8 +45,19 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """int64 [groups]: the digest of each group of tensors. All are on one device; there is at least one tensor."""
-    device = next(tensor.device for group in groups for tensor in group)
+    """int64 [groups]: the digest of each group of tensors. There is at least one tensor, and a group is on one device.
+
+    Where the groups are on several devices, all digests come to that of the first.
+    """
+    there = [next((tensor.device for tensor in group), None) for group in groups]
+    devices = list(dict.fromkeys(device for device in there if device is not None))
+    if len(devices) > 1:
+        found = torch.zeros(len(groups), dtype=torch.int64, device=devices[0])
+        for device in devices:
+            own = [number for number, place in enumerate(there) if place == device]
+            found[own] = digests([groups[number] for number in own]).to(devices[0])
+        return found
+    device = devices[0]
     autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     # autocast refuses to stack float8
     with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_hooks.across_ranks import all_reduce
+
 Label = tuple[str, ...]  # one line for each weight that a value belongs to
 
 FIRST = 4096  # values, 16 KiB: a message that costs no more than an empty one
@@ -49,7 +51,7 @@ class Channel:
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
     """The channel of a group of torch.distributed."""
-    reduce = functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group)
+    reduce = functools.partial(all_reduce, op=dist.ReduceOp.MAX, group=group)
     return Channel(dist.get_rank(group), dist.get_process_group_ranks(group), reduce)
 
 
@@ -70,11 +72,11 @@ def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channe
     Args:
         what: the operation, for errors.
         labels: what each value belongs to; ranks may have them in any order, but equal labels match by their order.
-        values: fp32, 1-D, on one device; at least one.
+        values: fp32, 1-D, on any devices; at least one.
         channel: the ranks.
 
     Returns:
-        The maxima in the order of `values`, and the number of all-reduces.
+        The maxima in the order of `values`, each where its value is, and the number of all-reduces.
 
     Raises:
         RanksDifferError: on all ranks, if some of them have other labels or sizes, or called `tell_failure`.
@@ -84,7 +86,7 @@ def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channe
     pieces = _digest(tuple(labels[index] for index in order), sizes)
     device = values[0].device
     head = torch.tensor([0.0, *pieces, *(-piece for piece in pieces)], dtype=torch.float32, device="cpu")
-    message = torch.cat([head.to(device, non_blocking=True), *(values[index] for index in order)])
+    message = torch.cat([head.to(device, non_blocking=True), *(values[index].to(device) for index in order)])
     first, rest = message[:FIRST], message[FIRST:]
     if first.numel() < FIRST:
         first = torch.cat([first, first.new_zeros(FIRST - first.numel())])
@@ -107,7 +109,9 @@ def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channe
     if rest.numel():
         channel.reduce(rest)
     agreed = torch.cat([first[HEADER : message.numel()], rest]).split(sizes)
-    return [agreed[place] for _, place in sorted(zip(order, range(len(order)), strict=True))], 1 + (rest.numel() > 0)
+    places = [place for _, place in sorted(zip(order, range(len(order)), strict=True))]
+    maxima = [agreed[place].to(value.device) for place, value in zip(places, values, strict=True)]
+    return maxima, 1 + (rest.numel() > 0)
 
 
 def tell_failure(channel: Channel, device: torch.device) -> None:

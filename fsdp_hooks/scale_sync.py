@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.across_ranks import all_reduce
 from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
 from fsdp_hooks.torch_private import local_of
@@ -164,7 +165,7 @@ def max_over_groups(
     Args:
         what: the operation, for errors.
         labels: what each tensor belongs to, see exchange.py; tensors of different ranks are matched by them.
-        values: fp32, 1-D, on one device.
+        values: fp32, 1-D, on any devices.
         groups: for each tensor, the groups it is reduced over, none or more.
 
     Returns:
@@ -202,7 +203,7 @@ def max_over_groups(
 def sum_over_groups(
     labels: Sequence[Label], values: Sequence[Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
 ) -> list[Tensor]:
-    """Elementwise sum of each tensor (1-D, one dtype and device) over the groups that belong to it.
+    """Elementwise sum of each tensor (1-D, one dtype, any devices) over the groups that belong to it.
 
     One all-reduce for each distinct group. It proves nothing about the ranks: call it behind a `max_over_groups` with
     the same labels and groups.
@@ -210,10 +211,10 @@ def sum_over_groups(
     result = list(values)
     for group in in_order(labels, groups):
         own = sorted((index for index, over in enumerate(groups) if group in over), key=lambda index: labels[index])
-        total = torch.cat([result[index] for index in own])
-        dist.all_reduce(total, group=group)
+        total = torch.cat([result[index].to(result[own[0]].device) for index in own])
+        all_reduce(total, dist.ReduceOp.SUM, group)
         for index, piece in zip(own, total.split([result[index].numel() for index in own]), strict=True):
-            result[index] = piece
+            result[index] = piece.to(result[index].device)
     return result
 
 

@@ -6,9 +6,9 @@ underscore.
 """
 
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
+Callback = TypeVar("Callback", bound=Callable[..., Any])
+
 __all__ = [
     "compute_local_shape_and_global_offset",
+    "constant_in_graphs",
     "cpu_by_default",
     "dtensor_around",
     "dtensor_like",
@@ -73,6 +76,16 @@ def is_described() -> bool:
     see, so we look at the name of the calling module.
     """
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
+
+
+def constant_in_graphs(fn: Callback) -> Callback:
+    """A decorator: dynamo calls `fn` while it traces, and takes what it returns for a constant.
+
+    It does what torch.compiler.assume_constant_result does, which imports dynamo: seconds, and changes to the process
+    that nobody expects of an import.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
 
 
 def is_watched() -> bool:

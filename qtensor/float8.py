@@ -9,6 +9,7 @@ These are the formulas of TransformerEngine's current-scaling kernels. An elemen
 affects no other element.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -97,6 +98,10 @@ class Float8:
         enc = power_of_two_floor(encoding_scale(ELEMENTS[recipe.element][1], shared.amax))
         return {}, enc, fits(enc, shared, fp8.STEP[recipe.element])
 
+    def asked(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling, name: str, largest: Tensor) -> Tensor:
+        """By the largest element under each scale."""
+        return asked_of(parts[name], largest, recipe.element, power_of_two=recipe.power_of_two)
+
     def snap(self, scaled: Tensor, recipe: Float8CurrentScaling) -> Tensor:
         """Nearest E4M3 or E5M2 values."""
         return fp8.snapped(scaled, recipe.element)
@@ -112,6 +117,21 @@ def grid_of(amax: Tensor, element: str, *, power_of_two: bool) -> tuple[Tensor, 
     if power_of_two:
         enc = power_of_two_floor(enc)
     return enc, quotient(1.0, enc)
+
+
+def asked_of(scale: Tensor, largest: Tensor, element: str, *, power_of_two: bool) -> Tensor:
+    """Where fp32 scales can be what `grid_of` makes of an amax, given the largest element under each of them; bool.
+
+    amax * enc is max_q up to two fp32 roundings, which rounding stochastically may take to the element before it. With
+    `power_of_two` it lies between max_q / 2 and max_q. Only zeros have the scale 1 and no element but 0. Where the
+    scale is no normal number, enc may have been clamped, and nothing is known.
+    """
+    dtype, top = ELEMENTS[element]
+    least = top / 2 if power_of_two else top - 2.0 ** math.floor(math.log2(top)) * torch.finfo(dtype).eps
+    made = largest >= least
+    if power_of_two:
+        made = made & (scale.view(torch.int32) & 0x7FFFFF == 0)
+    return made | ((largest == 0) & (scale == 1)) | (scale < torch.finfo(torch.float32).tiny)
 
 
 class Float8Tensor(QuantizedTensor):

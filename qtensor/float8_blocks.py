@@ -21,7 +21,7 @@ from qtensor.codecs import fp8
 from qtensor.codecs.fp8 import ELEMENTS
 from qtensor.codecs.rounding import power_of_two_floor
 from qtensor.fineness import Fineness, fineness, fits
-from qtensor.float8 import Float8Tensor, grid_of
+from qtensor.float8 import Float8Tensor, asked_of, grid_of
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 
@@ -83,6 +83,9 @@ class _Float8Blocks:
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         enc = power_of_two_floor(encoding_scale(ELEMENTS[recipe.element][1], facts.amax))
         return {}, enc, fits(enc, facts, fp8.STEP[recipe.element])
+
+    def asked(self, parts: Mapping[str, Tensor], recipe: Float8BlockScaling, name: str, largest: Tensor) -> Tensor:
+        return asked_of(parts[name], largest, recipe.element, power_of_two=recipe.power_of_two)
 
     def snap(self, scaled: Tensor, recipe: Float8BlockScaling) -> Tensor:
         return fp8.snapped(scaled, recipe.element)

@@ -31,6 +31,8 @@ from qtensor.float8 import (
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 
+ROUNDING = 2.0**-20  # of an amax times enc, which is known from the scale up to a few fp32 roundings
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Float8DelayedScaling(Recipe):
@@ -109,6 +111,55 @@ def _enc(history: Tensor, previous: Tensor, recipe: Float8DelayedScaling) -> Ten
     amax = history.amax() if recipe.amax_compute == "max" else history[0]
     enc = quotient(largest * 2.0**-recipe.margin, amax).clamp(max=FLT_MAX)
     return torch.where(torch.isfinite(amax) & (amax > 0), enc, previous)
+
+
+def history_fault(
+    parts: Mapping[str, Tensor], recipe: Float8DelayedScaling, largest: Tensor | None, *, whole: bool = True
+) -> str | None:
+    """Why a history cannot have led to the scale and the payload beside it, in words; None where it can.
+
+        before the step    [      h1, h2, .. , oldest]     scale: of these
+        stored             [amax, h1, h2, ..         ]     payload: values of this amax under the scale
+
+    The scale of "max" may be larger than that of h1, h2, .., since the oldest entry is forgotten. Shards of which some
+    were written by hand before they were synced hold the larger scale, and the maximum of each entry. Where no earlier
+    amax decided (h1 is 0, or all of them), the history began with the last write, or came from a file: all is possible.
+
+    Args:
+        parts: at least the scale and the history.
+        recipe: of the tensor.
+        largest: fp32 [], the largest |element| of the payload; None where it has no elements.
+        whole: whether that is of the whole payload, and not of a shard.
+    """
+    history, scale = parts["amax_history"].cpu(), parts["scale"].cpu()
+    recent = recipe.amax_compute == "most_recent"
+    led = history[1:2] if recent else history[1:]
+    if not bool((led > 0).any()):
+        return None
+    least = _scale(history[:2].amin() if recent else led.amax(), recipe)
+    most = _scale(history[:2].amax(), recipe) if recent else torch.full_like(least, torch.inf)
+    if not bool((least <= scale) & (scale <= most)):
+        range_ = f"{float(least)!r} to {float(most)!r}" if recent else f"at least {float(least)!r}"
+        return f"the scale is {float(scale)!r}, and the amax history leads to {range_}"
+    if largest is None:
+        return None
+    dtype, top = ELEMENTS[recipe.element]
+    scaled = history[0].double() / scale.double()
+    ends = [(scaled * (1 + side)).float().clamp(max=top).to(dtype).float() for side in (-ROUNDING, ROUNDING)]
+    filled = not whole or bool(ends[0] <= largest.cpu())  # another shard may hold the largest
+    if not (filled and bool(largest.cpu() <= ends[1])):
+        expected = f"{'' if whole else 'at most '}{float(ends[1])!r}"
+        return (
+            f"the largest element is {float(largest)!r}, expected {expected} of the last amax in the history, "
+            f"{float(history[0])!r}, under the scale {float(scale)!r}"
+        )
+    return None
+
+
+def _scale(amax: Tensor, recipe: Float8DelayedScaling) -> Tensor:
+    """The scale of one amax, fp32 []; 0 for 0, which decides nothing."""
+    scale = quotient(1.0, _enc(amax.reshape(1), torch.ones_like(amax), recipe))
+    return torch.where(amax > 0, scale, 0.0)
 
 
 class DelayedFloat8Tensor(Float8Tensor):

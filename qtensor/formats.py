@@ -87,6 +87,9 @@ class Format(Protocol):
 
         fineness(x, recipe)            facts of the values behind each scale, and behind each shared scale (or None)
         fitted(recipe, facts, shared)  (quantizer, enc, fits): what `encode_with` takes, and where it is exact then
+
+    One whose stored scales can be judged has `asked(parts, recipe, name, largest)`: where its scale of that name can be
+    what `quantizer` makes, bool, by the largest number that is stored under each (see own_scales.py).
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:

@@ -41,6 +41,7 @@ from qtensor.agreement import RecipeScales, claim_of, decided, encode_agreed, wi
 from qtensor.cut_blocks import CutBlocks
 from qtensor.formats import check_shape, describe, registered
 from qtensor.kernels import shared_amax
+from qtensor.moves import Note, carried, noted, restored
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
@@ -77,6 +78,8 @@ class HighPrecisionWeight(Tensor):
     recipe: Recipe
     agreement: Agreement
     padded_rows: int | None
+    _note: Note | None = None
+    agreed = property(lambda self: self.agreement.claims)  # torch looks up the names from `__tensor_flatten__` here
 
     def __new__(
         cls, dense: Tensor, recipe: Recipe, *, agreement: Agreement | None = None, padded_rows: int | None = None
@@ -178,6 +181,7 @@ class HighPrecisionWeight(Tensor):
             return func(args[0].quantized(), *args[1:], **kwargs)
         if func is aten.split.Tensor:
             refuse_resharding_to_a_smaller_mesh(args[0], args[1])
+            restored(args[0])
         result = func(*dense(args), **dense(kwargs))
         if result is None and func.__name__.startswith(("_foreach_", "_fused_")):  # written in place
             count_writes(one for one in args[0] if isinstance(one, HighPrecisionWeight))
@@ -188,10 +192,8 @@ class HighPrecisionWeight(Tensor):
         return _wrapped(func, args, kwargs, result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        agreed = self.agreement.claims
-        self.agreed = agreed  # torch looks up inner tensors as attributes
         context = self.recipe, self.padded_rows, self.agreement.cut
-        return ["dense", *(["agreed"] if agreed is not None else [])], context
+        return ["dense", *(["agreed"] if self.agreed is not None else [])], context
 
     @classmethod
     def __tensor_unflatten__(
@@ -270,10 +272,9 @@ _KEEPS = frozenset(
         aten.new_zeros.default,
     }
 )
+_ALIASES = frozenset({aten.detach.default, aten.alias.default})
 # The ops of `_KEEPS` whose result keeps the padded row count, and the agreement.
-_SAME_ROWS = frozenset(
-    {aten.detach.default, aten.alias.default, aten._to_copy.default, aten._pin_memory.default, aten.clone.default}
-)
+_SAME_ROWS = frozenset({*_ALIASES, aten._to_copy.default, aten._pin_memory.default, aten.clone.default})
 # DTensor begins a product with the weight by these. They give the quantized weight, as F.linear uses it.
 _TRANSPOSES = frozenset({aten.t.default, aten.transpose.int})
 _RESHAPES_IN_PLACE = frozenset(
@@ -317,7 +318,10 @@ def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return _padded_shard(weight, result) if result.ndim == weight.ndim else result
     if func in _SAME_ROWS or (func is aten.view.default and result.shape == weight.shape):
         agreement = dataclasses.replace(weight.agreement) if func is aten.clone.default else weight.agreement
-        return HighPrecisionWeight(result, weight.recipe, agreement=agreement, padded_rows=weight.padded_rows)
+        same = HighPrecisionWeight(result, weight.recipe, agreement=agreement, padded_rows=weight.padded_rows)
+        if func is aten._to_copy.default:
+            return noted(weight, same)
+        return carried(weight, same) if func in _ALIASES else same
     from_start = func is not aten.slice.Tensor or (args[1:2] in ((), (0,)) and not (args[2:3] or (None,))[0])
     keeps_padding = from_start and func in (aten.slice.Tensor, aten.view.default)
     if not keeps_padding:

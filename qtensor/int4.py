@@ -79,6 +79,12 @@ class _Int4:
         payload = int4.encode(scaled, whole).reshape(*x.shape[:-1], x.shape[-1] // 2)
         return {"payload": payload, "scale": bf16.marked(quantizer["scale"], broken)}
 
+    def asked(self, parts: Mapping[str, Tensor], recipe: Int4GroupScaling, name: str, largest: Tensor) -> Tensor:
+        """An amax over its scale is 7.5 up to 2^-8 of it, which no rounding takes below 7."""
+        scale = parts[name].to(torch.float32)
+        unknown = scale.isnan() | (scale < torch.finfo(torch.float32).tiny)  # of fewer bits than a normal bf16 number
+        return (largest >= int4.LARGEST) | ((largest == 0) & (scale == 1)) | unknown
+
     def snap(self, scaled: Tensor, recipe: Int4GroupScaling) -> Tensor:
         return int4.snapped(scaled.to(torch.float32))
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fsdp_hooks.torch_private import without_torch_function
 from qtensor.formats import describe
+from qtensor.late_decode import multiply_decoded
 from qtensor.products import product
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
 
@@ -41,7 +42,8 @@ class QuantizedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = (grad @ _dense(weight, grad.dtype)).to(x.dtype)
+            with without_torch_function():
+                dx = multiply_decoded("matmul", [grad], 1, weight, grad.dtype).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dw = (
                 (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)

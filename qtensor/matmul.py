@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qtensor.formats import describe
+from qtensor.late_decode import multiply_decoded
 from qtensor.ops import implements
 from qtensor.products import product
 from qtensor.tensor import QuantizedTensor, dense
@@ -56,7 +57,7 @@ def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     x, weight = args
     if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
         return product(x, _transposed(weight))
-    return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
+    return _decoded_inside(func, args, kwargs)
 
 
 @implements(aten.addmm.default)
@@ -68,7 +69,17 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             raise NotImplementedError(f"addmm with beta or alpha of {describe(weight.shape, weight.recipe)}")
         y: Tensor = product(x, _transposed(weight)) + bias
         return y
-    return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
+    return _decoded_inside(func, args, kwargs)
+
+
+def _decoded_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A product of decoded values; where one operand is quantized and nothing but tensors is given, see late_decode."""
+    places = [place for place, arg in enumerate(args) if isinstance(arg, QuantizedTensor)]
+    if len(places) != 1 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
+        return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
+    (place,) = places
+    name = func.__name__.removesuffix(".default")
+    return multiply_decoded(name, [*args[:place], *args[place + 1 :]], place, args[place])
 
 
 _BATCHED = [aten.bmm.default, aten.mv.default]
@@ -85,4 +96,4 @@ def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
                 f'{func} with {describe(operand.shape, operand.recipe)}: activations="dynamic" is defined for linear '
                 "layers; loop over them, or call .dequantize()"
             )
-    return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
+    return _decoded_inside(func, args, kwargs)

@@ -70,6 +70,9 @@ class _MXFP4:
         payload = e2m1.encode(blocks * enc.unsqueeze(-1), whole).reshape(*x.shape[:-1], x.shape[-1] // 2)
         return {"payload": payload, "scale": e8m0.marked(quantizer["scale"], broken)}
 
+    def asked(self, parts: Mapping[str, Tensor], recipe: MXFP4BlockScaling, name: str, largest: Tensor) -> Tensor:
+        return e8m0.asked(parts[name], largest, e2m1.LARGEST / 2 if recipe.scale_rounding == "up" else 2.0**EMAX)
+
     def snap(self, scaled: Tensor, recipe: MXFP4BlockScaling) -> Tensor:
         return e2m1.snapped(scaled)
 

@@ -83,6 +83,11 @@ class _MXFP8:
         payload = fp8.encode(blocks * enc.unsqueeze(-1), whole, recipe.element).reshape(x.shape)
         return {"payload": payload, "scale": e8m0.marked(quantizer["scale"], broken)}
 
+    def asked(self, parts: Mapping[str, Tensor], recipe: MXFP8BlockScaling, name: str, largest: Tensor) -> Tensor:
+        up = recipe.scale_rounding == "up"
+        least = ELEMENTS[recipe.element][1] / 2 if up else 2.0 ** ELEMENT_EMAX[recipe.element]
+        return e8m0.asked(parts[name], largest, least)
+
     def snap(self, scaled: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
         return fp8.snapped(scaled, recipe.element)
 

@@ -40,7 +40,7 @@ from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
 
 BLOCK = 16
-LARGEST_SCALE = 448.0
+LARGEST_SCALE, LEAST_SCALE = 448.0, 2.0**-9
 E4M3_EXPONENTS = (-9, 8)  # of the least and the largest power of two among E4M3 scales
 SIXTH = fp32(1 / 6)  # fp32(1/6), exactly representable
 
@@ -118,6 +118,22 @@ class _NVFP4:
         exponent = torch.maximum(_least_exponent(facts.amax), least)
         scale = torch.where(facts.amax > 0, e8m0.power_of_two(exponent - top + 127), 0.0)
         return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": e8m0.power_of_two(top + 127)}, None, holds
+
+    def asked(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling, name: str, largest: Tensor) -> Tensor:
+        """A block by its largest element, the global scale by the largest scale of a block.
+
+        amax / (scale * global_scale) is 6 up to half a step of the scale: above 5.6 for a normal one, 4.5 for twice the
+        least scale and 3 for the least; rounding stochastically may take it to the element before. The largest scale is
+        448. Scales of 0, and those in whose products fp32 loses bits, say nothing.
+        """
+        wide = parts["global_scale"]
+        if name == "global_scale":
+            return (
+                (largest >= LARGEST_SCALE) | ((largest == 0) & (wide == 1)) | (wide < torch.finfo(torch.float32).tiny)
+            )
+        scale = parts["scale"].to(torch.float32)
+        made = (largest >= 4) | ((largest >= 3) & (scale == LEAST_SCALE))
+        return made | (scale == 0) | scale.isnan() | (scale * wide < torch.finfo(torch.float32).tiny)
 
     def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
         return e2m1.snapped(scaled)

@@ -26,6 +26,7 @@ from qtensor.codecs.rounding import armed
 from qtensor.contents import decoded, held, held_specs, initial_value, preserve, store, write, write_converted
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, specs_of, tensor_wide
 from qtensor.lens import Lens
+from qtensor.moves import noted, requires_grad_
 from qtensor.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
 from qtensor.tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
 
@@ -70,7 +71,7 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     moved = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
     own = held(q)
     parts = {spec.name: own[spec.name].to(**moved, dtype=spec.dtype, copy=True) for spec in held_specs(q, dtype)}
-    return q._like(parts, dtype=dtype, lens=q._lens.owned(), sharding=q._sharding, shape=q.shape)
+    return noted(q, q._like(parts, dtype=dtype, lens=q._lens.owned(), sharding=q._sharding, shape=q.shape))
 
 
 @implements(aten._pin_memory.default)
@@ -340,4 +341,5 @@ def refuse_data(q: Tensor, value: Tensor) -> None:
     )
 
 
+TORCH_FUNCTIONS[Tensor.requires_grad_] = requires_grad_
 TORCH_FUNCTIONS[Tensor.data.__set__] = refuse_data  # type: ignore[attr-defined]

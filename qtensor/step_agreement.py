@@ -139,9 +139,9 @@ def agree(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedS
     for (_, scales, _), claim in zip(claiming, agreed[len(sharing) + len(members) :], strict=True):
         scales.adopt(claim)
     order = [number for numbers in members.values() for number in numbers]
-    return Outcome(
-        scales_agreed, order, torch.cat(flags) if flags else torch.zeros(0, dtype=torch.float32, device="cpu")
-    )
+    if not flags:
+        return Outcome(scales_agreed, order, torch.zeros(0, dtype=torch.float32, device="cpu"))
+    return Outcome(scales_agreed, order, torch.cat([own.to(flags[0].device) for own in flags]))
 
 
 def tell(trained: Sequence[Trained], dense: Sequence[tuple[str, Tensor, SharedScales]], replicas: Replicas) -> None:

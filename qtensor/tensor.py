@@ -39,6 +39,7 @@ from qtensor.formats import (
     specs_of,
 )
 from qtensor.lens import OWN, Lens
+from qtensor.moves import Note
 from qtensor.pickling import rebuild, reduced
 from qtensor.recipes import Recipe
 
@@ -64,6 +65,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     scale: Tensor
     _lens: Lens
     _preserved: Preserved
+    _note: Note | None = None
     _init_value = property(initial_value, preserve)  # torch looks up the names from `__tensor_flatten__` here
 
     def __new__(  # noqa: PLR0913 - everything an instance consists of; internal

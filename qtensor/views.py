@@ -19,6 +19,7 @@ from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows
 from qtensor.contents import held, held_specs
 from qtensor.formats import PartSpec, block_multiple, describe, row_multiple, specs_of, tensor_wide
 from qtensor.lens import OWN, Lens, Reach
+from qtensor.moves import carried, restored
 from qtensor.ops import implements, refuse_resharding_to_a_smaller_mesh
 from qtensor.tensor import QuantizedTensor
 
@@ -34,7 +35,7 @@ def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same bytes in a new wrapper."""
     q = args[0]
-    return q._aliased(q._lens, q.shape)
+    return carried(q, q._aliased(q._lens, q.shape))
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
@@ -88,6 +89,7 @@ def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pieces of `size` along a dim, the last may be shorter. fully_shard and distribute_tensor cut shards this way."""
     q, size, dim = _filled(args, None, None, 0)
     refuse_resharding_to_a_smaller_mesh(q, size)
+    restored(q)
     total = q.shape[dim]
     return [cut(q, dim % q.ndim, start, min(start + size, total)) for start in range(0, max(total, 1), max(size, 1))]
 

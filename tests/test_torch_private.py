@@ -223,6 +223,13 @@ def test_a_compilation_in_one_thread_is_no_tracing_in_another() -> None:
         torch.compiler.reset()
 
 
+def test_a_constant_in_graphs_is_what_torch_marks_as_one() -> None:
+    marked, ours = (
+        mark(lambda: 0) for mark in (torch.compiler.assume_constant_result, torch_private.constant_in_graphs)
+    )
+    assert vars(marked) == vars(ours) != {}
+
+
 def test_make_wrapper_makes_a_tensor_without_data() -> None:
     class Wrapper(torch.Tensor):
         @classmethod

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from dcp_adapters.cli.help_texts import HELP, MAIN
+from dcp_adapters.gguf.plan import GGUF
 from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.recipe_names import DTYPES, short_names
 
@@ -62,6 +63,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory")
+    parser.add_argument("--deep", action="store_true", help="also compare masters, histories and scales with payloads")
+    parser.add_argument(
+        "--own-scales",
+        action="store_true",
+        help="--deep, where no scale is calibrated, converted or imported: one its values do not ask for is an error",
+    )
     _add_json(parser)
     _add_progress(parser)
 
@@ -100,7 +107,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT", help="the directory of the checkpoint")
     parser.add_argument("destination", metavar="OUT", help="the directory to write; must not exist, or be empty")
-    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="compressed-tensors", help="default: %(default)s")
+    layouts = sorted([*LAYOUTS, GGUF.name])
+    parser.add_argument("--layout", choices=layouts, default="compressed-tensors", help="default: %(default)s")
+    parser.add_argument("--like", metavar="FILE", help="for gguf: a GGUF file of the same model, in any type")
     parser.add_argument("--config", metavar="PATH", help="the model's directory, or its config.json; engines need it")
     parser.add_argument("--rest", metavar="PATH", help="where to take tensors from that the checkpoint does not have")
     parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in the checkpoint")

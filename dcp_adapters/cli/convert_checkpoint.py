@@ -24,14 +24,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_adapters.cli.conversion_outcome import Converted, Outcome, Target
 from dcp_adapters.entry import Entry, parts_of
+from dcp_adapters.manifest import mark_converted
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
+from dcp_adapters.soundness import Masters
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, refuse_taken
 from dcp_adapters.stored.numeric_error import Error, error_between
@@ -242,6 +244,16 @@ class _StreamingPlanner(QuantizedSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if self.flatten_state_dict:  # the stand-ins came flat; their places are those of the source
             self.mappings = {entry: self.paths.get(entry, (entry,)) for entry in self.mappings}
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        source, plan = self.stream.source, self.stream.plan
+        # their masters are copied, and are not what the new bytes were made from
+        mastered = Masters.among({name: _written(entry, plan) for name, entry in source.entries.items()}).beside
+        converted_now = source.converted | {*plan.changes} & mastered.keys()
+        if converted_now:
+            mark_converted(metadata, converted_now)
+        return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.stream.take(index.fqn) if index.fqn in self.stream else super().lookup_object(index)

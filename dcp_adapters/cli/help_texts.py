@@ -64,10 +64,14 @@ examples:
         about="""\
 Read all of a checkpoint and check it: files missing or cut short, checksums and digests where it has some, the manifest
 against what is stored. Of a Hugging Face directory: NaN, and the digests in the files of an export.
-Exit status 1 if there is any error; warnings alone leave it 0.""",
+--deep reads the quantized tensors once more and finds what no checksum can: masters that do not requantize to the
+weights beside them, an amax history that cannot have led to its scale, and (as warnings: calibration leaves such, too)
+scales that their values do not ask for. Exit status 1 if there is any error; warnings alone leave it 0.""",
         examples="""\
 examples:
   %(prog)s runs/step-1000
+  %(prog)s runs/step-1000 --deep                     are weights, scales and optimizer of one step?
+  %(prog)s runs/step-1000 --own-scales               trained alone, never calibrated or imported
   %(prog)s runs/step-1000 && rm -r runs/step-0500""",
     ),
     "digest": HelpText(
@@ -120,12 +124,14 @@ examples:
         about="""\
 Write the weights of a checkpoint as a Hugging Face directory that inference engines load: safetensors with the very
 bytes of the checkpoint, compared with its checksums if it has some, and the JSON that tells of them. OUT must not
-exist, or be empty, and appears only when it is complete. One file is in memory at a time.""",
+exist, or be empty, and appears only when it is complete. One file is in memory at a time. With --layout gguf OUT is
+one file, which llama.cpp runs; it needs pip install "qtensor[gguf]".""",
         examples="""\
 examples:
   %(prog)s runs/step-1000 out --config model                 vLLM, SGLang, transformers
   %(prog)s runs/step-1000 out --config model --layout modelopt
-  %(prog)s calibrated out --config model --rest model        the rest from the dense model""",
+  %(prog)s calibrated out --config model --rest model        the rest from the dense model
+  %(prog)s runs/step-1000 out.gguf --layout gguf --like model-f16.gguf""",
     ),
     "delta": HelpText(
         summary="write what changed between two states",

@@ -21,6 +21,8 @@ from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.digest import digest_of_each, opened
 from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
+from dcp_adapters.gguf.export import export_gguf
+from dcp_adapters.gguf.plan import GGUF
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.hf.verify_directory import verify_directory
@@ -83,18 +85,21 @@ def _report(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     hugging_face = is_directory(arguments.checkpoint)
     directory = Path(arguments.checkpoint) if hugging_face else checkpoint_directory(arguments.checkpoint)
+    level: Any = "own_scales" if arguments.own_scales else "deep" if arguments.deep else "bytes"
     files = directory.glob("*.safetensors" if hugging_face else "*.distcp")
     with progress_bar("verifying", sum(file.stat().st_size for file in files), enabled=arguments.progress) as advance:
         report = (
-            verify_directory(directory, advance=advance)
+            verify_directory(directory, level=level, advance=advance)
             if hugging_face
-            else verify(directory, progress=_steps(advance))
+            else verify(directory, level=level, progress=_steps(advance))
         )
     findings = [
         {"severity": found.severity, "file": found.file, "entry": found.entry, "message": found.message}
         for found in report.findings
     ]
     counts = {name: getattr(report, name) for name in ("tensors", "chunks", "bytes", "checksums")}
+    if level != "bytes":
+        counts |= {"judged": report.judged, "masters": report.masters}
     errors = sum(found["severity"] == "error" for found in findings)
     if arguments.json:
         _show({"format": VERIFY_FORMAT, "checkpoint": arguments.checkpoint, **counts, "findings": findings})
@@ -104,7 +109,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         _show(table(keys, [[str(found[key] or "-") for key in keys] for found in findings]) + "\n")
     looked_at = f"{counts['tensors']} tensors, {counts['chunks']} chunks, {human_bytes(counts['bytes'])}"
     verdict = f"{errors} errors, {len(findings) - errors} warnings" if findings else "no errors"
-    _show(f"{verdict} ({looked_at}, {counts['checksums']} checksums)")
+    judged = f", {report.judged} tensors judged, {report.masters} masters" if level != "bytes" else ""
+    _show(f"{verdict} ({looked_at}, {counts['checksums']} checksums{judged})")
     return FOUND if errors else FINE
 
 
@@ -159,6 +165,10 @@ def _apply(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if (arguments.layout == GGUF.name) != (arguments.like is not None):
+        raise ValueError(f"--layout {GGUF.name} and --like go together: a GGUF file is made like another of the model")
+    if arguments.like is not None:
+        return _export_gguf(arguments)
     out = export_hf(
         arguments.source,
         arguments.destination,
@@ -177,6 +187,22 @@ def _export(arguments: argparse.Namespace) -> int:
         why = "without --config, config.json tells of the quantization alone; engines need the model's"
         print(f"{PROGRAM}: warning: {why}", file=sys.stderr)
     _show(f"{out}: {total} in {len(files)} file{'s' if len(files) > 1 else ''}, layout {arguments.layout}")
+    return FINE
+
+
+def _export_gguf(arguments: argparse.Namespace) -> int:
+    if arguments.config is not None:
+        raise ValueError(f"--layout {GGUF.name} takes no --config: all that describes the model is taken from --like")
+    out = export_gguf(
+        arguments.source,
+        arguments.destination,
+        like=arguments.like,
+        rest=arguments.rest,
+        prefix=arguments.prefix,
+        verify_checksums=arguments.checksums,
+        progress=arguments.progress,
+    )
+    _show(f"{out}: {human_bytes(out.stat().st_size)}, layout {GGUF.name}")
     return FINE
 
 

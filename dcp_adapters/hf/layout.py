@@ -232,6 +232,7 @@ class Layout:
         also_reads: entries that files by others have; they are read, and never written.
         experts: what becomes of a weight [E, N, K] of all experts: "each", a linear for each; "all", it stays one, and
             nothing else is quantized.
+        fuses: whether its engines run some linears as one, which must then share a format and scales.
         models: the `model_type`s that it is for; empty: all but those whose experts have names of their own.
         kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
         kv_form: how such a scale looks in the file.
@@ -247,6 +248,7 @@ class Layout:
     lacks: Mapping[Scheme, str] = field(default_factory=dict)
     also_reads: Sequence[tuple[Scheme, SchemeEntry]] = ()
     experts: Literal["each", "all"] = "each"
+    fuses: bool = True
     models: frozenset[str] = frozenset()
 
     @property

@@ -156,8 +156,10 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
         request.layout.entry(scheme, module)
     ignored = _ignored(records, schemes, turned, tied=request.tied)
     _check_once(schemes, ignored)
-    check_fused(schemes, ignored)
-    renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
+    renewed: dict[str, float] = {}
+    if request.layout.fuses:
+        check_fused(schemes, ignored)
+        renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
     attentions = kv_attentions(records)
     if attentions and not request.layout.kv_scales:
         raise ValueError(

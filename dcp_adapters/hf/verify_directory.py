@@ -15,6 +15,8 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.directory import FileTensor, read_directory
 from dcp_adapters.hf.file_digests import DIGESTS, RecordedDigests
 from dcp_adapters.hf.stored_directory import StoredDirectory
+from dcp_adapters.soundness import Level
+from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.findings import Finding, Report
 from dcp_adapters.stored.part_values import value_fault
 from dcp_adapters.stored.progress_bar import Advance, unseen
@@ -23,11 +25,12 @@ from dcp_adapters.words import listed
 SHOWN = 3  # names in a sentence
 
 
-def verify_directory(path: str | os.PathLike[str], *, advance: Advance = unseen) -> Report:
+def verify_directory(path: str | os.PathLike[str], *, level: Level = "bytes", advance: Advance = unseen) -> Report:
     """Read a whole directory and report everything that is wrong with it.
 
     Args:
         path: a directory of safetensors, dense or quantized.
+        level: "deep" or "own_scales" also asks what soundness.py says of each quantized tensor.
         advance: told the bytes of each tensor that is done.
 
     Returns:
@@ -60,7 +63,8 @@ def verify_directory(path: str | os.PathLike[str], *, advance: Advance = unseen)
         chunks, nbytes = chunks + stored.chunks(name), nbytes + entry.nbytes
         advance(entry.nbytes)
     compare([*left.values()])
-    return Report(str(path), tuple(findings), len(stored.entries), chunks, nbytes, agreed)
+    report = Report(str(path), tuple(findings), len(stored.entries), chunks, nbytes, agreed)
+    return report if level == "bytes" else and_deep(report, lambda: stored, level)
 
 
 def _lacking(recorded: RecordedDigests) -> Iterator[Finding]:

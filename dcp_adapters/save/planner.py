@@ -33,6 +33,7 @@ from dcp_adapters.save import plan_cache
 from dcp_adapters.save.coordinator import PLAIN, Now, Record, merged_manifest, with_manifest, with_unlisted
 from dcp_adapters.save.item_sums import Sums, item_sums, refuse_ranks_apart, with_digests
 from dcp_adapters.save.overwrite import clear, commit, make_room, own_names
+from dcp_adapters.save.unsound import refuse_unsound
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item
 from dcp_adapters.torch_private import Committed, prefix_of, writes_safetensors
 from fsdp_hooks.digest import digest
@@ -58,13 +59,16 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             save then leaves none.
         digest: record the digest of each tensor in the manifest, as `tensor_digests` gives them of the model.
             The plans of the ranks carry the sums. Ranks that hold the same chunk must then hold the same bytes.
+        verify: "deep" refuses to save weights that are not what their masters requantize to, or whose amax history
+            cannot have led to their scale: each rank reads what it holds once more. "own_scales" also refuses scales
+            that no value asks for, which only weights that were never calibrated, converted or imported have to pass.
         **kwargs: those of DefaultSavePlanner. enable_plan_caching=True spares the exchange of plans while the state
             dict keeps its names, shapes, placements and formats.
 
     Raises:
         ValueError: while saving, on all ranks and before anything is written: ranks disagree on a recipe or a
             tensor-wide scale, with digest=True on any bytes that several hold; a name is taken; a column cut does not
-            fall on block boundaries; digest=True without the collectives that add the sums up.
+            fall on block boundaries; digest=True without the collectives that add the sums up; what `verify` finds.
         RuntimeError: the storage writer lost a chunk (a writing thread that failed, say); no `.metadata` is written.
     """
 
@@ -74,13 +78,16 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         checksums: bool = True,
         overwrite: Literal["keep", "delete_first"] = "keep",
         digest: bool = False,
+        verify: Literal["deep", "own_scales"] | None = None,
         **kwargs: Any,
     ) -> None:
+        if verify not in (None, "deep", "own_scales"):
+            raise ValueError(f'QuantizedSavePlanner: verify={verify!r} is not one of None, "deep", "own_scales"')
         if overwrite not in ("keep", "delete_first"):
             raise ValueError(f'QuantizedSavePlanner: overwrite={overwrite!r} is not one of "keep", "delete_first"')
         self.caches_plans = kwargs.pop("enable_plan_caching", False)  # our own: stock's compares no formats
         super().__init__(**kwargs)
-        self.overwrite = overwrite
+        self.overwrite, self.verify = overwrite, verify
         self.with_checksums, self.with_digest = checksums, digest
         # an option of the calling thread, which the threads that write do not inherit
         self.crc32, self.built_by = torch.serialization.get_crc32_options(), threading.get_ident()
@@ -107,6 +114,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                 entries[name] = {spec.name: f"{name}.{spec.name}" for spec in specs_of(q.recipe)}
                 self._keep_parts(entries[name], q, layouts.of(name, value, q), name)
         self._refuse_taken_names(entries)
+        if self.verify is not None:
+            refuse_unsound(flat, self.verify)
         if self.flatten_state_dict:
             self.mappings = _part_paths(self.mappings, entries)
         self.checksums = Checksums()

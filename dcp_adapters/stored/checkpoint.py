@@ -8,6 +8,7 @@ What is known without touching data (names, recipes, shapes, sizes) is there aft
 one tensor, however many ranks wrote them. No process group and no model are needed.
 """
 
+import dataclasses
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.entry import Entry
-from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.manifest import MANIFEST, Manifest, converted_in, manifest_of
 from dcp_adapters.reading.reader import SafeFileSystemReader
 from dcp_adapters.source import Stored
 from fsdp_hooks.byte_sums import Piece
@@ -60,6 +61,7 @@ class StoredCheckpoint(Stored):
         self.manifest = self._read_manifest()
         self.format_version = None if self.manifest is None else self.manifest.format_version
         self.entries = self._found_entries()
+        self.converted = converted_in(self.metadata)
         self.digests = {} if self.manifest is None else self.manifest.digests
         self.blobs = [
             name
@@ -130,6 +132,23 @@ class StoredCheckpoint(Stored):
         self._read(key, create_read_items_for_chunk_list(key, record, [whole]), {key: target})
         return target
 
+    def rows(self, key: str, piece: slice) -> Tensor:
+        """Some of one stored tensor along dim 0; not compared with checksums, which are those of whole chunks."""
+        record = self.metadata.state_dict_metadata[key]
+        assert isinstance(record, TensorStorageMetadata)
+        if not record.size:
+            return self.read_key(key)
+        start, stop, _ = piece.indices(record.size[0])
+        box = ChunkStorageMetadata(
+            offsets=torch.Size([start] + [0] * (len(record.size) - 1)),
+            sizes=torch.Size([stop - start, *record.size[1:]]),
+        )
+        target = torch.empty(box.sizes, dtype=record.properties.dtype, device="cpu")
+        into = MetadataIndex(key, torch.Size([0] * len(record.size)), 0)
+        items = create_read_items_for_chunk_list(key, record, [box])
+        self._read(key, [dataclasses.replace(item, dest_index=into) for item in items], {key: target}, partial=True)
+        return target
+
     def read_blob(self, name: str) -> bytes:
         """An entry of bytes, as it is stored."""
         zero, index = torch.Size([0]), MetadataIndex(name)
@@ -138,8 +157,11 @@ class StoredCheckpoint(Stored):
 
     # -- below the surface ---------------------------------------------------------------------------------------------
 
-    def _read(self, entry: str, items: list[ReadItem], targets: dict[str, Tensor]) -> io.BytesIO:
-        planner = _Into(targets, self._checksums)
+    def _read(
+        self, entry: str, items: list[ReadItem], targets: dict[str, Tensor], *, partial: bool = False
+    ) -> io.BytesIO:
+        """Read items; of chunks that are read in part (`partial`) no checksum can be compared."""
+        planner = _Into(targets, {} if partial else self._checksums)
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
         except CheckpointUnusable as error:

@@ -35,6 +35,7 @@ class Report:
         tensors: tensors that the metadata names.
         chunks, bytes: chunks that could be read, and the bytes they take in their files.
         checksums: chunks whose checksum was compared and agreed.
+        judged, masters: quantized tensors whose meaning was looked at, and masters that were compared; 0 unless asked.
     """
 
     checkpoint: str
@@ -43,6 +44,8 @@ class Report:
     chunks: int = 0
     bytes: int = 0
     checksums: int = 0
+    judged: int = 0
+    masters: int = 0
 
     @property
     def errors(self) -> tuple[Finding, ...]:

@@ -6,6 +6,7 @@
     files         there, inside of the directory, long enough; chunks do not share bytes
     chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
     digests       where the manifest has some: of each tensor, from the sums of its chunks
+    meaning       where asked for, and the bytes are sound: deep.py
 
 Nothing stops at the first fault: what cannot be read becomes a finding, and the rest is read. One chunk at a time is
 in memory.
@@ -34,6 +35,9 @@ from dcp_adapters.reading.metadata_checks import (
 from dcp_adapters.reading.places import cut_off, look_at, other_than_said, shared_places, shares_bytes
 from dcp_adapters.reading.reader import read_metadata_file
 from dcp_adapters.reading.tensor_archive import FileSlice, read_header
+from dcp_adapters.soundness import Level, check_level
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
+from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.digest_check import DigestCheck
 from dcp_adapters.stored.findings import Finding, Report
 from dcp_adapters.stored.part_values import value_fault
@@ -43,16 +47,27 @@ from qtensor.formats import PartSpec, part_names, specs_of
 SHOWN = 3  # names in a sentence
 
 
-def verify(checkpoint: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> Report:
+def verify(
+    checkpoint: str | os.PathLike[str],
+    *,
+    level: Level = "bytes",
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
     """Read a whole checkpoint of the local file system and report everything that is wrong with it.
 
     Args:
         checkpoint: the directory.
+        level: "bytes"; "deep" or "own_scales" reads the quantized tensors and the masters once more, where the bytes
+            are sound, and asks what soundness.py says.
         progress: called after each chunk with (bytes read, bytes in all).
 
     Returns:
         The report. Faults of the checkpoint never raise, a missing one neither.
+
+    Raises:
+        ValueError: no such level.
     """
+    check_level("verify: level", level)
     directory = Path(checkpoint)
     try:
         metadata, faults = read_metadata_file(directory / METADATA)
@@ -63,7 +78,8 @@ def verify(checkpoint: str | os.PathLike[str], *, progress: Callable[[int, int],
         faults = [Fault(METADATA, "", str(error))]
     if faults:
         return Report(str(directory), tuple(Finding("error", f.file, f.entry, f.message) for f in faults))
-    return _Verification(directory, metadata, progress or (lambda done, total: None)).run()
+    report = _Verification(directory, metadata, progress or (lambda done, total: None)).run()
+    return report if level == "bytes" else and_deep(report, lambda: StoredCheckpoint(directory), level)
 
 
 class _Verification:

@@ -48,3 +48,12 @@ def decode(scale: Tensor) -> Tensor:
 def marked(scale: Tensor, broken: Tensor) -> Tensor:
     """Stored codes with NaN where a block is `broken` (fp32, not 0)."""
     return torch.where(broken > 0, NAN_CODE, scale.to(torch.int32)).to(torch.uint8)
+
+
+def asked(scale: Tensor, largest: Tensor, least: float) -> Tensor:
+    """Where stored codes can be what a rule makes, given the largest element under each of them, fp32; bool.
+
+    `least` is what the rule brings an amax to at least: half of the largest element, or ("floor") its power of two.
+    Only the smallest code, 0, is given to smaller values, too; what a block that is not finite held, nobody knows.
+    """
+    return (largest >= least) | (scale == 0) | (scale == NAN_CODE)

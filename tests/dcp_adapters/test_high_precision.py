@@ -40,7 +40,7 @@ SAVERS = {"ours": QuantizedSavePlanner, "stock": DefaultSavePlanner}
 LOADERS = (QuantizedLoadPlanner, DefaultLoadPlanner)
 
 
-class Layers(nn.ModuleList):
+class Layers(nn.Sequential):  # torch 2.11 shards no ModuleList, even with a forward
     def forward(self, x: Tensor) -> Tensor:
         return sum(layer(x).float().square().mean() for layer in self)
 
@@ -48,7 +48,7 @@ class Layers(nn.ModuleList):
 def plain(seed: int = 0) -> Any:
     """The same model without any recipe."""
     torch.manual_seed(seed)
-    return Layers(nn.Linear(K, rows, dtype=torch.bfloat16) for rows in ROWS)
+    return Layers(*(nn.Linear(K, rows, dtype=torch.bfloat16) for rows in ROWS))
 
 
 def dense_model(name: str, seed: int = 0) -> Any:

@@ -130,3 +130,10 @@ def test_many_small_tensors_take_as_many_operations_as_a_few() -> None:
             digests(groups)
         counts.append(operations.count)
     assert counts[0] == counts[1] > 0
+
+
+def test_digests_of_tensors_on_several_devices_come_to_the_first() -> None:
+    """The other device is "meta", which computes nothing, and refuses to compute with tensors of the CPU."""
+    groups = [[torch.zeros(8, dtype=torch.uint8, device=kind)] for kind in ("meta", "cpu", "meta")]
+    found = digests([*groups, []])
+    assert (found.device.type, found.shape) == ("meta", (4,))

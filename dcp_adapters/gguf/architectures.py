@@ -1,0 +1,56 @@
+"""Which tensor of a transformers model is which of a GGUF file, and the order of its rows there.
+
+Only architectures of which both are known are here: a file under names that fit, with rows in another order, would load
+and be wrong. Names by others (those of Meta's own files, say) are refused for the same reason.
+
+rows of attn_q and attn_k of "llama": a head of transformers rotates channel i with d / 2 + i, llama.cpp's rotates
+neighbours, so its files have the rows 0, d / 2, 1, d / 2 + 1, ... of each head. Blocks lie in rows: their bytes stay.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+IN_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """in_block: transformers' names behind "model.layers.N." -> those behind "blk.N."; in_pairs: rows by rotation."""
+
+    in_block: Mapping[str, str]
+    in_pairs: frozenset[str] = frozenset()
+
+
+# `general.architecture` of a file -> what is known of it
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(IN_BLOCK, in_pairs=frozenset({"attn_q", "attn_k"})),
+}
+
+
+def name_in_file(architecture: Architecture, module: str) -> str | None:
+    """What a file calls a module of a transformers model: "model.norm" -> "output_norm"; None for an unknown one."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+    if layer is None:
+        return OUTSIDE.get(module)
+    own = architecture.in_block.get(layer[2])
+    return None if own is None else f"blk.{int(layer[1])}.{own}"
+
+
+def rows_in_pairs(part: Tensor, heads: int) -> Tensor:
+    """The rows of each head, [heads * d, ..], in the order 0, d / 2, 1, d / 2 + 1, ..."""
+    pairs: Tensor = part.unflatten(0, (heads, 2, -1)).transpose(1, 2)  # [heads, d / 2, 2, ..]
+    return pairs.flatten(0, 2)

@@ -1,0 +1,209 @@
+"""export_gguf: quantized weights as one GGUF file, the stored bytes as they are.
+
+    like      rank 0 reads an existing file of the same model, all get what it tells
+    plan      every rank opens the source and plans, as for export_hf; then the tensors of the file
+    write     shards are gathered to rank 0, a layer at a time, which writes them
+    publish   the file gets its name
+
+Until then it has a hidden name beside its own, and an error removes it. An error on one rank is raised on all.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcp_adapters.gguf.library import library
+from dcp_adapters.gguf.like import OF_CONFIG, OF_FILE, Like, open_like, read_like
+from dcp_adapters.gguf.plan import GGUF, Made, file_tensors, tensors_of
+from dcp_adapters.hf.config import ModelConfig
+from dcp_adapters.hf.groups import groups_of
+from dcp_adapters.hf.making import Job, in_groups, made_tensors
+from dcp_adapters.hf.plan import Output
+from dcp_adapters.hf.prepare import Asked, prepared
+from dcp_adapters.source import Keep, Source
+from dcp_adapters.stored.durable import hidden_name, sync
+from dcp_adapters.stored.progress_bar import Advance, progress_bar
+from fsdp_hooks.across_ranks import on_all, on_first, rank_of
+
+FILE_TYPES = {"MXFP4": "MOSTLY_MXFP4_MOE", "NVFP4": "MOSTLY_NVFP4"}
+
+
+def export_gguf(  # noqa: PLR0913 - options of one operation
+    state_dict_or_checkpoint: Any,
+    out_file: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str],
+    rest: Any = None,
+    prefix: str | None = None,
+    verify_checksums: bool = True,
+    progress: bool = True,
+) -> Path:
+    """Write MXFP4 and NVFP4 weights as a GGUF file, which llama.cpp runs.
+
+    All ranks call it alike; rank 0 writes. Codes and block scales are the very bytes of the source, in ggml's order;
+    NVFP4's global scale and a calibrated `input_scale` are tensors beside the weight. Dense tensors keep their dtype,
+    vectors become fp32.
+
+    Args:
+        state_dict_or_checkpoint: as of export_hf, under the names that transformers gives the tensors.
+        out_file: a name that is free; the file appears when it is complete.
+        like: a GGUF file of the same model, in whatever type its weights are, from which all metadata is taken: sizes,
+            tokenizer, chat template. Every tensor that it has must be in the source or in `rest`.
+        rest: as of export_hf.
+        prefix: as of export_hf.
+        verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
+        progress: a bar on rank 0, if it has a terminal.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        FileExistsError: `out_file` exists.
+        FileNotFoundError: the source, `like` or the directory of `out_file` does not exist.
+        ValueError: a format or shape that the file cannot hold, an architecture or a name that is not known, tensors
+            that `like` has and the source does not; `like` is no GGUF file; and as of export_hf.
+        TypeError: a source of another kind.
+        ImportError: the package gguf is not installed.
+    """
+    readers: list[Any] = []
+    told = on_first(None, lambda: _read(Path(out_file), like, readers))
+    asked = Asked(
+        caller="export_gguf",
+        given=state_dict_or_checkpoint,
+        layout=GGUF,
+        described=ModelConfig({"tie_word_embeddings": told.tied}),
+        rest=rest,
+        prefix=prefix,
+        max_shard_size=sys.maxsize,
+        check=verify_checksums,
+    )
+    source, plan = prepared(asked)
+    (file,) = plan.files
+    groups = in_groups(file.outputs, groups_of(None))  # by layers: the same order for every source
+    made = tensors_of([output for group in groups for output in group], told)
+    jobs = [Job(group, Keep(0, torch.device("cpu"))) for group in groups]
+    final = Path(out_file)
+    begun = hidden_name(final)
+    first = rank_of(None) == 0
+    writers: list[Any] = []
+    with _file_gone_on_error(begun, writers) if first else nullcontext():
+        on_first(None, lambda: writers.append(_begun_file(begun, readers[0], told, made)))
+        with progress_bar("exporting", plan.nbytes, enabled=progress and first) as advance:
+            _write_tensors(source, jobs, made, partial(_write_output, writers, told), advance)
+        on_first(None, lambda: _publish(writers[0], begun, final))
+    return final
+
+
+def _read(final: Path, like: str | os.PathLike[str], readers: list[Any]) -> Like:
+    """What the file tells, and its reader; refused first is a name that is taken."""
+    _refuse_taken(final)
+    if not final.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
+    readers.append(open_like(like))
+    return read_like(like, readers[0])
+
+
+def _refuse_taken(final: Path) -> None:
+    if final.exists() or final.is_symlink():
+        raise FileExistsError(f"{final} exists already; choose another name, nothing is overwritten")
+
+
+@contextmanager
+def _file_gone_on_error(begun: Path, writers: Sequence[Any]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for writer in writers:
+            with suppress(OSError):
+                writer.close()
+        with suppress(OSError):
+            begun.unlink(missing_ok=True)
+        raise
+
+
+def _begun_file(begun: Path, reader: Any, like: Like, made: Sequence[tuple[Output, tuple[Made, ...]]]) -> Any:
+    """A `gguf.GGUFWriter` that has written everything but the data of the tensors, and those made from the config."""
+    gguf = library()
+    writer = gguf.GGUFWriter(begun, like.architecture)
+    for field in reader.fields.values():
+        if not field.name.startswith(OF_FILE):
+            kind = field.types[0]
+            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    tensors = [tensor for _, found in made for tensor in found]
+    most = Counter(tensor.kind for tensor in tensors if tensor.kind in FILE_TYPES).most_common(1)[0][0]
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[most]])
+    kept = [tensor for tensor in reader.tensors if tensor.name in OF_CONFIG]
+    for old in kept:
+        writer.add_tensor_info(old.name, like.shapes[old.name], None, old.n_bytes, old.tensor_type)
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.shape, None, tensor.nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for old in kept:
+        writer.write_tensor_data(old.data)
+    return writer
+
+
+def _write_tensors(
+    source: Source,
+    jobs: Sequence[Job],
+    made: Sequence[tuple[Output, tuple[Made, ...]]],
+    write: Callable[[Output, tuple[Made, ...], Mapping[str, Tensor]], None],
+    advance: Advance,
+) -> None:
+    """Gather all tensors to rank 0, which writes them in order; an error there is raised when all is gathered."""
+    ends = {output.written[-1].name: (output, found) for output, found in made}
+    failed: list[Exception] = []
+    parts: dict[str, Tensor] = {}
+    for written, tensor in made_tensors(source, jobs, failed):
+        if tensor is not None:
+            parts[written.part] = tensor
+        end = ends.get(written.name)
+        if end is not None:
+            if parts and not failed:
+                try:
+                    write(*end, parts)
+                except Exception as error:  # noqa: BLE001 - raised on all ranks when all is gathered
+                    failed.append(error)
+            parts = {}
+        advance(written.nbytes)
+    on_all(None, partial(_raise_first, failed))
+
+
+def _write_output(
+    writers: Sequence[Any], like: Like, output: Output, made: Sequence[Made], parts: Mapping[str, Tensor]
+) -> None:
+    """On rank 0, which alone has a writer."""
+    for tensor in file_tensors(output, made, parts, like):
+        writers[0].write_tensor_data(_array(tensor))
+
+
+def _array(tensor: Tensor) -> Any:
+    """Its memory as an array; numpy has no bf16."""
+    tensor = tensor.contiguous()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _raise_first(failed: Sequence[Exception]) -> None:
+    if failed:
+        raise failed[0]
+
+
+def _publish(writer: Any, begun: Path, final: Path) -> None:
+    """Give the file its name; durable when it returns."""
+    writer.close()
+    sync(begun)
+    _refuse_taken(final)  # another may have taken the name meanwhile
+    begun.rename(final)
+    sync(final.absolute().parent)

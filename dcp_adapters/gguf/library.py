@@ -1,0 +1,14 @@
+"""The package `gguf` of llama.cpp's authors, which the extra `gguf` installs; only who exports such a file needs it."""
+
+import importlib
+from typing import Any
+
+MISSING = 'GGUF files are read and written by the package gguf, which is not there; install "qtensor[gguf]"'
+
+
+def library() -> Any:
+    """The module. Raises ImportError where it is not installed."""
+    try:
+        return importlib.import_module("gguf")
+    except ModuleNotFoundError:
+        raise ImportError(MISSING) from None

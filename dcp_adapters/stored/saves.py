@@ -1,0 +1,255 @@
+"""The saves of one directory: the newest that is good, and which of the others may go.
+
+    runs/                    newest first                                      latest_verified
+      step-4000/             no .metadata: being written, or its save died     passed over, with the reason
+      step-3000/             has other bytes than were saved                   passed over, with the reason
+      step-2000/             verifies                                          taken
+      best -> step-1000/     a link into the directory: no save of its own     not counted; protects step-1000
+      log.txt                no directory                                      not counted
+
+Rank 0 looks, and tells the others: all choose the same save, or raise the same error. Nothing that does not verify is
+taken, and nothing is removed unless newer saves have just been verified.
+"""
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from dcp_adapters.soundness import Level, check_level
+from dcp_adapters.stored.durable import sync
+from dcp_adapters.stored.verify import verify
+from dcp_adapters.words import listed
+from fsdp_hooks.across_ranks import on_first
+
+Order = Literal["written", "number"]
+Needs = Callable[[Path], Iterable[str | os.PathLike[str]]]
+METADATA = ".metadata"
+NUMBER = re.compile(r"[0-9]+")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A directory that was passed over, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return f"{self.path.name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class LatestVerified:
+    """What `latest_verified` found.
+
+    Attributes:
+        path: the newest save that verifies; None where there is none.
+        skipped: the newer directories that were passed over, newest first; all of them where path is None.
+    """
+
+    path: Path | None
+    skipped: tuple[Skipped, ...]
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What `keep_latest` did.
+
+    Attributes:
+        verified: the newest saves that verify, as many as were asked for or fewer, newest first.
+        removed: the saves that were removed.
+        spared: older saves that stayed because a link names them, or a save that stays needs them.
+        skipped: newer directories that do not verify; they stayed.
+    """
+
+    verified: tuple[Path, ...]
+    removed: tuple[Path, ...]
+    spared: tuple[Path, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def latest_verified(
+    directory: str | os.PathLike[str],
+    *,
+    level: Level = "bytes",
+    newest: Order = "written",
+    group: dist.ProcessGroup | None = None,
+) -> LatestVerified:
+    """The newest save among the subdirectories that verifies; damaged, half-written and foreign ones are passed over.
+
+    A save into the directory may be under way. In a distributed job all ranks call it: rank 0 reads, the others wait
+    for as long as that takes, so give it a group whose timeout allows for it.
+
+    Args:
+        directory: holds one save in each subdirectory.
+        level: "bytes", what `python -m dcp_adapters verify` checks; "deep" and "own_scales", what its options of these
+            names add.
+        newest: "written", the save whose `.metadata` was written last (copying files may change that); "number", the
+            one with the largest last number in its name.
+        group: the ranks that call it; None: the default group, or this process alone.
+
+    Returns:
+        The save and what was passed over; path None where no save verifies.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: no such directory.
+        ValueError: an unknown option; the directory is itself a checkpoint. All on all ranks.
+
+    Warns:
+        UserWarning: on rank 0, for what is passed over, with the reasons.
+    """
+
+    def look() -> LatestVerified:
+        found = _newest_verified(_candidates(Path(directory), newest), 1, level)
+        return LatestVerified(next(iter(found.verified), None), found.skipped)
+
+    _check(level, newest)
+    return on_first(group, look)
+
+
+def keep_latest(  # noqa: PLR0913 - options of one operation
+    directory: str | os.PathLike[str],
+    keep: int = 3,
+    *,
+    level: Level = "bytes",
+    newest: Order = "written",
+    needs: Needs | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Retained:
+    """Remove the saves that are older than the newest `keep` that verify; nothing where fewer than `keep` verify.
+
+    What has no `.metadata` is never removed, nor what a symbolic link in the directory names, nor what a save that
+    stays needs. A save is removed `.metadata` first: if that is interrupted, the rest is passed over as unfinished.
+    Call it between saves, on all ranks.
+
+    Args:
+        directory: holds one save in each subdirectory.
+        keep: how many verified saves to keep, at least 1.
+        level: as of `latest_verified`.
+        newest: as of `latest_verified`.
+        needs: save -> the saves that it cannot be read without (the base of a delta). What these need in turn stays,
+            too.
+        group: as of `latest_verified`.
+
+    Raises:
+        OSError: a save cannot be removed; it no longer loads.
+        FileNotFoundError, NotADirectoryError, ValueError: as of `latest_verified`. All on all ranks.
+
+    Warns:
+        UserWarning: on rank 0, for newer directories that do not verify.
+    """
+
+    def tidy() -> Retained:
+        candidates = _candidates(Path(directory), newest)
+        found = _newest_verified(candidates, keep, level)
+        if len(found.verified) < keep:
+            return found
+        older = candidates[candidates.index(found.verified[-1]) + 1 :]
+        saves = [path for path in older if (path / METADATA).is_file() and not path.is_symlink()]
+        staying = [path for path in candidates if path not in saves]
+        spared = _needed(staying, saves, needs or (lambda _: ()), _linked(Path(directory)))
+        removed = [path for path in saves if path not in spared]
+        for path in removed:
+            _remove(path)
+        return Retained(found.verified, tuple(removed), tuple(path for path in saves if path in spared), found.skipped)
+
+    if type(keep) is not int or keep < 1:
+        raise ValueError(f"keep_latest: keep={keep!r}, expected a whole number from 1 on")
+    _check(level, newest)
+    return on_first(group, tidy)
+
+
+def _check(level: Level, newest: Order) -> None:
+    check_level("level", level)
+    if newest not in ("written", "number"):
+        raise ValueError(f'newest={newest!r} is not one of "written", "number"')
+
+
+def _candidates(directory: Path, newest: Order) -> list[Path]:
+    """The subdirectories, newest first; links to one another are left out."""
+    if (directory / METADATA).exists():
+        raise ValueError(f"{directory} is a checkpoint itself; give the directory that its saves are in")
+    found = sorted(directory.iterdir())
+    here = directory.resolve()
+    own = [path for path in found if path.is_dir() and not (path.is_symlink() and path.resolve().parent == here)]
+    return sorted(own, key=lambda path: _age(path, newest), reverse=True)
+
+
+def _age(path: Path, newest: Order) -> tuple[int, int]:
+    """What is larger for a newer save."""
+    numbers = NUMBER.findall(path.name)
+    number, written = int(numbers[-1]) if numbers else -1, 0
+    for file in (path / METADATA, path):
+        try:
+            written = file.stat().st_mtime_ns
+            break
+        except OSError:  # it is not there, or was just removed
+            continue
+    return (written, number) if newest == "written" else (number, written)
+
+
+def _newest_verified(candidates: Iterable[Path], count: int, level: Level) -> Retained:
+    """The first `count` that verify, and what was passed over before the last of them; warns of that."""
+    verified: list[Path] = []
+    skipped: list[Skipped] = []
+    for path in candidates:
+        if len(verified) == count:
+            break
+        reason = _reason(path, level)
+        if reason is None:
+            verified.append(path)
+        else:
+            skipped.append(Skipped(path, reason))
+    if skipped:
+        passed = listed(skipped, between="; ", last="; ")
+        warnings.warn(f"saves that do not verify were passed over: {passed}", stacklevel=4)
+    return Retained(tuple(verified), (), (), tuple(skipped))
+
+
+def _reason(path: Path, level: Level) -> str | None:
+    """Why a directory is no save that verifies; None where it is one."""
+    try:
+        if not (path / METADATA).exists():
+            begun = any(file.name.endswith((".distcp", ".metadata.tmp")) for file in path.iterdir())
+            return f"no {METADATA}: {'its saving has not finished' if begun else 'it is no checkpoint'}"
+        errors = verify(path, level=level).errors
+    except OSError as error:
+        return f"it can not be read: {error}"
+    if not errors:
+        return None
+    more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
+    return f"{errors[0]}{more}"
+
+
+def _linked(directory: Path) -> set[Path]:
+    """What symbolic links in the directory name."""
+    return {path.resolve() for path in directory.iterdir() if path.is_symlink()}
+
+
+def _needed(staying: Iterable[Path], saves: Iterable[Path], needs: Needs, linked: set[Path]) -> set[Path]:
+    """Those of the saves that must stay."""
+    by_place = {path.resolve(): path for path in saves}
+    found = {by_place[place] for place in linked if place in by_place}
+    waiting = [*staying, *found]
+    while waiting:
+        for other in needs(waiting.pop()):
+            base = by_place.get(Path(other).resolve())
+            if base is not None and base not in found:
+                found.add(base)
+                waiting.append(base)
+    return found
+
+
+def _remove(path: Path) -> None:
+    """Remove a save, so that at no moment a part of it looks like a whole one."""
+    (path / METADATA).unlink()
+    sync(path)
+    shutil.rmtree(path)

@@ -1,0 +1,61 @@
+"""A frozen weight stays frozen where fully_shard moves it to the mesh's device.
+
+torch moves a parameter of a wrapper subclass by `nn.Parameter(param.to(device))`, a trainable one, and swaps that in
+for the old (torch.utils.swap_tensors). A frozen base would be trained from then on, without a word. Three steps of the
+move pass through the op tables, and the last one restores what the first one saw:
+
+    param.to(device)         the copy takes a note of the parameter it was made from     `noted`
+    nn.Parameter(copy)       which its alias, the new parameter, carries on              `carried`
+    fully_shard cuts it      the swap gave the note back to the parameter it is about    `restored`
+
+A note that ends at another tensor than its own means nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.torch_private import without_torch_function
+
+
+@dataclass(frozen=True)
+class Note:
+    """The parameter at address `of` was frozen before it was moved. `carried`: by an alias of the copy."""
+
+    of: int
+    carried: bool = False
+
+
+def noted(param: Any, copy: Any) -> Any:
+    """`copy`, with a note of `param` where that is a frozen parameter being moved.
+
+    Modules move parameters with gradients off; with gradients on, a copy is a step of somebody's computation.
+    """
+    moves = copy.device != param.device and not torch.is_grad_enabled()
+    if moves and isinstance(param, torch.nn.Parameter) and not param.requires_grad:
+        copy._note = Note(id(param))
+    return copy
+
+
+def carried(tensor: Any, alias: Any) -> Any:
+    """`alias`, with the note that `tensor` got as a copy. An alias of an alias carries none."""
+    if tensor._note is not None and not tensor._note.carried:
+        alias._note = Note(tensor._note.of, carried=True)
+    return alias
+
+
+def restored(param: Any) -> None:
+    """Freeze a parameter that has a note of itself; once."""
+    note, param._note = param._note, None
+    if note == Note(id(param), carried=True):
+        param.requires_grad_(False)
+
+
+def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
+    """Tensor.requires_grad_. Whoever freezes by name, as Module.to does, has lost nothing and may train it later."""
+    if not requires_grad:
+        tensor._note = None
+    with without_torch_function():
+        return Tensor.requires_grad_(tensor, requires_grad)

@@ -1,0 +1,107 @@
+"""Is each scale the one that its own values ask for? Judged from the parts alone, without the values before rounding.
+
+A scale is made from the largest magnitude below it, so that one is brought near to the largest element:
+
+    elements      largest |element| under each scale, over whole blocks       (a scale of a block, a row, the tensor)
+    scales        largest scale of a block                                    (NVFP4's global scale)
+    square        all rows of a block hold one scale
+
+Each format says what follows for its scales (`Format.asked`); it accepts all that its quantizer can leave behind, also
+by stochastic rounding. What holds is necessary and, but for the least scales, sufficient: some values have these parts.
+So a scale that another payload asked for is found where it is out of all proportion (zeros under a scale of values, or
+values that fill a small part of the element), and not where both are healthy by themselves: nothing in the parts tells
+then, but masters and histories do (requantizing.py, float8_delayed.py).
+
+Scales from elsewhere are no fault: calibration searches for them, exact conversions and rows cut from a tensor keep
+them, files of others come with them. So whoever asks must know that scales were made by quantizing.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.blocks import scatter_blocks, tile
+from qtensor.formats import format_of, keeps_history, row_multiple, specs_of, tensor_wide
+from qtensor.recipes import Recipe
+
+
+class OwnScales:
+    """The judgement of one tensor, some rows at a time: each call of `see` gets whole blocks of it.
+
+    Attributes:
+        scales: how many scales were judged; square blocks count once a row.
+        others: how many of them their values do not ask for.
+
+    Args:
+        recipe: of the tensor.
+        wide: whether all of the tensor is seen, so that its tensor-wide scale can be judged.
+        rows: whether rows are seen whole, so that the scale of a row can be.
+    """
+
+    def __init__(self, recipe: Recipe, *, wide: bool = True, rows: bool = True) -> None:
+        self.recipe = recipe
+        self.format: Any = format_of(recipe)
+        # a history, not the values, decides; formats of others need not judge
+        self.judges = hasattr(self.format, "asked") and not keeps_history(recipe)
+        self._wide = tensor_wide(recipe) if wide else None
+        self._largest: Tensor | None = None  # below the tensor-wide scale, fp32 [], on the CPU
+        self._scale = next(spec for spec in specs_of(recipe) if spec.name == "scale") if self.judges else None
+        self._blocks = self._scale is not None and self._scale.per_row and (rows or self._scale.block > 0)
+        self._parts: Mapping[str, Tensor] = {}
+        self.scales = self.others = 0
+
+    def see(self, parts: Mapping[str, Tensor]) -> None:
+        """Judge whole rows of blocks of a tensor, [.., n, K] behind the parts."""
+        if not self.judges or not parts["payload"].numel():
+            return
+        self._parts = parts
+        elements = elements_of(parts, self.recipe).abs().nan_to_num_(0.0)  # NaN has no part in an amax
+        if self._blocks:
+            largest = self._under_scales(elements)
+            asked = self.format.asked(parts, self.recipe, "scale", largest) & self._even(parts["scale"])
+            self.scales += asked.numel()
+            self.others += int((~asked).sum())
+        if self._wide is not None:
+            below = elements if self._wide == "scale" else parts["scale"].float().nan_to_num(math.inf)  # may have led
+            top = below.amax().cpu()
+            self._largest = top if self._largest is None else torch.maximum(self._largest, top)
+
+    def finish(self) -> None:
+        """Judge the tensor-wide scale, when all has been seen."""
+        if self._wide is None or self._largest is None:
+            return
+        parts = {self._wide: self._parts[self._wide].cpu()}
+        self.scales += 1
+        self.others += int(not bool(self.format.asked(parts, self.recipe, self._wide, self._largest).all()))
+
+    def _under_scales(self, elements: Tensor) -> Tensor:
+        """fp32, shaped like the scale: the largest of the elements under each."""
+        assert self._scale is not None
+        if not self._scale.block:
+            return elements.amax(dim=-1, keepdim=True)
+        largest = tile(elements, self._scale.block).amax(dim=-1)
+        group = row_multiple(self.recipe)
+        return scatter_blocks(largest, group) if group > 1 else largest
+
+    def _even(self, scale: Tensor) -> Tensor:
+        """Where all rows of a square block hold one scale, bool; True for other blocks."""
+        group = row_multiple(self.recipe)
+        if group == 1:
+            return torch.ones((), dtype=torch.bool, device=scale.device)
+        numbers = scale if scale.dtype.itemsize > 1 else scale.view(torch.uint8)
+        numbers = numbers.to(torch.float32)
+        return scatter_blocks(numbers, group, fill=-math.inf) == -scatter_blocks(-numbers, group, fill=-math.inf)
+
+
+def elements_of(parts: Mapping[str, Tensor], recipe: Recipe) -> Tensor:
+    """The values of the elements themselves, fp32 [.., N, K]: what is decoded under scales of 1."""
+    ones: dict[str, Tensor] = {}
+    for spec in specs_of(recipe)[1:]:
+        if spec.length is None and spec.numbers is not None:
+            shape = parts[spec.name].shape if spec.per_row else ()
+            one = torch.ones((), dtype=torch.float32, device="cpu").to(spec.numbers).view(spec.dtype)
+            ones[spec.name] = one.to(parts["payload"].device).expand(shape)
+    return format_of(recipe).decode({"payload": parts["payload"], **ones}, recipe)

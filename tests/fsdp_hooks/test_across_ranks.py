@@ -1,0 +1,52 @@
+"""Reductions of tensors that their group cannot reach: weights offloaded to the CPU, ranks that talk by GPUs alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdp_hooks import across_ranks, scale_sync
+from fsdp_hooks.scale_sync import sum_over_groups
+
+
+def test_a_tensor_that_the_group_cannot_reduce_travels_to_its_device_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def reduce(tensor: torch.Tensor, **_: object) -> None:
+        seen.append(tensor.device.type)
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    with FakeTensorMode():
+        offloaded, there = torch.ones(4, device="cpu"), torch.ones(4, device="cuda")
+        across_ranks.all_reduce(offloaded, dist.ReduceOp.MAX, None)
+        across_ranks.all_reduce(there, dist.ReduceOp.MAX, None)
+    assert seen == ["cuda", "cuda"]
+    assert offloaded.device.type == "cpu"
+
+
+def test_a_tensor_that_the_group_can_reduce_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: seen.append(tensor))
+    tensor = torch.ones(4)
+    across_ranks.all_reduce(tensor, dist.ReduceOp.SUM, None)
+    assert seen[0] is tensor
+
+
+def test_values_of_several_devices_are_summed_in_one_message_and_each_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model of which only some groups are offloaded."""
+    seen = []
+    monkeypatch.setattr(scale_sync, "all_reduce", lambda total, *_: seen.append((total.device.type, total.shape)))
+    group: Any = object()
+    values = [torch.ones(3, device="meta"), torch.ones(2, device="cpu")]
+    with pytest.raises(NotImplementedError, match="meta"):  # the way back: "meta" has nothing to copy
+        sum_over_groups([("a",), ("b",)], values, [[group], [group]])
+    assert seen == [("meta", (5,))]
