@@ -5,46 +5,33 @@ A life has eras, each on another number of ranks and cut in another way; it goes
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
-from fsdp_hooks import sync_scales, unsharded
-from qtensor import quantize
+from fsdp_hooks import sync_scales
 from tests.adversary.attack import Found
-from tests.adversary.lives import checkpoints, models, outgoing, training, twin, writes
+from tests.adversary.lives import models
+from tests.adversary.lives.cutting import Style, box_of, direction, part_of, slices, state_of, styles
 from tests.adversary.lives.life import Failure, Life, Plan, Step, local, quiet
-from tests.adversary.lives.models import FACTS, Layer
+from tests.adversary.lives.sharded import OFTEN, STEPS, write
 from tests.adversary.lives.twin import Weight, held_equal, raw, same_values, weights_of
 
-
-@dataclass(frozen=True)
-class Style:
-    """How a model is cut. mesh: data parallel, or (replicate, shard), or (data, tensor parallel)."""
-
-    kind: str  # fsdp, hsdp, tp, fsdp tp
-    mesh: tuple[int, ...]
-    reshard: bool = True
-    offload: bool = False
-
-    @property
-    def tensor_parallel(self) -> int:
-        return self.mesh[-1] if "tp" in self.kind else 1
+if TYPE_CHECKING:
+    from tests.adversary.lives.models import Layer
 
 
 @dataclass(frozen=True)
@@ -60,17 +47,6 @@ class Era:
         for each in self.style.mesh:
             size *= each
         return size
-
-
-def direction(layer: Layer, ranks: int) -> str:
-    """How tensor parallelism cuts a layer: "rows", "columns", or "" for not at all."""
-    if ranks == 1 or layer.kind not in ("linear", "dense") or layer.bias:
-        return ""
-    unit = 1 if layer.kind == "dense" else max(FACTS[layer.recipe].block, 1)
-    across = layer.columns % (ranks * unit) == 0
-    down = layer.rows % ranks == 0
-    choices = [name for name, fits in (("rows", down), ("columns", across)) if fits]
-    return choices[(layer.rows // ranks + layer.columns) % len(choices)] if choices else ""
 
 
 @dataclass
@@ -147,7 +123,7 @@ class RankLife(Life):
             assert weight.value is not None
             return {"": raw(weight.value[slices(box)])}
         assert weight.parts is not None
-        return {name: _part_of(part, weight, box).tobytes() for name, part in weight.parts.items()}
+        return {name: part_of(part, weight, box).tobytes() for name, part in weight.parts.items()}
 
     def compare_weight(self, name: str, param: Tensor, weight: Weight) -> None:
         super().compare_weight(name, param, weight)
@@ -167,272 +143,13 @@ class RankLife(Life):
             found = self.optimizer.state.get(params[name], {})
             box = box_of(params[name]) if isinstance(params[name], DTensor) else None
             own = {key: local(value) if isinstance(value, Tensor) else value for key, value in found.items()}
-            other = {key: _state_of(value, params[name], box) for key, value in wanted[name].items()}
+            other = {key: state_of(value, params[name], box) for key, value in wanted[name].items()}
             own = {
                 key: value.reshape(other[key].shape) if isinstance(value, Tensor) and key in other else value
                 for key, value in own.items()
             }
             if not held_equal(own, other):
                 raise Found(f"{name}: optimizer state\n{own}\nexpected\n{other}")
-
-
-Box = Sequence[tuple[int, int]]
-
-
-def box_of(param: DTensor) -> Box:
-    """(start, stop) in each dim: tensor parallelism cuts first, then data parallelism what it left."""
-    box = [(0, size) for size in param.shape]
-    mesh = param.device_mesh
-    names = mesh.mesh_dim_names or ()
-    order = sorted(range(mesh.ndim), key=lambda dim: names[dim] != "model")
-    for dim in order:
-        along = getattr(param.placements[dim], "dim", None)
-        if along is None:
-            continue
-        start, stop = box[along]
-        ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
-        size = -(-(stop - start) // ranks)
-        box[along] = (min(start + rank * size, stop), min(start + (rank + 1) * size, stop))
-    return box
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
-
-
-def _part_of(part: Any, weight: Weight, box: Box) -> Any:
-    assert weight.facts is not None
-    if part.ndim != len(weight.shape):
-        return part  # of the whole tensor
-    cut = [slice(start, stop) for start, stop in box[:-1]]
-    if part is not weight.parts["payload"] and weight.facts.block == 1:
-        return part[tuple(cut)]  # one scale a row
-    (start, stop), ratio = box[-1], -(-weight.shape[-1] // part.shape[-1])
-    return part[(*cut, slice(start // ratio, -(-stop // ratio)))]
-
-
-def _state_of(value: Any, param: Tensor, box: Box | None) -> Any:
-    if isinstance(value, Tensor) and box is not None and value.shape == param.shape:
-        return value[slices(box)]
-    return value
-
-
-# -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def train(life: Any, random: Random) -> Any:
-    """Every data-parallel rank has a batch of its own; three have one, since a third is no number."""
-    if not any(weight.requires_grad for weight in life.weights.values()):
-        return "frozen"
-    for _ in range(random.choice((1, 1, 2))):
-        seed, (ranks, rank) = random.getrandbits(40), life.data_ranks
-        batches = [life.batch(seed if ranks == 3 else seed + 1000 * each) for each in range(ranks)]
-        xs, signs = batches[rank]
-        with life.under():
-            outputs = life.net(xs)
-            sum((y * sign).sum() for y, sign in zip(outputs, signs, strict=True)).backward()
-        before = {name: weight.grad for name, weight in life.weights.items()}
-        for weight in life.weights.values():
-            weight.grad = None
-        wanted = twin.gradients(life.layers, life.weights, batches)[rank]
-        for name, weight in life.weights.items():
-            if weight.grad is not None:
-                mean = weight.grad / ranks
-                weight.grad = mean if before[name] is None else before[name] + mean
-            else:
-                weight.grad = before[name]
-        compare_exact(life, outputs, wanted)
-    return None
-
-
-def evaluate(life: Any, random: Random) -> None:
-    """A forward without gradients."""
-    xs, signs = life.batch(random.getrandbits(40))
-    with life.under(), torch.no_grad():
-        outputs = life.net(xs)
-    compare_exact(life, outputs, twin.outputs(life.layers, life.weights, (xs, signs)))
-
-
-def compare_exact(life: Any, outputs: Any, wanted: Any) -> None:
-    """All but those that are sums of rounded products."""
-    for number, (layer, y, other) in enumerate(zip(life.layers, outputs, wanted, strict=True)):
-        if direction(layer, life.style.tensor_parallel) != "columns":
-            training.compare_outputs([y], [other], first=number)
-
-
-def step(life: Any, random: Random) -> None:
-    with life.under(device=False):
-        life.optimizer.step()
-        life.twin.step()
-    life.agree()
-    life.compare()
-    life.compare_states()
-    if random.random() < 0.8:
-        training.zero(life, random)
-
-
-def write(life: Any, random: Random) -> None:
-    """One weight from a full tensor."""
-    name = random.choice(list(life.weights))
-    param, weight = life.named()[name], life.weights[name]
-    x = models.weights(weight.shape, random.getrandbits(40), random.choice(writes.SOURCES))
-    with torch.no_grad(), life.under():
-        value: Any = quantize(x, weight.facts.recipe) if weight.quantized else x.to(weight.dtype)
-        if isinstance(param, DTensor):
-            value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-        random.choice((param, param.detach(), param.data)).copy_(value)
-    weight.write(x if weight.quantized else x.to(weight.dtype))
-    life.agree()
-
-
-def halve(life: Any, random: Random) -> Any:
-    """Arithmetic on shards, of weights whose blocks no shard shares."""
-    names = [name for name, weight in life.weights.items() if alone(weight)]
-    if not names:
-        return "none"
-    name = random.choice(names)
-    weight = life.weights[name]
-    value = weight.start()
-    with torch.no_grad(), life.under():
-        for each in (life.named()[name], value):
-            each.mul_(0.5)
-    weight.write(value)
-    life.agree()
-    return None
-
-
-def alone(weight: Weight) -> bool:
-    """Whether the bytes of a row depend on that row alone."""
-    facts = weight.facts
-    return not weight.quantized or (
-        facts is not None and facts.tensor_wide is None and not facts.square and facts.block > 1
-    )
-
-
-def load_state_dict(life: Any, random: Random) -> None:
-    """A full state dict on every rank, or shards of it."""
-    partly = random.random() < 0.4
-    full = random.random() < 0.5
-    state: dict[str, Any] = {}
-    done = []
-    params = life.named()
-    for name, weight in life.weights.items():
-        if partly and random.random() < 0.5:
-            continue
-        entry, finish = writes.entry_for(weight, random, assign=False, same=len(weight.shape) == 3)
-        param = params[name]
-        if isinstance(param, DTensor) and not full:
-            entry = distribute_tensor(entry, param.device_mesh, param.placements, src_data_rank=None)
-        state[name] = entry
-        for number, layer in enumerate(life.layers):
-            if layer.kind == "tied" and name == f"layers.{number}.linear.weight":
-                state[f"layers.{number}.second.weight"] = entry
-        done.append(finish)
-    with life.under(device=False):
-        if full or random.random() < 0.5:
-            options = dcp_state.StateDictOptions(strict=not partly, full_state_dict=full)
-            dcp_state.set_model_state_dict(life.net, state, options=options)
-        else:
-            life.net.load_state_dict(state, strict=not partly)
-    for finish in done:
-        finish()
-    life.agree()
-
-
-def gathered(life: Any, random: Random) -> None:
-    """A write into gathered weights, nested, left by an exception or not."""
-    names = [name for name in life.weights if random.random() < 0.5]
-    x = {}
-    for name in names:
-        x[name] = models.weights(life.weights[name].shape, random.getrandbits(40), random.choice(writes.SOURCES))
-    fails, nested = random.random() < 0.3, random.random() < 0.5
-    sharded = {name for name, param in life.named().items() if isinstance(param, DTensor)}
-    with life.under(), contextlib.suppress(KeyboardInterrupt), torch.no_grad(), unsharded(life.net, writeback=True):
-        inner = unsharded(random.choice(list(life.net.layers)), writeback=True) if nested else contextlib.nullcontext()
-        with inner:
-            params = life.named()
-            for name in names:
-                param, value = params[name], x[name]
-                if isinstance(param, DTensor):  # of tensor parallelism
-                    weight = life.weights[name]
-                    as_it_is = weight.facts is None or (weight.gathered and not fsdp(life))
-                    value = value if as_it_is else quantize(value, weight.facts.recipe)
-                    value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-                param.copy_(value)
-            if fails:
-                raise KeyboardInterrupt
-    for name in names:
-        weight = life.weights[name]
-        if fails and name in sharded and fsdp(life):
-            continue
-        if weight.gathered and fsdp(life):
-            shadow = replace(weight, gathered=False, parts=None)
-            shadow.write(x[name])
-            weight.write(shadow.dense())
-        else:
-            weight.write(x[name])
-    life.agree()
-
-
-def fsdp(life: Any) -> bool:
-    return "fsdp" in life.style.kind or life.style.kind == "hsdp"
-
-
-def recut(life: Any, random: Random) -> None:
-    """Saved, and loaded into a model that is cut in another way."""
-    life.style = random.choice(styles(dist.get_world_size()))
-    checkpoints.resume(life, random)
-
-
-STEPS = {
-    "train": train,
-    "evaluate": evaluate,
-    "step": step,
-    "zero": training.zero,
-    "add_group": training.add_group,
-    "tune": training.tune,
-    "write": write,
-    "halve": halve,
-    "load_state_dict": load_state_dict,
-    "gathered": gathered,
-    "resume": checkpoints.resume,
-    "recut": recut,
-    "convert": checkpoints.convert,
-    "export": outgoing.export,
-    "stream": outgoing.stream,
-    "delta": outgoing.delta,
-    "digests": outgoing.digests,
-}
-OFTEN = {
-    "train": 8,
-    "evaluate": 1,
-    "step": 8,
-    "zero": 1,
-    "add_group": 1,
-    "tune": 1,
-    "write": 4,
-    "halve": 1,
-    "load_state_dict": 3,
-    "gathered": 3,
-    "resume": 2,
-    "recut": 2,
-    "convert": 2,
-    "export": 1,
-    "stream": 1,
-    "delta": 1,
-    "digests": 1,
-}
-
-
-def styles(ranks: int) -> list[Style]:
-    """Every way to cut over so many ranks."""
-    found = [Style("fsdp", (ranks,), reshard=flag, offload=off) for flag in (True, False) for off in (False, True)]
-    found.append(Style("hsdp", (ranks, 1)))
-    if ranks > 1:
-        found += [Style("tp", (ranks,)), Style("hsdp", (1, ranks))]
-    if ranks == 4:
-        found += [Style("hsdp", (2, 2)), Style("fsdp tp", (2, 2)), Style("fsdp tp", (2, 2), reshard=False)]
-    return found
 
 
 # -- a life ------------------------------------------------------------------------------------------------------------
