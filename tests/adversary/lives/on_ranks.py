@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -124,6 +124,12 @@ class RankLife(Life):
             return {"": raw(weight.value[slices(box)])}
         assert weight.parts is not None
         return {name: part_of(part, weight, box).tobytes() for name, part in weight.parts.items()}
+
+    def compare(self) -> None:
+        for module in self.net.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without backward leaves the root gathered
+        super().compare()
 
     def compare_weight(self, name: str, param: Tensor, weight: Weight) -> None:
         super().compare_weight(name, param, weight)
