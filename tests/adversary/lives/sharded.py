@@ -13,7 +13,7 @@ import torch.distributed.checkpoint.state_dict as dcp_state
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_hooks import unsharded
-from qtensor import quantize
+from qtensor import QuantizedTensor, quantize
 from tests.adversary.lives import checkpoints, models, outgoing, training, twin, writes
 from tests.adversary.lives.cutting import direction, styles
 
@@ -112,8 +112,8 @@ def alone(weight: Weight) -> bool:
 
 def load_state_dict(life: Any, random: Random) -> None:
     """A full state dict on every rank, or shards of it."""
-    partly = random.random() < 0.4
     full = random.random() < 0.5
+    partly = random.random() < 0.4 or (full and any(weight.gathered for weight in life.weights.values()))
     state: dict[str, Any] = {}
     done = []
     params = life.named()
@@ -122,6 +122,8 @@ def load_state_dict(life: Any, random: Random) -> None:
             continue
         entry, finish = writes.entry_for(weight, random, assign=False, same=len(weight.shape) == 3)
         param = params[name]
+        if full and weight.gathered and isinstance(entry, QuantizedTensor):
+            continue  # torch's broadcast of such an entry is refused, by name
         if isinstance(param, DTensor) and not full:
             entry = distribute_tensor(entry, param.device_mesh, param.placements, src_data_rank=None)
         state[name] = entry
