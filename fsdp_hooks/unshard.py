@@ -235,7 +235,7 @@ def _digests(params: Sequence[Tensor]) -> list[Tensor]:
     by_device: dict[torch.device, list[int]] = {}
     for index, tensors in enumerate(parts):
         by_device.setdefault(tensors[0].device, []).append(index)
-    read = {}
+    read: dict[int, Tensor] = {}
     for indices in by_device.values():
         read |= dict(zip(indices, digests([parts[index] for index in indices]).unbind(), strict=True))
     return [read[index] for index in range(len(params))]

@@ -295,9 +295,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             [agreed for _, agreed in moved],
             [one.cut for one, _ in moved],
         )
-        written = {one.param for one, _ in moved}
-        self._fresh -= written
-        return written
+        # a shard without elements stays fresh: it cannot say that something moved
+        self._fresh -= {one.param for one, _ in moved if one.master.numel()}
+        return {one.param for one, _ in moved}
 
     def _publish_state(self, params: Iterable[Tensor]) -> None:
         assert self._inner is not None

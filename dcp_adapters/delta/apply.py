@@ -7,7 +7,7 @@
 A target that is the result already is left as it is. An error leaves it as it is, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,14 @@ from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
+from dcp_adapters.expand import quantized_local
+from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.across_ranks import raise_together
+from fsdp_hooks.versions import count_writes
+from qtensor.contents import preserve
 
-Written = tuple[Tensor, Tensor]  # positions in the flat units of a shard, and what they become
+# positions in the flat units of a shard, and what they become; None where only other ranks' shards change
+Written = tuple[Tensor, Tensor] | None
 
 
 def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: dist.ProcessGroup | None = None) -> int:
@@ -63,8 +68,11 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
                 f"{left[-1].where} leads to digest {digest}, and says {left[-1].result}: it is damaged, or made by "
                 "other code; the target is as it was. Get it again, or take a full version"
             )
-    for key, (positions, values) in written.items():
-        _write(shards.held[key].piece.data, positions, values)
+    for key, change in written.items():
+        if change is not None:
+            _write(shards.held[key].piece.data, *change)
+    leaves, _ = flatten_state_dict(dict(target))
+    _note(leaves, {shards.layout.owners[key][0] for key in written})
     return len(left)
 
 
@@ -75,34 +83,49 @@ def _digest(shards: Shards, sums: Tensor, group: dist.ProcessGroup | None) -> st
 
 
 def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], Tensor]:
-    """Key -> what will be written; and the sums of the shards afterwards, int64 [2, keys]."""
+    """Key -> what will be written, for all that changes on any rank; and the sums of the shards afterwards.
+
+    The sums are int64 [2, keys].
+    """
     written: dict[str, Written] = {}
     sums = []
     for key, shard in shards.held.items():
         data = shard.piece.data
-        found = [local for delta in deltas for local in _of_shard(shard, delta)]
-        if found:
+        own = []
+        for delta in deltas:
+            for found in delta.changes(key):
+                written[key] = None
+                own.append(_of_shard(shard, delta, found))
+        if any(map(len, own)):
             data = data.to("cpu", copy=True, memory_format=torch.contiguous_format)
             flat = units(data)
-            for changes in found:
-                flat[changes.positions] += changes.steps
-            positions = torch.cat([changes.positions for changes in found]).unique()
+            for local in own:
+                flat[local.positions] += local.steps
+            positions = torch.cat([local.positions for local in own]).unique()
             written[key] = positions, flat[positions]
         one = Shards(shards.layout, {key: shard})
         sums.append(one.sums({key: data}))
     return written, torch.cat(sums, dim=1) if sums else torch.zeros(2, 0, dtype=torch.int64, device="cpu")
 
 
-def _of_shard(shard: Shard, delta: Delta) -> list[Changes]:
-    """What a delta changes in a shard, by positions in it."""
+def _of_shard(shard: Shard, delta: Delta, changes: Changes) -> Changes:
+    """Those in a shard, by positions in it."""
     if not shard.piece.data.numel():
-        return []
+        return Changes(changes.positions[:0], changes.steps[:0])
     dtype, shape = delta.layout.parts[shard.key]
     per = unit_shape(dtype, ())[0]
     offsets = (*shard.piece.offsets[:-1], shard.piece.offsets[-1] * per) if shape else (0,)
     sizes = unit_shape(dtype, shard.piece.data.shape)
-    local = (local_changes(found, unit_shape(dtype, shape), offsets, sizes) for found in delta.changes(shard.key))
-    return [changes for changes in local if len(changes)]
+    return local_changes(changes, unit_shape(dtype, shape), offsets, sizes)
+
+
+def _note(leaves: Mapping[str, Any], names: Iterable[str]) -> None:
+    """These have been written, here or on another rank: torch is told, and preserved initial values are stale."""
+    for name in names:
+        q = quantized_local(leaves[name])
+        if q is not None:
+            preserve(q, None)
+        count_writes([leaves[name]])
 
 
 def _write(data: Tensor, positions: Tensor, values: Tensor) -> None:

@@ -143,17 +143,14 @@ class HuggingFaceReader(StorageReader):
         return value.dequantize() if isinstance(value, QuantizedTensor) else value
 
     def alike(self, name: str, other: str) -> bool:
-        """Whether two dense tensors of the directory have equal bytes; compared in pieces of AT_ONCE."""
-        pair = [self.presented().placed.get(one) for one in (name, other)]
-        tensors = [held.chunks[0].held.tensor for held in pair if held is not None and len(held.chunks) == 1]
-        if len(tensors) < 2 or tensors[0].dtype != tensors[1].dtype or tensors[0].shape != tensors[1].shape:
+        """Whether two tensors of the directory, dense or quantized, have equal bytes."""
+        made = self.presented()
+        one, two = made.entries[name], made.entries[other]
+        if (one.recipe, one.parts()) != (two.recipe, two.parts()):
             return False
-        shape = tensors[0].shape
-        rows = max(1, AT_ONCE * shape[0] // max(1, math.prod(shape))) if shape else 1
+        keys = [(one.key(part), two.key(part)) for part in one.parts()]
         with OpenFiles(self.root) as files:
-            one, two = (files.piece(tensor) for tensor in tensors)
-            boxes: list[Any] = [slice(at, at + rows) for at in range(0, shape[0], rows)] if shape else [...]
-            return all(torch.equal(_bytes(one[box]), _bytes(two[box])) for box in boxes)
+            return all(_alike(made.placed[own], made.placed[its], files) for own, its in keys)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load."""
@@ -222,6 +219,21 @@ def _whole_entry(entry: Placed, files: OpenFiles) -> Tensor:
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
         out[box or ...] = entry.piece(chunk, files.piece).data
     return out
+
+
+def _alike(one: Placed, two: Placed, files: OpenFiles) -> bool:
+    """Whether two entries of one dtype and shape have equal bytes; compared in pieces of AT_ONCE."""
+    if len(one.chunks) != 1 or len(two.chunks) != 1:
+        return False  # of experts, each a tensor of its own
+    pair = [(chunk.held, files.piece(chunk.held.tensor)) for chunk in (*one.chunks, *two.chunks)]
+    rows = max(1, AT_ONCE * one.shape[0] // max(1, math.prod(one.shape))) if one.shape else 1
+    for at in range(0, one.shape[0] if one.shape else 1, rows):
+        offsets = (at, *[0] * (len(one.shape) - 1)) if one.shape else ()
+        sizes = (min(rows, one.shape[0] - at), *one.shape[1:]) if one.shape else ()
+        own, its = (held.take(piece, offsets, sizes) for held, piece in pair)
+        if not torch.equal(_bytes(own), _bytes(its)):
+            return False
+    return True
 
 
 def _bytes(tensor: Tensor) -> Tensor:

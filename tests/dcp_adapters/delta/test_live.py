@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_adapters.delta import live
@@ -17,7 +18,7 @@ from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes
 from dcp_adapters.delta.stored_states import InMemory
 from dcp_adapters.expand import expand
-from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, high_precision_init_val, quantize, quantized_model_init
 from tests.dcp_adapters.cases import model as model_of
 from tests.dcp_adapters.cases import placed, reference, sharded
 from tests.dcp_adapters.delta.states import copied, nudged
@@ -118,6 +119,35 @@ def test_a_model_of_one_process_takes_what_ranks_made() -> None:
     target = whole(0)
     apply_deltas(target, [delta_from_bytes(data)])
     assert_same(target, whole(1))
+
+
+def two_linears(*, cut: bool = False) -> nn.Sequential:
+    with quantized_model_init(MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        net = nn.Sequential(*(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    with torch.no_grad():
+        for layer in net:
+            layer.weight.copy_(nudged(0, (32, 64)))
+    return fully_shard(net) if cut else net
+
+
+def first_rows_change() -> None:
+    """Of one linear, and only in the rows of the first rank, if there are several."""
+    old = two_linears().state_dict()
+    new = copied(old)
+    new["0.weight"][:8].copy_(nudged(1, (8, 64)))
+    made = between(old, new)
+    net = two_linears(cut=dist.is_initialized())
+    before = [param._version for param in net.parameters()]
+    apply_deltas(net.state_dict(), [made])
+    counted = [param._version > count for param, count in zip(net.parameters(), before, strict=True)]
+    assert counted == [True, False]
+    assert [high_precision_init_val(param) is None for param in net.parameters()] == [True, False]
+
+
+def test_what_a_delta_changes_has_been_written() -> None:
+    """torch counts a write, and an initial value that belonged to other bytes is gone: on all ranks alike."""
+    first_rows_change()
+    run_ranks(2, first_rows_change)
 
 
 def applied_where_one_rank_differs() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp_adapters.hf.reader
-from dcp_adapters import import_hf
+from dcp_adapters import export_hf, import_hf
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.hf.layout import KINDS, Scheme
 from dcp_adapters.hf.reader import OpenFiles
@@ -211,6 +212,32 @@ def test_a_tie_stays_whichever_name_the_directory_has(kept: str, device: str, tm
     found = import_hf(write(tmp_path, on_disk), net)
     assert net.lm_head.weight is net.model.embed_tokens.weight
     assert_holds(found, state)
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling(), Float8DelayedScaling(amax_history_len=2)])
+def test_quantized_linears_that_share_a_weight_are_exported_and_imported(recipe: Any, tmp_path: Path) -> None:
+    """Both names are in the files; a directory in which they differ by a bit is refused."""
+
+    def two(seed: int) -> nn.Module:
+        with quantized_model_init(recipe):
+            net = nn.Sequential(*(nn.Linear(K, K, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+            net[1].weight = net[0].weight
+        with torch.no_grad():
+            net[0].weight.copy_(values((K, K), seed))
+        return net
+
+    layout, saved, net = "modelopt" if recipe != MXFP8BlockScaling() else "compressed-tensors", two(1), two(2)
+    export_hf(saved, tmp_path / "out", layout=layout, config={}, progress=False)
+    import_hf(tmp_path / "out", net, progress=False)
+    assert net[1].weight is net[0].weight
+    assert bits(net[0].weight.payload) == bits(saved[0].weight.payload)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if key.startswith("1.") and tensors[key].ndim == 2)
+    tensors[key].view(torch.uint8)[5, 7] ^= 1
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"1\.weight: the model ties it to 0\.weight, and the directory has other"):
+        import_hf(tmp_path / "out", net, progress=False)
 
 
 def test_a_tie_that_the_directory_does_not_have_is_refused(tmp_path: Path) -> None:
