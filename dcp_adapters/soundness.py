@@ -1,11 +1,11 @@
-"""Does a tensor mean what it should? What checksums cannot tell, since every byte may be one that was saved.
+"""Does a tensor mean what it should? Checksums cannot tell: all bytes may be as they were saved, of different steps.
 
     deep          a history leads to the scale and the payload beside it         (float8_delayed.py)
                   a master requantizes to the parts beside it, or is fresh       (requantizing.py)
     own_scales    and every scale is the one that its values ask for             (own_scales.py)
 
 Under "deep" scales that no value asks for are mentioned, but are no fault: calibration, exact conversions and imports
-leave such. Everything here is judged some rows at a time, so a caller decides how much of a tensor is in memory.
+leave such scales. Everything here is judged some rows at a time, so a caller decides how much is in memory.
 
 Masters are found by name: `P.state.F.master_weight` belongs to the tensor named F, or whose name ends in `.F`. Where
 several do (a moving average beside the model, say), one of them must fit. Optimizer states under numbers instead of

@@ -70,8 +70,8 @@ def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
     """What `step` returns on rank 0, handed to all ranks; the value must be picklable.
 
     Raises:
-        Exception: what `step` raised on rank 0, with the same text on all ranks; a RuntimeError if its type is not in
-            KEPT.
+        Exception: what `step` raised on rank 0, with the same text on all ranks and as the first type of KEPT that it
+            is of (so a NotADirectoryError is an OSError); a RuntimeError if it is of none.
     """
     outcome: Any = None
     raised: Exception | None = None
@@ -94,8 +94,8 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
     """What `step` returns on each rank, in rank order, handed to all ranks; the values must be picklable.
 
     Raises:
-        Exception: what `step` raised on the first rank that failed; the text begins with that rank if there are
-            several.
+        Exception: what `step` raised on the first rank that failed, in the types of `on_first`; the text begins with
+            that rank if the group has several.
     """
     raised: Exception | None = None
     try:

@@ -4,11 +4,11 @@ torch moves a parameter of a wrapper subclass by `nn.Parameter(param.to(device))
 for the old (torch.utils.swap_tensors). A frozen base would be trained from then on, without a word. Three steps of the
 move pass through the op tables, and the last one restores what the first one saw:
 
-    param.to(device)         the copy takes a note of the parameter it was made from     `noted`
-    nn.Parameter(copy)       which its alias, the new parameter, carries on              `carried`
-    fully_shard cuts it      the swap gave the note back to the parameter it is about    `restored`
+    param.to(device)         the copy gets a note that names the parameter it was made from            `noted`
+    nn.Parameter(copy)       the new parameter, an alias of the copy, gets the note                    `carried`
+    fully_shard cuts it      by the swap the note is at the parameter that it names, which is frozen   `restored`
 
-A note that ends at another tensor than its own means nothing.
+A note at any other tensor than the one that it names means nothing.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def restored(param: Any) -> None:
 
 
 def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
-    """Tensor.requires_grad_. Whoever freezes by name, as Module.to does, has lost nothing and may train it later."""
+    """Tensor.requires_grad_. Freezing drops the note: what is frozen by name, as by Module.to, may be trained later."""
     if not requires_grad:
         tensor._note = None
     with without_torch_function():

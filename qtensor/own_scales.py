@@ -1,19 +1,20 @@
 """Is each scale the one that its own values ask for? Judged from the parts alone, without the values before rounding.
 
-A scale is made from the largest magnitude below it, so that one is brought near to the largest element:
+Quantizing makes a scale from the largest magnitude among its values, and so that this value becomes an element near the
+largest one that the element's dtype has. So these are looked at:
 
-    elements      largest |element| under each scale, over whole blocks       (a scale of a block, a row, the tensor)
-    scales        largest scale of a block                                    (NVFP4's global scale)
-    square        all rows of a block hold one scale
+    elements      the largest |element| under each scale of a block, a row or the tensor
+    scales        the largest scale of a block in the tensor, under NVFP4's global scale
+    square        all rows of a square block hold one scale
 
-Each format says what follows for its scales (`Format.asked`); it accepts all that its quantizer can leave behind, also
-by stochastic rounding. What holds is necessary and, but for the least scales, sufficient: some values have these parts.
-So a scale that another payload asked for is found where it is out of all proportion (zeros under a scale of values, or
-values that fill a small part of the element), and not where both are healthy by themselves: nothing in the parts tells
-then, but masters and histories do (requantizing.py, float8_delayed.py).
+Each format says what must hold of them (`Format.asked`), and accepts all that its quantizer can leave behind, also by
+stochastic rounding. Except under the least scales the converse is true, too: parts of which it holds are those of some
+values. So a scale that belongs to another payload is found where the two do not fit (zeros under a scale of values, or
+elements that use a small part of their range), and not where they happen to fit. Masters and histories find those
+(requantizing.py, float8_delayed.py).
 
 Scales from elsewhere are no fault: calibration searches for them, exact conversions and rows cut from a tensor keep
-them, files of others come with them. So whoever asks must know that scales were made by quantizing.
+them, files of others come with them. So a caller must know that the scales were made by quantizing.
 """
 
 import math
@@ -54,7 +55,7 @@ class OwnScales:
         self.scales = self.others = 0
 
     def see(self, parts: Mapping[str, Tensor]) -> None:
-        """Judge whole rows of blocks of a tensor, [.., n, K] behind the parts."""
+        """Judge whole rows of blocks: the parts of [.., n, K]."""
         if not self.judges or not parts["payload"].numel():
             return
         self._parts = parts
@@ -97,7 +98,7 @@ class OwnScales:
 
 
 def elements_of(parts: Mapping[str, Tensor], recipe: Recipe) -> Tensor:
-    """The values of the elements themselves, fp32 [.., N, K]: what is decoded under scales of 1."""
+    """The values of the elements themselves, fp32 [.., N, K]: what the payload decodes to under scales of 1."""
     ones: dict[str, Tensor] = {}
     for spec in specs_of(recipe)[1:]:
         if spec.length is None and spec.numbers is not None:

@@ -3,12 +3,12 @@
     written    parts == quantize(master)      an optimizer step wrote them
     fresh      master == dequantize(parts)    no step has moved the master that was made from them
 
-One of the two holds for the whole of a weight that MasterWeightOptimizer trains (see optim.py); it always rounds to
-nearest, so there is nothing between.
+One of the two holds for the whole of a weight that MasterWeightOptimizer trains (see optim.py): it always rounds to
+nearest, so the bytes of a step follow from the master.
 
-A piece need not know the amax of its whole weight. A scale that pieces share is among the parts, and only a few fp32
-numbers next to each other are an amax that gives it: the piece is written if one of these gives its bytes. The amax of
-the master itself is compared when all pieces have been seen.
+A piece need not know the amax of its whole weight. A scale that pieces share is among the parts, and only a few
+neighbouring fp32 numbers, taken as the amax, lead to that scale: the piece is written if one of them gives its bytes.
+The amax of the master itself is compared when all pieces have been seen.
 """
 
 import math
@@ -47,7 +47,7 @@ class MasterCheck:
         self._wide: dict[str, Tensor] = {}
 
     def see(self, parts: Mapping[str, Tensor], master: Tensor) -> None:
-        """Compare parts with the values of the master behind them, fp32 [.., n, K]."""
+        """Compare the parts of [.., n, K] with the same rows of the master, fp32 [.., n, K]."""
         if not master.numel():
             return
         self._amax = torch.maximum(self._amax, finite_amax(master).cpu())
@@ -71,10 +71,10 @@ class MasterCheck:
 
 
 def differing_bytes(parts: Mapping[str, Tensor], master: Tensor, recipe: Recipe, *, whole_rows: bool) -> int:
-    """How many bytes of the parts of a piece quantizing the master gives otherwise; tensor-wide parts do not count.
+    """How many bytes of a piece's parts differ from those of quantizing its master; tensor-wide parts do not count.
 
-    Under a scale that pieces share the least number that any amax leaves which gives this scale; 0 where the scale is
-    too small to tell. `whole_rows`: the piece is not cut along K, so a scale of a row has its own amax.
+    Under a scale that pieces share, every amax that leads to this scale is tried, and the smallest count is returned; 0
+    where the scale is below LEAST. `whole_rows`: the piece is not cut along K, so its own amax decides a row's scale.
     """
     if not kernels.shares_amax(recipe):
         return int(_apart(parts, kernels.encode(master, recipe), recipe).sum())
@@ -99,7 +99,10 @@ def differing_bytes(parts: Mapping[str, Tensor], master: Tensor, recipe: Recipe,
 
 
 def _amaxes(own: Tensor, scale: Tensor, recipe: Recipe, *, alone: bool) -> Iterator[Tensor]:
-    """The amaxes that may have led to a shared scale, fp32 in its shape: that of the values first."""
+    """The amaxes that may have led to a shared scale, fp32 in its shape, first that of the values (`own`).
+
+    alone: no other piece has a part in it.
+    """
     yield own
     if alone:
         return

@@ -3,9 +3,11 @@
     one line of JSON, then bytes
     {"kind": "same"}                            nothing more
     {"kind": "changes", "frames": [[start, changes, shift, [length, ..]], ..]}     the streams of codec.py
-    {"kind": "whole"}                           the chunk's own bytes: less than a tenth would be spared otherwise
+    {"kind": "whole"}                           the chunk's own bytes, where changes save less than a tenth of them
 
-Whoever reads one compares the result with a checksum: what is said here is checked for sense, not for truth.
+Whether they do is judged while changes are coded: a first run of a million dense changes that saves nothing is enough.
+
+Whoever decodes one compares the result with a checksum: decoding finds contradictions, and not bytes that changed.
 """
 
 import json
@@ -24,7 +26,12 @@ MOST_LINE = 2**26  # bytes of JSON: half a million frames
 
 
 def coded_chunk(old: Tensor, new: Tensor) -> bytes:
-    """What leads from one plain contiguous CPU tensor to another of the same dtype and shape."""
+    """What leads from one plain contiguous CPU tensor to another of the same dtype and shape.
+
+    Raises:
+        ValueError: dtypes or shapes differ.
+        ImportError: there is no zstd.
+    """
     frames: list[Coded] = []
     stored = done = 0
     for changes in _frames(old, new):
@@ -49,8 +56,8 @@ def decoded_chunk(
         data: of `coded_chunk`.
         dtype: of the chunk.
         shape: of the chunk.
-        old: reads the base, as a contiguous tensor of that dtype and shape, which is written; called where it is
-            needed.
+        old: reads the base, as a contiguous CPU tensor of that dtype and shape, which becomes the result; called only
+            where the base is needed.
         what: what messages call the chunk.
 
     Raises:
@@ -90,7 +97,7 @@ def _frames(old: Tensor, new: Tensor) -> Iterator[Changes]:
 
 
 def _encoded(changes: Changes, start: int) -> Coded:
-    """Dense changes are many, and compressed fast: while a checkpoint is saved they are what takes the time."""
+    """One frame; dense changes are compressed at a fast level, since they are what takes the time of a save."""
     span = int(changes.positions[-1]) + 1 - start
     return encoded(changes, start, level=FAST if span < 4 * len(changes) else BEST)
 

@@ -42,7 +42,7 @@ class Coded:
 
 
 def encoded(changes: Changes, start: int, *, level: int | None = None) -> Coded:
-    """At least one and at most MOST_CHANGES changes, all at or after `start`; level: of zstd, None: as in deltas."""
+    """The frame of 1 to MOST_CHANGES changes, all at or after `start`; level: of zstd, None: the one of delta files."""
     count = len(changes)
     before = torch.cat([torch.tensor([start - 1], dtype=torch.int64, device="cpu"), changes.positions[:-1]])
     gaps = changes.positions - before - 1
@@ -149,7 +149,7 @@ def _unescaped(data: bytes, count: int, most: int, what: str) -> Tensor:
 
 
 def _planes(steps: Tensor) -> list[bytes]:
-    """The lowest bytes of all, the next, and so on, zigzag."""
+    """The steps, zigzag: the lowest bytes of all of them, then the next bytes of all, and so on."""
     zigzag = (steps << 1) ^ (steps >> (8 * steps.element_size() - 1))
     rows = zigzag.contiguous().view(torch.uint8).view(-1, steps.element_size())  # little-endian
     return [_bytes(rows[:, plane].contiguous()) for plane in range(rows.shape[1])]

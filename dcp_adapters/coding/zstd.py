@@ -1,6 +1,6 @@
 """zstd: `compression.zstd` of Python 3.14, and its backport before that, which the extra `delta` installs.
 
-Whoever has neither can import everything and is told what to install when the first delta is made or read.
+Without either everything can still be imported, and the first delta that is made or read says what to install.
 """
 
 import importlib

@@ -29,7 +29,8 @@ def checkpoint_bases(root: str | os.PathLike[str]) -> dict[str, str | None]:
         name of the directory -> name of the base's; a base elsewhere by its full path; None for a full checkpoint.
 
     Raises:
-        ValueError: the `.metadata` of one cannot be read, so that nobody knows what it needs.
+        OSError: no such directory, or it cannot be read.
+        ValueError: the `.metadata` of a checkpoint is damaged, so that nobody knows what it needs.
     """
     root = Path(root).resolve()
     bases: dict[str, str | None] = {}
@@ -54,11 +55,11 @@ def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.P
         keep: the checkpoints that must stay loadable, by name or path; their bases stay with them.
 
     Returns:
-        What was removed.
+        What was removed, deltas before full checkpoints.
 
     Raises:
         ValueError: one to be kept, or its base, is not there; a `.metadata` cannot be read. Nothing has been removed.
-        OSError: a file cannot be removed.
+        OSError: a directory cannot be read, or a file cannot be removed.
     """
     root = Path(root).resolve()
     bases = checkpoint_bases(root)

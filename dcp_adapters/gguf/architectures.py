@@ -1,10 +1,11 @@
 """Which tensor of a transformers model is which of a GGUF file, and the order of its rows there.
 
-Only architectures of which both are known are here: a file under names that fit, with rows in another order, would load
-and be wrong. Names by others (those of Meta's own files, say) are refused for the same reason.
+Only architectures of which both are known are here: a file with the right names and rows in another order would load
+and be wrong. Names that other frameworks use (Meta's own files, say) are refused for the same reason.
 
-rows of attn_q and attn_k of "llama": a head of transformers rotates channel i with d / 2 + i, llama.cpp's rotates
-neighbours, so its files have the rows 0, d / 2, 1, d / 2 + 1, ... of each head. Blocks lie in rows: their bytes stay.
+The rows of attn_q and attn_k of "llama" move. In a head of d channels transformers rotates channel i with d / 2 + i,
+and llama.cpp rotates neighbours, so its files have the rows 0, d / 2, 1, d / 2 + 1, ... of each head. A block lies
+within a row, so its bytes stay as they are.
 """
 
 import re
@@ -29,7 +30,11 @@ IN_BLOCK = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """in_block: transformers' names behind "model.layers.N." -> those behind "blk.N."; in_pairs: rows by rotation."""
+    """What is known of an architecture.
+
+    in_block: transformers' names behind "model.layers.N." -> those of the file behind "blk.N.".
+    in_pairs: those of the file whose rows are reordered by `rows_in_pairs`.
+    """
 
     in_block: Mapping[str, str]
     in_pairs: frozenset[str] = frozenset()
@@ -51,6 +56,6 @@ def name_in_file(architecture: Architecture, module: str) -> str | None:
 
 
 def rows_in_pairs(part: Tensor, heads: int) -> Tensor:
-    """The rows of each head, [heads * d, ..], in the order 0, d / 2, 1, d / 2 + 1, ..."""
+    """[heads * d, ..], the same shape and dtype: the rows of each head in the order 0, d / 2, 1, d / 2 + 1, ..."""
     pairs: Tensor = part.unflatten(0, (heads, 2, -1)).transpose(1, 2)  # [heads, d / 2, 2, ..]
     return pairs.flatten(0, 2)

@@ -4,9 +4,9 @@
     NVFP4   36 bytes for 64 columns: four E4M3 scales, one for 16 columns each, then four times 8 bytes of codes
     codes   byte i of a scale's n columns: column i in the low nibble, column n / 2 + i in the high one
 
-In memory a byte holds two neighbouring columns. ggml decodes to `e2m1 * scale`, like `dequantize`: its table of codes
-and its scales are twice and half of the numbers that they stand for. NVFP4's global scale is a tensor of its own beside
-the weight, by which llama.cpp multiplies products.
+In memory a byte holds two neighbouring columns. ggml decodes to `e2m1 * scale`, like `dequantize`: its table has every
+code's value doubled, and it halves every scale. NVFP4's global scale is a tensor of its own beside the weight, by which
+llama.cpp multiplies products.
 
 Source: ggml-common.h (block_mxfp4, block_nvfp4) and gguf.quants of gguf 0.19.
 """

@@ -5,7 +5,8 @@
     write     shards are gathered to rank 0, a layer at a time, which writes them
     publish   the file gets its name
 
-Until then it has a hidden name beside its own, and an error removes it. An error on one rank is raised on all.
+Until it is published the file has a hidden name beside its own, and an error removes it. An error on one rank is raised
+on all.
 """
 
 import os
@@ -53,12 +54,12 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
     vectors become fp32.
 
     Args:
-        state_dict_or_checkpoint: as of export_hf, under the names that transformers gives the tensors.
+        state_dict_or_checkpoint: as for export_hf, with the names that transformers gives the tensors.
         out_file: a name that is free; the file appears when it is complete.
         like: a GGUF file of the same model, in whatever type its weights are, from which all metadata is taken: sizes,
             tokenizer, chat template. Every tensor that it has must be in the source or in `rest`.
-        rest: as of export_hf.
-        prefix: as of export_hf.
+        rest: a source of the tensors that the first one lacks, as for export_hf.
+        prefix: as for export_hf.
         verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
         progress: a bar on rank 0, if it has a terminal.
 
@@ -69,7 +70,7 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
         FileExistsError: `out_file` exists.
         FileNotFoundError: the source, `like` or the directory of `out_file` does not exist.
         ValueError: a format or shape that the file cannot hold, an architecture or a name that is not known, tensors
-            that `like` has and the source does not; `like` is no GGUF file; and as of export_hf.
+            that `like` has and the source does not; `like` is no GGUF file; and what export_hf raises it for.
         TypeError: a source of another kind.
         ImportError: the package gguf is not installed.
     """

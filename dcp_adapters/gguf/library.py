@@ -1,4 +1,4 @@
-"""The package `gguf` of llama.cpp's authors, which the extra `gguf` installs; only who exports such a file needs it."""
+"""The package `gguf` of llama.cpp's authors, which the extra `gguf` installs; only exports of GGUF files need it."""
 
 import importlib
 from typing import Any

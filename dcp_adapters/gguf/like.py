@@ -17,16 +17,16 @@ from dcp_adapters.words import short
 
 # Tensors that llama.cpp's converter makes from the config, not from weights.
 OF_CONFIG = frozenset({"rope_freqs.weight"})
-# What a file says of itself, and what is not so of another with other weights.
+# Keys that are not copied: those by which a file describes itself, and what another file with other weights is not.
 OF_FILE = ("GGUF.", "general.architecture", "general.alignment", "general.file_type", "quantize.")
 
 
 @dataclass(frozen=True)
 class Like:
-    """What is told of a file.
+    """What a file tells.
 
-    architecture: a key of ARCHITECTURES. heads: of linears whose rows lie in pairs, by their names in a block. shapes:
-    of all tensors by name, rows first.
+    architecture: a key of ARCHITECTURES. heads: name of a linear in a block ("attn_q") -> how many heads it has, for
+    linears whose rows are reordered. shapes: of all tensors by name, rows first.
     """
 
     path: str

@@ -35,7 +35,7 @@ GGUF = Layout(
     fuses=False,
 )
 DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-LEFT = ".inv_freq"  # made from the config wherever a model is loaded
+LEFT = ".inv_freq"  # left out: made from the config wherever a model is loaded
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def file_tensors(output: Output, made: Sequence[Made], parts: Mapping[str, Tenso
     Args:
         output: of the plan.
         made: what becomes of it.
-        parts: of its weight, and its input's scale; of a dense tensor under "".
+        parts: of its weight, and the scale of its input; a dense tensor is there under "". On the CPU.
         like: of the same model.
 
     Raises:
@@ -114,7 +114,7 @@ def _block_type(output: Output) -> BlockType:
 
 
 def _heads(name: str, like: Like) -> int | None:
-    """How many heads the rows of a tensor are; None where they stay in their order."""
+    """How many heads the rows of a tensor make up; None where they stay in their order."""
     own = name.split(".")[-2]
     return like.heads[own] if own in like.known.in_pairs else None
 

@@ -1,8 +1,8 @@
 r"""Regular expressions from files of others, which must not take for ever.
 
-Python's engine tries every way in which repeats can share a text. A repeat inside of a repeat has exponentially many,
-`k` repeats beside each other have the length of the text to the power of `k`. Tools write neither; what they write
-looks like `.*mlp\.down_proj$`.
+Python's engine tries every way in which repeats can share a text. For a repeat inside of a repeat these grow
+exponentially with the text; for `k` repeats beside each other they are the length of the text to the power of `k`.
+Tools write neither; what they write looks like `.*mlp\.down_proj$`.
 """
 
 import re

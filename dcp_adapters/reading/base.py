@@ -40,6 +40,7 @@ class Base:
         link: what the delta says of the base.
         directory: of the base.
         metadata: of the base.
+        reader: of the base; it may be used by several threads.
     """
 
     delta: Path
@@ -105,7 +106,11 @@ class Base:
         return Base(delta, link, directory, metadata, reader)
 
     def check_unchanged(self) -> None:
-        """Raise unless the base is still the checkpoint that was opened."""
+        """Compare the base's `.metadata` with the one that was opened.
+
+        Raises:
+            FileNotFoundError, ValueError: it is gone, or another checkpoint is in its place.
+        """
         _check(self.delta, self.link, self.directory, "the delta is not saved. Save again, or in full")
 
     def holds(self, key: str, dtype: torch.dtype, size: torch.Size) -> bool:
@@ -114,7 +119,11 @@ class Base:
         return isinstance(record, TensorStorageMetadata) and (record.properties.dtype, record.size) == (dtype, size)
 
     def read(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A box of a tensor, which the base may hold in other chunks; a CPU tensor of its own."""
+        """A box of a tensor, which the base may hold in other chunks; a contiguous CPU tensor of its own.
+
+        Raises:
+            ValueError, OSError: the base is damaged, or a file of it is gone.
+        """
         record = self.metadata.state_dict_metadata[key]
         assert isinstance(record, TensorStorageMetadata)
         box = torch.empty(chunk.sizes, dtype=record.properties.dtype, device="cpu")
@@ -131,7 +140,10 @@ class Base:
             index: of the chunk.
             delta: metadata of the delta.
             data: what is stored for the chunk.
-            expected: the checksum that was saved of it.
+            expected: the checksum that was saved of the chunk; None where there is none, which is refused.
+
+        Returns:
+            The chunk, a CPU tensor of its own.
 
         Raises:
             ValueError: the delta or the base is damaged.

@@ -1,7 +1,7 @@
 """Read items of chunks that are stored as what changed since a base: read for, rebuilt, and handed on.
 
-    plan          in place of the items of such a chunk one item, which reads what is stored for it
-    load_bytes    with that the whole chunk is rebuilt from the base, and compared with its checksum; only then each
+    plan          all items of such a chunk are replaced by one, which reads what is stored for the chunk
+    load_bytes    the whole chunk is rebuilt from that and the base, and compared with its checksum; only then each
                   item gets its piece, as if the reader had read it
 
 So whatever stands above (resharding, casts, conversions, checks) sees the items that it planned. One chunk is in memory
@@ -92,7 +92,7 @@ class Rebuilding:
         return item.dest_index.fqn == REBUILT
 
     def pieces(self, item: ReadItem, value: io.BytesIO, checksum: bytes | None) -> Iterator[tuple[ReadItem, Tensor]]:
-        """The items that an own one stands for, each with its piece of the rebuilt chunk. Raises as Base.rebuilt."""
+        """The items that one of `instead`'s own replaces, each with its piece of the chunk. Raises as Base.rebuilt."""
         index, items = self._waiting.pop(item.dest_index)
         self.metadata.storage_data.pop(Alias(REBUILT, item.dest_index.offset), None)
         assert self.base is not None

@@ -83,8 +83,12 @@ class QuantizedSavePlanner(DefaultSavePlanner):
     Raises:
         ValueError: while saving, on all ranks and before anything is written: ranks disagree on a recipe or a
             tensor-wide scale, with digest=True on any bytes that several hold; a name is taken; a column cut does not
-            fall on block boundaries; digest=True without the collectives that add the sums up; what `verify` finds;
-            delta_to names no full save of the local file system, or the directory to save into.
+            fall on block boundaries; digest=True or delta_to without collectives; what `verify` finds; delta_to is
+            damaged, is itself a delta, is not local, is the directory to save into, or is not the same on all ranks.
+            While building: an unknown option; delta_to with checksums=False.
+        FileNotFoundError: delta_to holds no complete checkpoint; also when all is written and the base has gone
+            meanwhile (ValueError where it was replaced): then no `.metadata` is written.
+        ImportError: delta_to without zstd.
         RuntimeError: the storage writer lost a chunk (a writing thread that failed, say); no `.metadata` is written.
     """
 

@@ -3,7 +3,7 @@
     set_up_planner       every rank       opens the base
     create_local_plan    every rank       chooses: every plain tensor that the base has in the same dtype and shape
     create_global_plan   coordinator      all ranks have the same base, and choose alike; the manifest names the base
-    finish_plan          every rank       the items become items of bytes, whose length nobody has to know beforehand
+    finish_plan          every rank       the items become items of bytes, whose length need not be known beforehand
     resolve_data         writing thread   a chunk is compared with its box of the base, and coded
     commit               coordinator      the base is still there; the chunks are marked in `.metadata`
 

@@ -1,8 +1,8 @@
 """verify="deep": what a rank is about to save is judged before anything is written (see soundness.py).
 
 Each rank judges its own shards and their masters, some rows at a time, without a collective; DCP hands the error of one
-rank to all. Of scales that shards share, a rank sees that its bytes follow from them, not that they follow from the
-values of all; square blocks that a shard boundary cuts are left out.
+rank to all. Where shards share a scale, a rank sees whether its bytes follow from that scale, not whether the scale
+follows from the values of all shards. Square blocks that a shard boundary cuts are left out.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Files that survive a crash of the machine, and directories that appear only when they are complete.
+"""Files that survive a crash of the machine, and directories and files that appear only when they are complete.
 
-Until then a directory has a hidden name beside its own (`hidden_name`), and an error removes it (`gone_on_error`). So
-has a file (`give_file_name`).
+While it is written, a directory has a hidden name beside its own (`hidden_name`), and an error removes it
+(`gone_on_error`); `give_name` gives it its own. Files are written likewise, and named by `give_file_name`.
 """
 
 import errno
@@ -31,15 +31,15 @@ def sync(path: Path) -> None:
 
 
 def sync_name(directory: Path) -> None:
-    """Wait until a directory's own name is on the disk; one above it that may not be read cannot be synced."""
+    """Wait until a directory's own name is on the disk; not where the directory above it may not be read."""
     with suppress(PermissionError):
         sync(directory.absolute().parent)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it that are missing; the names of these are durable when it returns.
+    """Make a directory and those above it that are missing; the names of those above are durable when it returns.
 
-    Its own is not (`sync_name`): all ranks make the directory of a checkpoint, and one of them commits it.
+    Its own name is not (see `sync_name`): all ranks make the directory of a checkpoint, and the one that commits syncs.
     """
     missing: list[Path] = []
     above = path.absolute().parent
@@ -68,7 +68,7 @@ def refuse_taken(final: Path) -> None:
 
 
 def hidden_name(final: Path) -> Path:
-    """The name of a directory that is not finished yet; a new one each time."""
+    """The name of a directory or file that is not finished yet; a new one each time."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
 
 
@@ -105,6 +105,8 @@ def give_name(begun: Path, final: Path) -> None:
 
 def give_file_name(begun: Path, final: Path) -> None:
     """Give a finished and synced file its final name; durable when it returns.
+
+    On a file system without hard links it is renamed, which replaces a file: look for one before.
 
     Raises:
         FileExistsError: the name is taken; nothing is overwritten.

@@ -102,7 +102,8 @@ def latest_verified(
         The save and what was passed over; path None where no save verifies.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: no such directory.
+        FileNotFoundError: no such directory.
+        OSError: it is no directory, or cannot be read.
         ValueError: an unknown option; the directory is itself a checkpoint. All on all ranks.
 
     Warns:
@@ -137,13 +138,16 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
         keep: how many verified saves to keep, at least 1.
         level: as of `latest_verified`.
         newest: as of `latest_verified`.
-        needs: save -> other saves that it cannot do without. The base of a delta stays in any case, as does what these
-            need in turn.
+        needs: directory -> other saves that it cannot do without; called on rank 0 with every directory that stays,
+            those without `.metadata` too. The base of a delta stays in any case, as does what these saves need in turn.
         group: as of `latest_verified`.
 
+    Returns:
+        What was removed and what stayed.
+
     Raises:
-        OSError: a save cannot be removed; it no longer loads.
-        FileNotFoundError, NotADirectoryError, ValueError: as of `latest_verified`. All on all ranks.
+        OSError: a directory cannot be read, and nothing was removed; or a save cannot be removed, and no longer loads.
+        FileNotFoundError, ValueError: as of `latest_verified`; keep is no whole number from 1 on. All on all ranks.
 
     Warns:
         UserWarning: on rank 0, for newer directories that do not verify.
@@ -251,7 +255,7 @@ def _needed(staying: Iterable[Path], saves: Iterable[Path], needs: Needs, linked
 
 
 def _bases(save: Path) -> list[Path]:
-    """The full save that a delta cannot be read without; none for any other save, nor for what cannot be loaded."""
+    """The full save that a delta cannot be read without; none for others, nor where `.metadata` cannot be read."""
     try:
         link = base_of(SafeFileSystemReader(save).read_metadata()) if (save / METADATA).is_file() else None
     except (OSError, ValueError):
@@ -262,7 +266,8 @@ def _bases(save: Path) -> list[Path]:
 def remove(saves: Iterable[Path], staying: Iterable[Path]) -> None:
     """Remove saves, each so that at no moment a part of it looks like a whole one.
 
-    What stays is on the disk before the first of them goes, whatever wrote it: else a power loss could leave neither.
+    Before the first of them goes, the `.metadata` and the names of what stays are on the disk, whatever wrote them:
+    else a power loss could leave neither. Files of data are left to their writers (DCP's have `sync_files=True`).
     """
     for path in staying:
         for place in (path / METADATA, path):
