@@ -48,11 +48,13 @@ def checkpoint_bases(root: str | os.PathLike[str]) -> dict[str, str | None]:
 def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.PathLike[str]]) -> list[Path]:
     """Remove the complete checkpoints below a directory that are neither kept nor needed by one that is.
 
-    Call it between saves, on one rank. Directories without `.metadata` stay: a save may be under way there.
+    Call it between saves, on one rank. Directories without `.metadata` stay: a save may be under way there. Symbolic
+    links protect nothing (in `keep_latest` they do), and deltas in other directories are not looked for.
 
     Args:
         root: a local directory, in which each checkpoint has one of its own.
-        keep: the checkpoints that must stay loadable, by name or path; their bases stay with them.
+        keep: a list of the checkpoints that must stay loadable, by name or path; their bases stay with them. With an
+            empty one all go.
 
     Returns:
         What was removed, deltas before full checkpoints.

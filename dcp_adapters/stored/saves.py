@@ -130,16 +130,17 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
     """Remove the saves that are older than the newest `keep` that verify; nothing where fewer than `keep` verify.
 
     What has no `.metadata` is never removed, nor what a symbolic link in the directory names, nor what a save that
-    stays needs. A save is removed `.metadata` first: if that is interrupted, the rest is passed over as unfinished.
-    Call it between saves, on all ranks.
+    stays needs; deltas in other directories are not looked for. A save is removed `.metadata` first: if that is
+    interrupted, the rest is passed over as unfinished. Call it between saves, on all ranks.
 
     Args:
         directory: holds one save in each subdirectory.
         keep: how many verified saves to keep, at least 1.
         level: as of `latest_verified`.
         newest: as of `latest_verified`.
-        needs: directory -> other saves that it cannot do without; called on rank 0 with every directory that stays,
-            those without `.metadata` too. The base of a delta stays in any case, as does what these saves need in turn.
+        needs: directory -> the full paths of other saves that it cannot do without (a relative one counts from the
+            working directory); called on rank 0 with every directory that stays, those without `.metadata` too. The
+            base of a delta stays in any case, as does what these saves need in turn.
         group: as of `latest_verified`.
 
     Returns:

@@ -72,7 +72,7 @@ def shortened(life: Life, fails: Callable[[Life], bool], less: Callable[[Life], 
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
-    """Plans with less in them; those that lack most first."""
+    """Plans with less in them: with fewer steps, large cuts first, then with fewer layers and plainer options."""
     steps = plan.steps
     for size in sorted({len(steps) // 2, len(steps) // 4, 1}, reverse=True):
         for start in range(0, len(steps), size) if size else ():

@@ -1,7 +1,7 @@
 """The reference of a life: plain values in one process, numerics of its own, and torch's plain optimizers.
 
 `Weight` is what one parameter holds, whole and unsharded; `Masters` is what MasterWeightOptimizer promises, written
-down a second time: a plain torch optimizer on fp32 masters, and who begins anew when.
+down a second time: a plain torch optimizer on fp32 masters, and when a master is made anew from its parameter.
 """
 
 from __future__ import annotations

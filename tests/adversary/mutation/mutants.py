@@ -72,7 +72,7 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
 
 
 def drawn(root: Path, modules: list[str], seed: int, count: int) -> list[Mutant]:
-    """So many mutants of the modules, each kind of change as likely as any other."""
+    """`count` mutants of the modules, each kind of change as likely as any other."""
     by_operator: dict[str, list[Mutant]] = {}
     for module in modules:
         for mutant in mutants_of(module, (root / module).read_text(encoding="utf-8")):

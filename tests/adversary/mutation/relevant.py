@@ -28,7 +28,7 @@ def modules(root: Path) -> list[str]:
 
 
 def files_for(root: Path, module: str) -> list[str]:
-    """Test files, by how much of the module they name for what they cost."""
+    """Test files, those first that name most of the module for what they cost."""
     package = module.split("/", 1)[0]
     names = _defined(root / module)
     dotted = module.removesuffix(".py").replace("/", ".")
@@ -45,7 +45,7 @@ def files_for(root: Path, module: str) -> list[str]:
 
 
 def _cost(text: str) -> int:
-    """Processes and compilers cost more than lines."""
+    """About how long a file takes: processes and compilers count for more than lines."""
     return 8 * ("run_ranks" in text) + 8 * ("use_kernels" in text or "torch.compile" in text) + len(text) // 8000
 
 
