@@ -106,7 +106,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             layer_inputs=layer_inputs,
             inputs_on=inputs_on,
             save_every=save_every,
-            device=None if device is None else torch.device(device),
+            device=None if device is None else _this(device),
             weights=weights,
         )
         plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
@@ -115,3 +115,8 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         run = Run(plan, observer)
         run.calibrate_stages(() if data is None else data, checkpoint_dir)
     return result_of(plan, run.outcomes, range(run.resumed))
+
+
+def _this(device: torch.device | str) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current one, "cuda:0" say, and weights there need no copy."""
+    return torch.empty(0, dtype=torch.uint8, device=device).device

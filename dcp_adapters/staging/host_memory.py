@@ -48,12 +48,23 @@ class Slab:
         address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         status = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, PORTABLE))
         if status:
-            raise RuntimeError(
+            _forget_error()
+            raise PageLockError(
                 f"page-locking {self.nbytes} bytes of host memory for a snapshot failed with CUDA error {status}; "
                 "use QuantizedStager(pin_memory=False), or raise the limit of locked memory"
             )
         self.pinned = True
         weakref.finalize(self, _unpin, address).atexit = False
+
+
+class PageLockError(RuntimeError):
+    """The system does not page-lock as much memory as was asked for."""
+
+
+def _forget_error() -> None:
+    """CUDA keeps the error of a failed call and reports it at the next launch: here, not in the next forward."""
+    with contextlib.suppress(RuntimeError, AssertionError):  # the latter of a torch without CUDA
+        torch.zeros(1, dtype=torch.uint8, device="cuda")
 
 
 def _unpin(address: int) -> None:
@@ -82,11 +93,16 @@ class SnapshotMemory:
 
         Raises:
             TimeoutError: `limit` snapshots are still alive after `patience` seconds.
-            MemoryError, RuntimeError: the memory cannot be allocated, or cannot be page-locked.
+            MemoryError, PageLockError: the memory cannot be allocated, or cannot be page-locked. After the latter the
+                memory is free, for a lease that is not pinned.
         """
         slab = self._take(nbytes)
         if pinned:
-            slab.pin()
+            try:
+                slab.pin()
+            except PageLockError:
+                self.free.append(slab)
+                raise
         lease = memoryview(slab.memory)
         self.lent += 1
         weakref.finalize(lease, self._give_back, slab).atexit = False

@@ -13,6 +13,7 @@ real cost is touching memory for the first time, which the first `max_snapshots`
 
 import copy
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.plain_memory import is_plain, without_bytes
-from dcp_adapters.staging.host_memory import SnapshotMemory
+from dcp_adapters.staging.host_memory import PageLockError, SnapshotMemory
 from fsdp_hooks.all_gather import Sharding
 from fsdp_hooks.torch_private import dtensor_like, without_torch_function
 from qtensor.formats import describe
@@ -54,7 +55,7 @@ class QuantizedStager(AsyncStager):
         max_snapshots: how many snapshots may exist at a time; with all in use, `stage` waits for an upload to end. 2
             lets one save overlap the upload of the one before.
         pin_memory: page-lock the host memory, so that CUDA copies into it at full speed. None: where there are CUDA
-            tensors to copy.
+            tensors to copy, and the system allows it; where it does not, one warning.
         wait_timeout: seconds to wait for an upload to end.
 
     Raises:
@@ -100,13 +101,24 @@ class QuantizedStager(AsyncStager):
         """A CPU tensor for each part, contiguous, with a storage of exactly its bytes."""
         devices = {part.device for part in survey.parts if part.is_cuda}
         pinned = bool(devices) if self.pin_memory is None else self.pin_memory
-        lease = self._memory.lease(survey.nbytes, pinned=pinned) if survey.nbytes else None
+        lease = self._lease(survey.nbytes, pinned=pinned) if survey.nbytes else None
         try:
             with without_torch_function():
                 return [_copied_into(lease, *place) for place in zip(survey.offsets, survey.parts, strict=True)]
         finally:  # after a failure too: a device may still be writing into memory that goes back to the pool
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
+
+    def _lease(self, nbytes: int, *, pinned: bool) -> memoryview:
+        """Host memory, page-locked if that was asked for, or if it is worth while and can be had."""
+        try:
+            return self._memory.lease(nbytes, pinned=pinned)
+        except PageLockError as error:
+            if self.pin_memory:
+                raise
+            self.pin_memory = False
+            warnings.warn(f"QuantizedStager: {error}. Snapshots go to pageable memory from here on", stacklevel=5)
+            return self._memory.lease(nbytes, pinned=False)
 
 
 def _copied_into(lease: memoryview | None, offset: int, part: Tensor) -> Tensor:

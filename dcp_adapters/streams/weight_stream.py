@@ -220,7 +220,22 @@ class WeightStream:
 
     def _prepared(self) -> tuple[Source, list[tuple[Output, ...]]]:
         source, plan = prepared(self._asked)
-        groups = self._groups(plan)
+        return source, self._groups(plan, self._refuse_new)
+
+    def _groups(
+        self, plan: ExportPlan, check: Callable[[list[tuple[Output, ...]]], None] = lambda groups: None
+    ) -> list[tuple[Output, ...]]:
+        """The outputs in the groups that are gathered together; what fails on one rank is raised on all."""
+        groups: list[tuple[Output, ...]] = []
+
+        def look() -> None:
+            groups.extend(in_groups((output for file in plan.files for output in file.outputs), self._group_of))
+            check(groups)
+
+        together(look)
+        return groups
+
+    def _refuse_new(self, groups: list[tuple[Output, ...]]) -> None:
         found = _records(groups)
         if found != self._records:
             other = next(
@@ -230,10 +245,6 @@ class WeightStream:
                 f"WeightStream: {other.name} is new, or has another dtype or shape than when the stream was made; make "
                 "another stream"
             )
-        return source, groups
-
-    def _groups(self, plan: ExportPlan) -> list[tuple[Output, ...]]:
-        return in_groups((output for file in plan.files for output in file.outputs), self._group_of)
 
     def _pass(self) -> Pass | None:
         return None if self._kept is None else Pass(self._kept)

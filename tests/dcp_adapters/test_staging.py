@@ -594,15 +594,37 @@ def test_memory_is_page_locked_once_and_unlocked_before_it_goes() -> None:
         assert cudart.locked == {}
 
 
-def test_a_refused_page_lock_names_the_way_out() -> None:
-    memory = host_memory.SnapshotMemory(1, 0)
+NOT_LOCKED = (
+    "page-locking 640 bytes of host memory for a snapshot failed with CUDA error 2; use "
+    "QuantizedStager(pin_memory=False), or raise the limit of locked memory"
+)
+
+
+def test_a_refused_page_lock_names_the_way_out_and_forgets_the_error() -> None:
+    memory, launches = host_memory.SnapshotMemory(1, 0), []
     with (
         patch.object(torch.cuda, "cudart", return_value=Cudart(status=2)),
+        patch.object(torch, "zeros", side_effect=lambda *_, **options: launches.append(options["device"])),
         pytest.raises(RuntimeError) as error,
     ):
         memory.lease(640, pinned=True)
-    assert str(error.value) == (
-        "page-locking 640 bytes of host memory for a snapshot failed with CUDA error 2; use "
-        "QuantizedStager(pin_memory=False), or raise the limit of locked memory"
-    )
+    assert str(error.value) == NOT_LOCKED
+    assert launches == ["cuda"]  # which would have reported it
     memory.lease(640, pinned=False)
+
+
+def test_a_page_lock_that_nobody_insists_on_becomes_pageable_memory_with_one_warning() -> None:
+    keep, cudart = stager(max_snapshots=1), Cudart(status=2)
+    with patch.object(torch.cuda, "cudart", return_value=cudart):
+        with pytest.warns(UserWarning, match="page-locking") as warned:
+            lease = keep._lease(640, pinned=True)
+        assert [str(one.message) for one in warned] == [
+            f"QuantizedStager: {NOT_LOCKED}. Snapshots go to pageable memory from here on"
+        ]
+        assert len(lease) >= 640
+        assert keep.pin_memory is False  # which later snapshots go by
+        del lease
+        keep.pin_memory = True
+        with pytest.raises(RuntimeError, match="page-locking 640 bytes"):
+            keep._lease(640, pinned=True)
+    keep.close()

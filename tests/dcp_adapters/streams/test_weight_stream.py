@@ -367,6 +367,8 @@ def _disagrees(what: str) -> str:
         options["layout"] = "modelopt"
     if what == "buckets" and dist.get_rank() == 1:
         options["bucket_bytes"] = 1000
+    if what == "a group_of that fails" and dist.get_rank() == 1:
+        options["group_of"] = int
     if what != "scales":
         sync_scales(model)
     with Collectives() as comms:
@@ -384,6 +386,8 @@ def test_ranks_that_differ_are_told_before_anything_is_gathered() -> None:
     assert scales == [f"WeightStream: ranks 0 and 1 {text}"] * 2
     text = "differ in group_of=, bucket_bytes=, to= or keep_last=; give all ranks the same arguments"
     assert run_ranks(2, _disagrees, "buckets") == [f"WeightStream: ranks 0 and 1 {text}"] * 2
+    text = "rank 1: invalid literal for int() with base 10: 'embed_tokens.weight'"
+    assert run_ranks(2, _disagrees, "a group_of that fails") == [text] * 2
     arguments = run_ranks(2, _disagrees, "arguments")
     assert len(set(arguments)) == 1
     assert "modelopt" in arguments[0] or "differ in what is to become of them" in arguments[0]
