@@ -237,7 +237,7 @@ def test_the_model_s_files_go_along_and_its_weights_do_not(tmp_path: Path) -> No
     for name in ("pytorch_model.bin", "README.md", "w.gguf", ".metadata", "__0_0.distcp"):
         (home / name).write_text(name)
     (home / "hf_quant_config.json").write_text("{}")
-    (home / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    (home / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model.safetensors"}}')
     export_hf(model_of("mxfp8"), tmp_path / "out", config=home, layout="modelopt")
     found = {path.name for path in (tmp_path / "out").iterdir()}
     kept = {"tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt", "LICENSE"}
