@@ -11,6 +11,7 @@ move pass through the op tables, and the last one restores what the first one sa
 A note at any other tensor than the one that it names means nothing.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,19 @@ from torch import Tensor
 from fsdp_hooks.torch_private import without_torch_function
 
 
+class Sign:
+    """Lives as long as the parameter that holds it: swap_tensors takes no parameter with weak references of its own."""
+
+
 @dataclass(frozen=True)
 class Note:
-    """The parameter at address `of` was frozen before it was moved. `carried`: by an alias of the copy."""
+    """The parameter at address `of` was frozen before it was moved; `sign` tells whether it still lives.
+
+    carried: by an alias of the copy, made while the parameter lived, so that the two have different addresses.
+    """
 
     of: int
+    sign: weakref.ref[Sign]
     carried: bool = False
 
 
@@ -35,21 +44,22 @@ def noted(param: Any, copy: Any) -> Any:
     """
     moves = copy.device != param.device and not torch.is_grad_enabled()
     if moves and isinstance(param, torch.nn.Parameter) and not param.requires_grad:
-        copy._note = Note(id(param))
+        copy._note = Note(id(param), weakref.ref(vars(param).setdefault("_sign", Sign())))
     return copy
 
 
 def carried(tensor: Any, alias: Any) -> Any:
     """`alias`, with the note that `tensor` got as a copy. An alias of an alias carries none."""
-    if tensor._note is not None and not tensor._note.carried:
-        alias._note = Note(tensor._note.of, carried=True)
+    note = tensor._note
+    if note is not None and not note.carried and note.sign() is not None:
+        alias._note = Note(note.of, note.sign, carried=True)
     return alias
 
 
 def restored(param: Any) -> None:
     """Freeze a parameter that has a note of itself; once."""
     note, param._note = param._note, None
-    if note == Note(id(param), carried=True):
+    if note is not None and note.carried and note.of == id(param):
         param.requires_grad_(False)
 
 

@@ -5,9 +5,11 @@
 All of this is decided from digests, numbers and names; nothing is read.
 """
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta
@@ -68,6 +70,12 @@ class Anchors:
         return deltas_since_full is None or deltas_since_full + 1 >= self.every
 
 
+def refuse_one_name(keep: Any) -> None:
+    """A name is a collection of letters, which may be names of others. Raises ValueError for one."""
+    if isinstance(keep, str | os.PathLike):
+        raise ValueError(f"keep={keep!r} is one name; give a list of those to keep. Nothing has been removed")
+
+
 def removable(bases: Mapping[str, str | None], keep: Collection[str]) -> set[str]:
     """The versions that may be removed: those that no version to be kept is built on, directly or through others.
 
@@ -76,8 +84,10 @@ def removable(bases: Mapping[str, str | None], keep: Collection[str]) -> set[str
         keep: the versions that must stay readable.
 
     Raises:
-        ValueError: a version to be kept, or one that it needs, is not there; or versions are each other's bases.
+        ValueError: a version to be kept, or one that it needs, is not there; versions are each other's bases; `keep`
+            is one name.
     """
+    refuse_one_name(keep)
     needed: set[str] = set()
     for name in keep:
         path = [name]

@@ -12,11 +12,11 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from dcp_adapters.delta.chain import removable
+from dcp_adapters.delta.chain import refuse_one_name, removable
 from dcp_adapters.manifest import base_of
 from dcp_adapters.reading.metadata_checks import METADATA
 from dcp_adapters.reading.reader import SafeFileSystemReader
-from dcp_adapters.stored.saves import remove
+from dcp_adapters.stored.saves import linked, remove
 
 
 def checkpoint_bases(root: str | os.PathLike[str]) -> dict[str, str | None]:
@@ -63,12 +63,14 @@ def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.P
         ValueError: one to be kept, or its base, is not there; a `.metadata` cannot be read. Nothing has been removed.
         OSError: a directory cannot be read, or a file cannot be removed.
     """
+    refuse_one_name(keep)
     root = Path(root).resolve()
     bases = checkpoint_bases(root)
     elsewhere: dict[str, str | None] = {
         base: None for base in bases.values() if base is not None and os.sep in base and Path(base, METADATA).is_file()
     }
-    may_go = removable(bases | elsewhere, {_name(root, kept) for kept in keep}) - elsewhere.keys()
+    named = {place.name for place in linked(root) if place.name in bases}
+    may_go = removable(bases | elsewhere, {_name(root, kept) for kept in keep} | named) - elsewhere.keys()
     gone = [root / name for name in sorted(may_go, key=lambda name: (bases[name] is None, name))]
     remove(gone, [root / name for name in bases if name not in may_go])
     return gone

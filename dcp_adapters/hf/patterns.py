@@ -1,8 +1,8 @@
 r"""Regular expressions from files of others, which must not take for ever.
 
 Python's engine tries every way in which repeats can share a text. For a repeat inside of a repeat these grow
-exponentially with the text; for `k` repeats beside each other they are the length of the text to the power of `k`.
-Tools write neither; what they write looks like `.*mlp\.down_proj$`.
+exponentially with the text; repeats beside each other multiply them by the length of the text each, choices by two.
+Tools write few of them; what they write looks like `.*mlp\.down_proj$`.
 """
 
 import re
@@ -24,20 +24,25 @@ def bounded(pattern: str, longest: int) -> re.Pattern[str]:
         re.error: it is no pattern.
     """
     compiled = re.compile(pattern)
-    repeats, open_groups, closed = 0, [False], False  # whether each open group, and the one just closed, has choices
+    ways, before = 1, ""
+    open_groups, closed = [False], False  # whether each open group, and the one just closed, has choices
     for token in TOKEN.findall(pattern):
-        if REPEAT.fullmatch(token):
-            repeats += 1
-            if closed:
-                raise ValueError(f"{pattern[:200]!r} repeats what has repeats or choices, and could take for ever")
-        closed = False
+        repeats = REPEAT.fullmatch(token) is not None
+        optional = token == "?" and before != "?" and not REPEAT.fullmatch(before)  # else it makes a repeat lazy
+        if repeats and closed:
+            raise ValueError(f"{pattern[:200]!r} repeats what has repeats or choices, and could take for ever")
+        if repeats:
+            ways *= max(longest, 2)
+        elif optional or token == "|":
+            ways *= 2
+        closed, before = False, token
         if token.startswith("("):
             open_groups.append(False)
         elif token == ")" and len(open_groups) > 1:
             closed = open_groups.pop()
             open_groups[-1] |= closed
-        elif token == "|" or REPEAT.fullmatch(token):
+        elif repeats or optional or token == "|":
             open_groups[-1] = True
-    if max(longest, 2) ** repeats > MOST_WAYS:
-        raise ValueError(f"{pattern[:200]!r} repeats {repeats} times, which could take for ever in names like these")
+    if ways > MOST_WAYS:
+        raise ValueError(f"{pattern[:200]!r} can fit in {ways:.0e} ways, which could take for ever in names like these")
     return compiled

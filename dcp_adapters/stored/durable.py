@@ -16,6 +16,9 @@ from pathlib import Path
 CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
+NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK})  # of a file system without hard links
+
+
 def sync(path: Path) -> None:
     """Wait until a file's contents, or the names in a directory, are on the disk, where the file system can do that."""
     if os.name != "posix":
@@ -117,7 +120,9 @@ def give_file_name(begun: Path, final: Path) -> None:
         raise FileExistsError(
             f"{final} was made by another while this one was written; nothing is overwritten"
         ) from None
-    except OSError:  # a file system without links
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
         begun.rename(final)
     else:
         begun.unlink()

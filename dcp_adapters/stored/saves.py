@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Literal
 
@@ -138,9 +139,8 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
         keep: how many verified saves to keep, at least 1.
         level: as of `latest_verified`.
         newest: as of `latest_verified`.
-        needs: directory -> the full paths of other saves that it cannot do without (a relative one counts from the
-            working directory); called on rank 0 with every directory that stays, those without `.metadata` too. The
-            base of a delta stays in any case, as does what these saves need in turn.
+        needs: save -> other saves that it cannot do without, by name or path; called on rank 0. The base of a delta
+            stays in any case, as does what these saves need in turn.
         group: as of `latest_verified`.
 
     Returns:
@@ -148,7 +148,8 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
 
     Raises:
         OSError: a directory cannot be read, and nothing was removed; or a save cannot be removed, and no longer loads.
-        FileNotFoundError, ValueError: as of `latest_verified`; keep is no whole number from 1 on. All on all ranks.
+        FileNotFoundError, ValueError: as of `latest_verified`; keep is no whole number from 1 on; what a save that
+            stays needs is not there, or cannot be told. All on all ranks, and nothing was removed.
 
     Warns:
         UserWarning: on rank 0, for newer directories that do not verify.
@@ -160,11 +161,12 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
         if len(found.verified) < keep:
             return found
         older = candidates[candidates.index(found.verified[-1]) + 1 :]
-        saves = [path for path in older if (path / METADATA).is_file() and not path.is_symlink()]
+        saves = [path for path in older if _is_save(path) and not path.is_symlink()]
         staying = [path for path in candidates if path not in saves]
-        spared = _needed(staying, saves, needs or (lambda _: ()), _linked(Path(directory)))
+        needed = _Needed(Path(directory), needs or (lambda _: ()))
+        spared = needed.among(saves, staying)
         removed = [path for path in saves if path not in spared]
-        remove(sorted(removed, key=lambda path: not _bases(path)), [*staying, *spared])  # deltas before their bases
+        remove(needed.in_order(removed), [*staying, *spared])
         return Retained(found.verified, tuple(removed), tuple(path for path in saves if path in spared), found.skipped)
 
     if type(keep) is not int or keep < 1:
@@ -235,45 +237,86 @@ def _reason(path: Path, level: Level) -> str | None:
     return f"{errors[0]}{more}"
 
 
-def _linked(directory: Path) -> set[Path]:
+def linked(directory: Path) -> set[Path]:
     """What symbolic links in the directory name."""
     return {path.resolve() for path in directory.iterdir() if path.is_symlink()}
 
 
-def _needed(staying: Iterable[Path], saves: Iterable[Path], needs: Needs, linked: set[Path]) -> set[Path]:
-    """Those of the saves that must stay."""
-    by_place = {path.resolve(): path for path in saves}
-    found = {by_place[place] for place in linked if place in by_place}
-    waiting = [*staying, *found]
-    while waiting:
-        save = waiting.pop()
-        for other in (*_bases(save), *needs(save)):
-            base = by_place.get(Path(other).resolve())
-            if base is not None and base not in found:
-                found.add(base)
-                waiting.append(base)
-    return found
+def _is_save(path: Path) -> bool:
+    """Whether a directory has a `.metadata`; of one that may not be looked into nobody can tell."""
+    try:
+        return (path / METADATA).is_file()
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """What the saves of a directory cannot do without: the bases of deltas, and what the caller tells."""
+
+    directory: Path
+    told: Needs
+
+    def by(self, save: Path) -> list[Path]:
+        """What one save needs."""
+        return [*_bases(save), *(self._place(save, other) for other in self.told(save))] if _is_save(save) else []
+
+    def _place(self, save: Path, other: str | os.PathLike[str]) -> Path:
+        path = Path(other)
+        place = (self.directory / path if len(path.parts) == 1 else path).resolve()
+        if not place.exists():
+            raise ValueError(f"{save.name} needs {other}, which is not there; nothing has been removed")
+        return place
+
+    def among(self, saves: Iterable[Path], staying: Iterable[Path]) -> set[Path]:
+        """Those of the saves that must stay because of a link, or of others that stay."""
+        by_place = {path.resolve(): path for path in saves}
+        found = {by_place[place] for place in linked(self.directory) if place in by_place}
+        waiting = [*staying, *found]
+        while waiting:
+            for place in self.by(waiting.pop()):
+                base = by_place.get(place)
+                if base is not None and base not in found:
+                    found.add(base)
+                    waiting.append(base)
+        return found
+
+    def in_order(self, removed: Sequence[Path]) -> list[Path]:
+        """Each before those that it needs, so that an interruption leaves none without."""
+        by_place = {path.resolve(): path for path in removed}
+        users: dict[Path, set[Path]] = {path: set() for path in removed}
+        for path in removed:
+            for place in self.by(path):
+                if place in by_place and by_place[place] != path:
+                    users[by_place[place]].add(path)
+        try:
+            return list(TopologicalSorter(users).static_order())
+        except CycleError:  # they need each other, and go together
+            return list(removed)
 
 
 def _bases(save: Path) -> list[Path]:
-    """The full save that a delta cannot be read without; none for others, nor where `.metadata` cannot be read."""
+    """The full save that a delta cannot be read without; none for others."""
     try:
-        link = base_of(SafeFileSystemReader(save).read_metadata()) if (save / METADATA).is_file() else None
-    except (OSError, ValueError):
-        return []
-    return [] if link is None else [save.resolve() / link.path]
+        link = base_of(SafeFileSystemReader(save).read_metadata())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{save.name}: nobody can tell which saves it needs ({error}); mend or remove it. Nothing has been removed"
+        ) from error
+    return [] if link is None else [(save.resolve() / link.path).resolve()]
 
 
 def remove(saves: Iterable[Path], staying: Iterable[Path]) -> None:
     """Remove saves, each so that at no moment a part of it looks like a whole one.
 
-    Before the first of them goes, the `.metadata` and the names of what stays are on the disk, whatever wrote them:
-    else a power loss could leave neither. Files of data are left to their writers (DCP's have `sync_files=True`).
+    Before the first of them goes, the saves that stay are on the disk with their names, whatever wrote them: else a
+    power loss could leave neither.
     """
-    for path in staying:
-        for place in (path / METADATA, path):
-            if place.exists():
-                sync(place)
+    for path in filter(_is_save, staying):
+        for file in path.iterdir():
+            if file.is_file():
+                sync(file)
+        sync(path)
         sync_name(path)
     for path in saves:
         (path / METADATA).unlink()

@@ -234,6 +234,22 @@ def test_links_and_needed_saves_stay(one: Path, runs: Path) -> None:
     assert names(runs) == {"best", "step-11", "step-9", "step-8", "step-7"}
 
 
+def test_needed_saves_are_given_by_name_and_must_be_there(runs: Path) -> None:
+    done = tidied(runs, 1, needs=lambda save: ["step-8"] if save.name == "step-11" else [])
+    assert [path.name for path in done.spared] == ["step-8"]
+    with pytest.raises(ValueError, match="step-11 needs step-7, which is not there; nothing has been removed"):
+        tidied(runs, 1, needs=lambda save: ["step-7"])
+    assert names(runs) == {"step-11", "step-8"}
+
+
+def test_nothing_goes_where_nobody_can_tell_what_a_save_needs(runs: Path) -> None:
+    (runs / "step-11" / ".metadata").write_bytes(b"of a later version")
+    unknown = r"step-11: nobody can tell which saves it needs .* Nothing has been removed"
+    with pytest.warns(UserWarning, match="passed over"), pytest.raises(ValueError, match=unknown):
+        keep_latest(runs, 1, newest="number")
+    assert names(runs) == {"step-11", "step-10", "step-9", "step-8"}
+
+
 def test_a_removal_that_is_interrupted_leaves_no_save_that_looks_whole(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,7 @@ def flipped(path: Path) -> None:
         load(model, path, verify_checksums=True)
 
 
-@earns("verify_checksums=True: the checkpoint has no checksums")
+@earns("the checkpoint has no checksums, since it was saved without QuantizedSavePlanner")
 def no_checksums(path: Path) -> None:
     with saved(path, checksums=False) as model:
         load(model, path, verify_checksums=True)

@@ -69,3 +69,17 @@ def test_a_parameter_made_by_hand_of_a_frozen_one_is_trained_as_any(storage):
     made.split(32)
     assert made.requires_grad
     assert not frozen.requires_grad
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_parameter_that_takes_the_address_of_a_frozen_one_is_none(storage):
+    """The frozen one is gone before a parameter is made of its copy: it can be where that was."""
+    made = []
+    for _ in range(20):
+        frozen = _net(MXFP8BlockScaling(), storage)[0].weight
+        with torch.no_grad():
+            copy = frozen.to("meta")
+        del frozen
+        made.append(nn.Parameter(copy))
+        made[-1].split(32)
+    assert all(one.requires_grad for one in made)

@@ -423,7 +423,10 @@ def test_a_base_stays_as_long_as_a_kept_delta_needs_it(tmp_path: Path) -> None:
     assert remove_checkpoints(tmp_path, [tmp_path / "2", "4"]) == []
     for name in ("2", "4"):
         load({"w": torch.zeros(8, 8, dtype=torch.bfloat16), "step": 0}, tmp_path / name)
-    assert remove_checkpoints(tmp_path, ["4"]) == [tmp_path / "2", tmp_path / "0"]
+    for one_name in ("4", tmp_path / "4"):
+        with pytest.raises(ValueError, match=r"is one name; give a list of those to keep\. Nothing"):
+            remove_checkpoints(tmp_path, one_name)  # type: ignore[arg-type]
+    assert remove_checkpoints(tmp_path, []) == [tmp_path / "2", tmp_path / "0"]  # "latest" names 4, which needs 3
     assert {path.name for path in tmp_path.iterdir()} == {"3", "4", "unfinished", "latest"}
 
 
