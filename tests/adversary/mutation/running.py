@@ -133,7 +133,8 @@ def _tests(tree: Tree, files: Sequence[str]) -> str:
     import pytest
 
     first = _First()
-    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files], plugins=[first])
+    imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # by what was imported beforehand
+    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", imported, *files], plugins=[first])
     return first.failed or ("" if status in (0, 5) else f"pytest ended with {int(status)}")
 
 
