@@ -14,6 +14,7 @@ Parts of one byte an element are judged by how often each of the 256 codes occur
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from qtensor.recipes import Recipe
 
 WITHOUT_NAN = frozenset({torch.float4_e2m1fn_x2})
 
-IN_CACHE = 2**18  # bytes compared at a time
+IN_CACHE = 2**18  # bytes looked at together on a CPU
 PIECE = 2**24  # elements looked at together, so that temporaries stay small
 
 
@@ -47,7 +48,8 @@ def _byte_fault(spec: PartSpec, part: Tensor) -> str | None:
     counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     for piece in _in_pieces(part.view(torch.uint8)):
         counts += piece.bincount(minlength=256).to("cpu")
-    values = _code_values(spec)
+    assert spec.numbers is not None
+    values = _values_of(spec.numbers)
     nan = int(counts[~values.isfinite()].sum())
     if nan:
         what = "elements" if spec.name == "payload" else "scales"
@@ -73,15 +75,33 @@ def _not_finite(spec: PartSpec, part: Tensor) -> bool:
         return False
     if spec.dtype.itemsize > 1:
         return not bool(part.isfinite().all())
-    codes = (~_code_values(spec).isfinite()).nonzero().flatten().tolist()
-    pieces = part.view(torch.uint8).reshape(-1).split(IN_CACHE)
-    return any(bool((piece == code).any()) for piece in pieces for code in codes)
+    codes = part.view(torch.uint8).reshape(-1)
+    pieces = [piece for piece in codes.split(IN_CACHE if part.device.type == "cpu" else PIECE) if len(piece)]
+    mask, least = _not_finite_codes(spec.numbers)
+    if mask is None:
+        return not all(bool(piece.view(spec.numbers).float().isfinite().all()) for piece in pieces)
+    largest = [(piece & mask).max() for piece in pieces]
+    return bool(largest) and int(torch.stack(largest).max()) >= least  # asks the device once
 
 
-def _code_values(spec: PartSpec) -> Tensor:
+@cache
+def _not_finite_codes(numbers: torch.dtype) -> tuple[int | None, int]:
+    """A mask, and the least code under it that is not finite; None where larger ones are finite again.
+
+    The mask leaves out the sign, which E8M0 does not have. 256 is the least where all codes are finite.
+    """
+    finite = _values_of(numbers).isfinite()
+    codes = torch.arange(256, dtype=torch.int64, device="cpu")
+    for mask in (0x7F, 0xFF):
+        least = min((codes & mask)[~finite].tolist(), default=256)
+        if torch.equal(finite, (codes & mask) < least):
+            return mask, least
+    return None, 256
+
+
+def _values_of(numbers: torch.dtype) -> Tensor:
     """The numbers of the 256 codes of a part of one byte an element."""
-    assert spec.numbers is not None
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(spec.numbers).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(numbers).float()
 
 
 def _in_pieces(part: Tensor) -> Iterator[Tensor]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from dcp_adapters.cli.main import main
 from dcp_adapters.hf.layout import KINDS
 from dcp_adapters.recipe_names import recipe_label, target_named
-from dcp_adapters.stored.part_values import holds_nan
+from dcp_adapters.stored.part_values import WITHOUT_NAN, _not_finite, holds_nan
 from dcp_adapters.stored.verify import verify
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor.formats import PartSpec, specs_of
 from tests.dcp_adapters.cases import assert_holds, load, save, values
 from tests.qtensor.foreign import SCALES, foreign_format
 
@@ -108,3 +109,19 @@ def test_what_only_a_part_tells_is_found(foreign: Any) -> None:
         parts = {name: data.clone() for name, data in q.parts().items()}
         parts[part].view(-1).view(torch.uint8).fill_(0xFF)
         assert holds_nan(recipe, parts), (recipe, part)
+
+
+def test_each_code_of_one_byte_is_judged_as_torch_judges_it() -> None:
+    """Alone, in the last place of a part of more than one piece."""
+    recipes = [MXFP8BlockScaling(), MXFP8BlockScaling(element="e5m2"), NVFP4BlockScaling()]
+    specs = [spec for recipe in recipes for spec in specs_of(recipe) if spec.dtype.itemsize == 1]
+    dtypes = {spec.numbers for spec in specs if spec.numbers is not None} - WITHOUT_NAN
+    assert dtypes == {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
+    for numbers in (*dtypes, torch.float8_e4m3fnuz):  # the NaN of the last is the code of the other formats' -0
+        spec = PartSpec("part", torch.uint8, codes=numbers)
+        part = torch.zeros(2**18 + 24, dtype=torch.uint8, device="cpu")
+        for code in range(256):
+            part[-1] = code
+            finite = bool(part[-1:].view(numbers).float().isfinite())
+            assert _not_finite(spec, part) is not finite, (numbers, code)
+        assert not _not_finite(spec, part[:0])
