@@ -79,7 +79,7 @@ def test_pieces_add_up_wherever_they_are_cut(data: Any) -> None:
 @pytest.mark.parametrize("limit", [8, 64])
 def test_pieces_read_in_parts_have_the_same_sum(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits far below the sizes of the tensors: they are read in parts of rows and columns, and in several stacks."""
-    monkeypatch.setattr(module, "EAGER_CPU", limit)
+    monkeypatch.setattr(module, "AT_ONCE_CPU", limit)
     monkeypatch.setattr(module, "STACK", 4 * limit)
     for shape in [(7, 45), (3, 3, 17), (301,)]:
         many = [made(shape, torch.uint8, seed) for seed in range(5)]
@@ -107,11 +107,21 @@ def test_views_and_unaligned_memory_have_the_sum_of_their_values() -> None:
         assert total(Piece.whole(tensor)) == byte_sum(tensor.resolve_conj())
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_large_pieces_have_the_same_sum_eager_and_compiled(mode: str) -> None:
+def test_large_pieces_have_the_same_sum() -> None:
     tensors = [made((300, 2050), torch.uint8), made((129, 1024), torch.float32), made((70001,), torch.bfloat16)]
-    with use_kernels(mode):
-        assert [total(Piece.whole(tensor)) for tensor in tensors] == [byte_sum(tensor) for tensor in tensors]
+    assert [total(Piece.whole(tensor)) for tensor in tensors] == [byte_sum(tensor) for tensor in tensors]
+
+
+def test_what_other_devices_compute_is_what_a_cpu_computes() -> None:
+    """Also of the largest words and weights, whose products exceed 64 bits."""
+    words = made((300, 512), torch.int32)
+    words[0], words[1] = -(2**31), 2**31 - 1
+    weights = made((512,), torch.int64)
+    weights[:2] = torch.tensor([-(2**63), 2**63 - 1])
+    expected = module._row_dots_cpu(words, weights)
+    for mode in ("eager", "compiled"):
+        with use_kernels(mode):
+            assert torch.equal(module._row_sums(words, weights), expected)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (24,), (2, 3, 4)])
