@@ -16,8 +16,7 @@ from tests.adversary.mutation.relevant import files_for, modules
 from tests.adversary.mutation.running import Tree, copy_of, run, warm
 
 ROOT = Path(__file__).resolve().parents[3]
-SLOWER = 6  # times as long as without the change is too long
-LEAST = 120.0  # seconds that are never too long
+AT_ONCE = 2  # test files in one fork: what later ones import, and how long they take, most mutants do not need
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,47 +50,47 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300, help="how many mutants the seed draws")
     parser.add_argument("--results", default="mutants.jsonl", help="lines of JSON; what is there is not run again")
     parser.add_argument("--only", default="", help="only modules whose path holds this text")
-    parser.add_argument("--limit", type=duration, default=600.0, help="for the tests of one mutant (10m)")
+    parser.add_argument("--limit", type=duration, default=300.0, help=f"for {AT_ONCE} test files of a mutant (5m)")
     parser.add_argument("--budget", type=duration, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--survivors", action="store_true", help="print those of the file, and run nothing")
     return parser.parse_args(argv)
 
 
 class _Baseline:
-    """Test files without a change: how long they take, and which of them fail on this machine anyway."""
+    """What passes without a change: asked once of each test that failed with one, and of files that took too long."""
 
     def __init__(self, tree: Tree, stream: Any, known: dict[str, dict[str, Any]], limit: float) -> None:
         self._tree, self._stream, self._known, self._limit = tree, stream, known, limit
 
-    def sound(self, files: Sequence[str]) -> tuple[list[str], float]:
-        """The files that pass, and how long they take together."""
-        taken = 0.0
-        passing = []
-        for file in files:
-            record = self._known.get(file)
-            if record is None:
-                ran = run(self._tree, None, [file], self._limit)
-                record = {"key": file, "outcome": "baseline", "by": ran.by, "seconds": round(ran.seconds, 2)}
-                self._known[file] = record
-                _write(self._stream, record)
-            if not record["by"]:
-                passing.append(file)
-                taken += record["seconds"]
-        return passing, taken
+    def passes(self, tests: Sequence[str]) -> bool:
+        """Whether these do, in the same time."""
+        key = " ".join(tests)
+        if key not in self._known:
+            ran = run(self._tree, None, tests, self._limit)
+            self._known[key] = {"key": key, "outcome": "baseline", "by": ran.by, "seconds": round(ran.seconds, 2)}
+            _write(self._stream, self._known[key])
+        return not self._known[key]["by"]
 
 
 def _judged(tree: Tree, mutant: Mutant, baseline: _Baseline, limit: float) -> dict[str, Any]:
-    """Its files two by two: what later ones import, and how long they take otherwise, most mutants do not need."""
+    """Asks its files, a few at a time, until a test fails that passes without the change."""
     tried: list[str] = []
     seconds, by = 0.0, ""
     waiting = files_for(ROOT, mutant.module)
-    while waiting and not by and seconds < limit:
-        batch, waiting = waiting[:2], waiting[2:]
-        files, usual = baseline.sound(batch)
-        ran = run(tree, mutant, files, max(SLOWER * usual, LEAST)) if files else None
-        if ran is not None:
-            by, seconds = ran.by, seconds + ran.seconds
-            tried += files
+    while waiting and not by:
+        files, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+        failing: list[str] = []  # whatever the product is
+        while True:
+            ran = run(tree, mutant, [*files, *(f"--deselect={test}" for test in failing)], limit)
+            seconds += ran.seconds
+            blamed = files if ran.by == "timeout" or ".py" not in ran.by else [ran.by.removeprefix("collecting ")]
+            if not ran.by or baseline.passes(blamed):
+                by = ran.by
+                tried += files
+                break
+            if blamed == files or blamed[0] in failing:
+                break  # they tell nothing here
+            failing += blamed
     outcome = "unasked" if not tried else "survived" if not by else "timeout" if by == "timeout" else "killed"
     return {**mutant.to_json(), "outcome": outcome, "by": by, "files": tried, "seconds": round(seconds, 2)}
 
