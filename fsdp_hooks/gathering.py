@@ -98,13 +98,15 @@ class Gathering:
     @torch.no_grad()
     def _begin(self, shards: list[Tensor], size: int, group: dist.ProcessGroup, to: int | None) -> None:
         device = _device(shards[0], group)
-        own = torch.zeros(size, dtype=torch.uint8, device=device)
+        if self.kept:
+            self._rows = torch.empty(self._ranks, size, dtype=torch.uint8, device=device)
+            own = self._rows[dist.get_group_rank(group, dist.get_rank())]  # sent from where it is wanted
+        else:
+            own = torch.empty(size, dtype=torch.uint8, device=device)
         for place, shard in zip(self._places.values(), shards, strict=True):
             flat = shard.detach().contiguous().view(-1).view(torch.uint8)
             own[place.offset : place.offset + flat.numel()].copy_(flat)
         self._own = own
-        if self.kept:
-            self._rows = torch.empty(self._ranks, size, dtype=torch.uint8, device=device)
         if to is None:
             assert self._rows is not None
             self._work = _all_gather(self._rows.view(-1), own, group=group, async_op=True)
