@@ -2,7 +2,8 @@
 
 A rank sends pairs: ("at", phase) whenever a save passes one, ("go", "") before the save that is to be interrupted, and
 one outcome for each thing it did: ("saved", seconds), ("raised", error), ("holds", step), ("wrong", names),
-("refused", error).
+("refused", error). One whose asynchronous saves are written by another process says ("uploader", its pid). Those of a
+stream say ("version", number) for each version that was sent or received, and ("streamed", seconds) at the end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 GROUP_TIMEOUT = 20.0  # seconds
 MODES = ("sync", "async", "async with a stager")
+PROCESS = "async in a process"  # beside MODES: each rank starts a process that imports torch, which takes seconds
 
 # The phases of a save, in the order in which it passes them; "write" once for every item.
 STAGING, STAGED = "staging", "staged"
@@ -27,7 +29,8 @@ COORDINATOR = (GLOBAL_PLAN, PLANNED, COMMIT, RENAME, COMMITTED)  # passed by ran
 class Save:
     """Save the good checkpoint, report "go", then save the one during which ranks are killed.
 
-    moment: (phase, how often it must have been passed) at which the rank kills itself; None: it waits to be killed.
+    delta: the second is saved as a delta to the good one. moment: (phase, how often it must have been passed) at which
+    the rank kills itself; None: it waits to be killed.
     """
 
     good: Path
@@ -35,6 +38,7 @@ class Save:
     path: Path
     step: int
     mode: str
+    delta: bool = False
     moment: tuple[str, int] | None = None
 
 
@@ -52,3 +56,25 @@ class Place:
     store: Path
     rank: int
     world: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Stream versions 1 to `versions` of the weights to a receiver: the first whole, the others as deltas.
+
+    address: of a socket; rank 0 sends.
+    """
+
+    address: Path
+    versions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receive:
+    """Take versions until all have come or the sender is gone, and compare each with what it must be."""
+
+    address: Path
+    versions: int
+
+
+Job = Save | Load | Send | Receive

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import time
@@ -23,9 +24,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from benchmarks import soak_streaming as streaming
 from benchmarks.soak_jobs import (
     COMMIT,
     COMMITTED,
@@ -34,15 +37,18 @@ from benchmarks.soak_jobs import (
     GROUP_TIMEOUT,
     LOCAL_PLAN,
     PLANNED,
+    PROCESS,
     RENAME,
     SET_UP,
     STAGED,
     STAGING,
     WRITE,
     WRITTEN,
-    Load,
+    Job,
     Place,
+    Receive,
     Save,
+    Send,
 )
 from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, QuantizedSavePlanner, expand, read_manifest
 from dcp_adapters.save.atomic_writer import AtomicFiles
@@ -62,17 +68,23 @@ SHAPE = (160, 128)  # cut by 3 ranks off the 32-blocks, too
 torch.compiler.list_backends()  # imports what DTensor imports at its first use: once, before the ranks are forked
 
 
-def run(conn: Connection, place: Place, job: Save | Load) -> None:
+def run(conn: Connection, place: Place, job: Job) -> None:
     """The life of a rank."""
     gc.disable()  # one pass over the objects that importing torch made costs more than the job
     logging.disable(logging.WARNING)  # DCP logs a traceback for a missing .metadata
     warnings.simplefilter("ignore")  # and warns where it overwrites
     torch.set_num_threads(1)
+    if isinstance(job, Receive):
+        streaming.receive(conn, job)
+        conn.close()
+        os._exit(0)
     store = dist.FileStore(str(place.store), place.world)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
     try:
         if isinstance(job, Save):
             _save(conn, job)
+        elif isinstance(job, Send):
+            streaming.send(conn, job)
         else:
             for path in job.paths:
                 conn.send(_loaded(path))
@@ -86,11 +98,16 @@ def run(conn: Connection, place: Place, job: Save | Load) -> None:
 
 
 def state(step: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """Weights of every recipe, two optimizer states for each, a bias, and values that are no tensors."""
+    """Weights of every recipe, two optimizer states for each, a bias, and values that are no tensors.
+
+    An even step is the odd one before it but for some columns, which is what a delta to that one stores.
+    """
     model, optim = {}, {}
     for i, (name, recipe) in enumerate(RECIPES.items()):
-        generator = torch.Generator().manual_seed(1000 * step + i)
+        generator = torch.Generator().manual_seed(1000 * ((step + 1) // 2) + i)
         x = torch.randn(SHAPE, generator=generator)
+        if step % 2 == 0:
+            x[:, ::9] *= -1.5
         model[f"{name}.weight"] = _placed(quantize(x.bfloat16(), recipe), mesh)
         model[f"{name}.bias"] = x[0].bfloat16()
         optim[f"{name}.master"] = _placed(x, mesh)
@@ -134,8 +151,8 @@ class Trace:
 class TracedPlanner(QuantizedSavePlanner):
     """The planner, with a trace."""
 
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
+    def __init__(self, trace: Trace, **options: Any) -> None:
+        super().__init__(**options)
         self.trace = trace
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
@@ -214,10 +231,21 @@ class TracedStager(DefaultStager):
 def _save(conn: Connection, job: Save) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     upload = dist.new_group(backend="gloo", timeout=TIMEOUT) if job.mode != "sync" else None
-    dcp.save(state(job.good_step, mesh), checkpoint_id=job.good, planner=QuantizedSavePlanner())
-    live = state(job.step, mesh)
+    in_process: dict[str, Any] = {}
+    if job.mode == PROCESS:
+        in_process = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "process_group": upload}
+        _start_uploader(conn, state(job.good_step, mesh), job, in_process)
+    else:
+        dcp.save(state(job.good_step, mesh), checkpoint_id=job.good, planner=QuantizedSavePlanner())
+    live, delta_to = state(job.step, mesh), job.good if job.delta else None
     trace = Trace(conn, job.moment)
-    options: dict[str, Any] = {"storage_writer": TracedWriter(job.path, trace), "planner": TracedPlanner(trace)}
+    options: dict[str, Any] = {
+        "storage_writer": TracedWriter(job.path, trace),
+        "planner": TracedPlanner(trace, delta_to=delta_to),
+    }
+    if in_process:  # whose planner and writer are pickled
+        writer = AtomicFileSystemWriter(job.path)
+        options = {"storage_writer": writer, "planner": QuantizedSavePlanner(delta_to=delta_to), **in_process}
     dist.barrier()
     conn.send(("go", ""))
     started = time.perf_counter()
@@ -226,10 +254,19 @@ def _save(conn: Connection, job: Save) -> None:
     else:
         if job.mode == "async with a stager":
             options["async_stager"] = TracedStager(trace)
-        future = dcp.async_save(live, process_group=upload, **options)
+        future = dcp.async_save(live, **{"process_group": upload, **options})
         _overwrite(live)  # training goes on
         future.result()
     conn.send(("saved", str(time.perf_counter() - started)))
+
+
+def _start_uploader(conn: Connection, good: Any, job: Save, options: dict[str, Any]) -> None:
+    """Save the good checkpoint by a process of this rank's own, which stays for the next save; tell which it is."""
+    multiprocessing.current_process().daemon = False  # a daemon may have no children
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dcp.async_save(good, checkpoint_id=job.good, planner=QuantizedSavePlanner(), **options).result()
+    (uploader,) = multiprocessing.active_children()
+    conn.send(("uploader", uploader.pid))
 
 
 def _overwrite(state_dict: Mapping[str, Any]) -> None:
