@@ -1,6 +1,7 @@
 # make demo   the main job on a real model, on this machine
 # make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"    make test TORCH=2.15.0
 # make test-engines  tests of exports and streams in vLLM, which gets an environment of its own (2 GB)
+# make gpu-offline  tests of the code for GPUs that need none, in an environment of their own with Triton (1 GB)
 # make lint   ruff and mypy
 # make bench  all benchmarks in 25 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
@@ -18,6 +19,7 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
 ENGINES := .venv-engines
+OFFLINE := .venv-gpu-offline
 RECIPE ?= mxfp8
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -34,7 +36,7 @@ PIP_INSTALL := $(PIP) install --no-warn-conflicts $(PIP_ARGS) -c $(VENV)/constra
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-engines lint bench docs adversary matrix clean
+.PHONY: demo test test-engines gpu-offline lint bench docs adversary matrix clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -47,6 +49,9 @@ test: $(VENV)/.installed-demo-test
 # `make test` runs them, too, once their environment is there.
 test-engines: $(VENV)/.installed-demo-test $(ENGINES)/.installed
 	$(PY) -m pytest tests/engines $(PYTEST_ARGS)
+
+gpu-offline: $(OFFLINE)/.installed
+	$(OFFLINE)/bin/python -m pytest tests/gpu_offline $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check
@@ -67,7 +72,7 @@ matrix:
 	$(PYTHON) -m tests.torch_versions.matrix $(TORCH)
 
 clean:
-	rm -rf .venv .venv-torch-* $(ENGINES) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* $(ENGINES) $(OFFLINE) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -86,9 +91,9 @@ $(VENV)/.installed-dev: EXTRAS = dev
 $(VENV)/.installed-bench: EXTRAS = demo,bench
 $(VENV)/.installed-docs: EXTRAS = docs
 
-# Another torch has requirements of its own: its pin replaces ours, and the one package that both pin is left to it.
+# Another torch has requirements of its own: its pin replaces ours, and packages that both pin are left to it.
 $(VENV)/constraints.txt: constraints.txt Makefile | $(VENV)/.created
-	@sed -e '' $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d') constraints.txt > $@
+	@sed -e '' $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' -e '/^triton==/d') constraints.txt > $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/constraints.txt
 	@echo "environment: installing qtensor[$(EXTRAS)] and what it needs (minutes, the first time)"
@@ -99,6 +104,12 @@ $(ENGINES)/.installed: requirements-engines.txt pyproject.toml
 	@echo "environment: installing vLLM in $(ENGINES) (minutes, the first time)"
 	@$(PYTHON) -m venv $(ENGINES)
 	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps $(PIP_ARGS) -r $< -e .
+	@touch $@
+
+$(OFFLINE)/.installed: pyproject.toml constraints.txt
+	@echo "environment: installing qtensor[gpu-offline] in $(OFFLINE) (minutes, the first time)"
+	@$(PYTHON) -m venv $(OFFLINE)
+	@$(OFFLINE)/bin/python -m pip --disable-pip-version-check --quiet --quiet install $(PIP_ARGS) -c constraints.txt -e '.[gpu-offline]'
 	@touch $@
 
 $(VENV)/.smollm2: $(VENV)/constraints.txt

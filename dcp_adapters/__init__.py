@@ -31,7 +31,7 @@ imports only what stands above it, qtensor and fsdp_hooks:
     cli/                   the command line, `python -m dcp_adapters`
 """
 
-from dcp_adapters.cli.deltas import patched_copy, write_delta
+from dcp_adapters.cli.deltas import PatchedCopy, WrittenDelta, patched_copy, write_delta
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.chain import Anchors, removable
 from dcp_adapters.delta.live import HeldVersion
@@ -39,34 +39,41 @@ from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.delta.retention import checkpoint_bases, remove_checkpoints
 from dcp_adapters.digests.digest import digest, tensor_digests
+from dcp_adapters.entry import Entry
 from dcp_adapters.expand import expand
 from dcp_adapters.gguf.export import export_gguf
 from dcp_adapters.hf.export import export_hf
 from dcp_adapters.hf.importing import import_hf
+from dcp_adapters.hf.shared_scales import fused_linears
 from dcp_adapters.load.planner import QuantizedLoadPlanner
-from dcp_adapters.manifest import Manifest
+from dcp_adapters.manifest import BaseLink, Manifest
 from dcp_adapters.reading.reader import SafeFileSystemReader
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.overwrite import remove_replaced
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.staging.stager import QuantizedStager
 from dcp_adapters.stored.read_manifest import read_manifest
-from dcp_adapters.stored.saves import LatestVerified, Retained, keep_latest, latest_verified
+from dcp_adapters.stored.saves import LatestVerified, Retained, Skipped, keep_latest, latest_verified
+from dcp_adapters.streams.buckets import TensorRecord
 from dcp_adapters.streams.process_group import GroupReceiver, GroupSender, join_group
 from dcp_adapters.streams.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from dcp_adapters.streams.transport import WeightStreamError
+from dcp_adapters.streams.transport import Incoming, WeightStreamError
 from dcp_adapters.streams.vllm_source import vllm_source
 from dcp_adapters.streams.weight_stream import WeightStream
 
 __all__ = [
     "Anchors",
     "AtomicFileSystemWriter",
+    "BaseLink",
     "Delta",
+    "Entry",
     "GroupReceiver",
     "GroupSender",
     "HeldVersion",
+    "Incoming",
     "LatestVerified",
     "Manifest",
+    "PatchedCopy",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
     "QuantizedStager",
@@ -74,8 +81,11 @@ __all__ = [
     "SafeFileSystemReader",
     "SharedMemoryReceiver",
     "SharedMemorySender",
+    "Skipped",
+    "TensorRecord",
     "WeightStream",
     "WeightStreamError",
+    "WrittenDelta",
     "apply_deltas",
     "checkpoint_bases",
     "delta_from_bytes",
@@ -84,6 +94,7 @@ __all__ = [
     "expand",
     "export_gguf",
     "export_hf",
+    "fused_linears",
     "import_hf",
     "join_group",
     "keep_latest",

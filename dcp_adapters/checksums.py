@@ -135,8 +135,10 @@ class Verification:
         self.waiting: list[tuple[str, MetadataIndex, bytes]] = []
 
     def expect(self, pieces: int) -> None:
-        """Expect a table in this many pieces."""
+        """Expect a table in this many pieces; 0 where it is empty, and has a row for no chunk."""
         self.outstanding = pieces
+        if not pieces:
+            self.rows = {}
 
     def arrived(self, table: Tensor) -> None:
         """One piece of the table has been read; with the last one, the waiting chunks are compared."""

@@ -35,6 +35,8 @@ BEHIND = (
     "they are of different steps, or the weight was written behind the optimizer, whose first step after a load takes "
     "that back"
 )
+WRITTEN, FRESH = 1, 2  # the two ways in which a tensor fits a master (qtensor/requantizing.py)
+BOTH = WRITTEN | FRESH
 STATE = "state"  # what stands before a parameter's name in an optimizer's state
 
 
@@ -110,6 +112,10 @@ class TensorCheck:
             found[name] = None if check.finish() else Problem(self.entry.name, message)
         return found
 
+    def fits(self) -> dict[str, int]:
+        """For each master how what was seen fits it, WRITTEN | FRESH; to be asked after `master_problems`."""
+        return {name: WRITTEN * check.written | FRESH * check.fresh for name, check in self.masters.items()}
+
 
 class DenseCheck:
     """The comparison of a dense tensor of low precision with the masters beside it."""
@@ -130,6 +136,10 @@ class DenseCheck:
             message = f"it is not what {name} rounds to ({count} values are others): {BEHIND}"
             found[name] = Problem(self.entry.name, message) if count else None
         return found
+
+    def fits(self) -> dict[str, int]:
+        """For each master BOTH, or 0: what is rounded fits in one way only."""
+        return {name: 0 if count else BOTH for name, count in self.differing.items()}
 
 
 @dataclass(frozen=True)

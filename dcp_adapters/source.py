@@ -97,6 +97,10 @@ class Source:
         """This rank's own copies of the parts of a tensor that is not sharded; all ranks should have the same."""
         return []
 
+    def shared(self, name: str) -> tuple[str, Tensor] | None:
+        """Scales of this rank's shard that belong to the shards of others, too, and a name for those who have them."""
+        return None
+
 
 class _Read(Group):
     """Tensors that are read when they are asked for, by the ranks that keep them alone."""

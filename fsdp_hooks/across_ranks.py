@@ -118,7 +118,7 @@ def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A block in which ranks do work of their own, without collectives; if it raises on some, it raises on all.
 
     A rank that failed raises its own error (interrupts included); the others raise a RuntimeError with the text of the
-    first rank that failed.
+    first rank that failed, and its notes.
     """
     failed: BaseException | None = None
     try:
@@ -132,7 +132,7 @@ def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
     if not any_of(group, failed is not None):
         return
     outcomes: list[Any] = [None] * group.size()
-    dist.all_gather_object(outcomes, None if failed is None else f"{type(failed).__name__}: {failed}", group=group)
+    dist.all_gather_object(outcomes, None if failed is None else _told(failed), group=group)
     if failed is not None:
         raise failed
     rank, text = next((rank, text) for rank, text in enumerate(outcomes) if text is not None)
@@ -148,17 +148,19 @@ def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT00
     return bool(found)
 
 
-def check_same(group: dist.ProcessGroup | None, value: Tensor, what: str) -> None:
-    """Raise RuntimeError on all ranks if they hold different values, int64 [], such as digests."""
+def check_same(group: dist.ProcessGroup | None, value: Tensor, message: str) -> None:
+    """Raise RuntimeError(message) on all ranks if they hold different values, int64 [], such as digests."""
     if group is None:
         return
     both = torch.stack([value, -value]).to(device_of(group))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     if int(both[0]) != -int(both[1]):
-        raise RuntimeError(
-            f"{what} came out differently on different ranks, so shards of one weight would not fit together. Nothing "
-            "of it was stored; let all ranks have the same hardware, versions and number of threads"
-        )
+        raise RuntimeError(message)
+
+
+def _told(error: BaseException) -> str:
+    notes = getattr(error, "__notes__", ())
+    return f"{type(error).__name__}: {error}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _failed(error: Exception, where: str = "") -> _Failed:

@@ -6,7 +6,7 @@ scales of blocks (replicas hold equal bytes already). The values of all weights 
 end and reduced together, once for each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP,
 and a second one for a group whose values do not fit into the first (some thousands). The groups are read from the
 DTensor at the moment of use and stored nowhere. Values are matched by what they belong to, not by the order in which a
-rank lists them; see exchange.py.
+rank lists them; see exchange.py. Weights that share one scale with others (partners.py) settle that behind it.
 """
 
 import functools
@@ -22,12 +22,23 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.across_ranks import all_reduce
 from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
+from fsdp_hooks.partners import Partners, check_complete, pooled
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
+
+MEETING: Label = ("",)  # the label of a value without a weight; it sorts before all others
 
 
 class SharedScales(Protocol):
     """The scales of one shard, which it may share with others; the methods are called in this order."""
+
+    @property
+    def partners(self) -> Partners | None:
+        """The weights with which it shares its tensor-wide scale; None for one that has it alone."""
+
+    @property
+    def pooled(self) -> int:
+        """How many values in front of a claim stand for the tensor-wide scale."""
 
     def may_share(self) -> bool:
         """Whether some way to cut the weight leaves pieces with a scale in common."""
@@ -61,23 +72,26 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
 
     Square blocks that a shard boundary cuts are agreed on, too: their pieces get the scale of their largest value. The
     bytes are not those of one process then, since values that each shard rounded by itself are rounded again.
+    Weights that share one scale with others (`qtensor.share_scales`) agree with these, too, also in a single process.
     Call it on all ranks, after writing to shards by hand (an init function, `copy_` of a dense shard), and with
     storage="high_precision" after every optimizer step. Shards that hold the largest scale, or agree already, keep
     their bytes. A shard that holds only zeros never decides a scale. A weight that still has its high-precision initial
     value is re-encoded from that, and has the bytes of one process.
 
     Args:
-        model_or_params: a module, or parameters (DTensors or plain; those that are not quantized, or share no scale
-            with other shards, are skipped). The parameters of a module, and pairs of a name and a parameter, are
-            matched by name; parameters alone by shape, dtype, recipe and placements. Where these are all equal, the
-            order decides, and must be the same on all ranks.
+        model_or_params: a module, or parameters (DTensors or plain; of those that are not quantized, or share no scale
+            with other shards, only the groups that cut them take part). The parameters of a module, and pairs of a name
+            and a parameter, are matched by name; parameters alone by shape, dtype, recipe and placements. Where these
+            are all equal, the order decides, and must be the same on all ranks.
 
     Returns:
         The number of all-reduces: one for each distinct group with anything to agree on (two where its values do not
-        fit into one message, which holds some thousands), 0 in a single process.
+        fit into one message, which holds some thousands), 0 in a single process. Not counted is the one of 16 KiB in
+        each other group that cuts parameters, which proves that no rank of it has anything to agree on.
 
     Raises:
-        ValueError: parameters that can share scales are on the meta device, or are gathered.
+        ValueError: parameters that can share scales are on the meta device, or are gathered; a weight is there without
+            another whose scale it shares.
         RuntimeError: on all ranks of a group, where they have different weights, or one of them failed; nothing has
             been written.
     """
@@ -85,39 +99,49 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
         named = parameters_at_rest(model_or_params)
     else:
         named = [one if isinstance(one, tuple) else ("", one) for one in model_or_params]
-    return agree_on_scales("sync_scales", named)
+    meeting = meeting_of([label_of(*pair) for pair in named], cuts_of([param for _, param in named]))
+    return agree_on_scales("sync_scales", named, meeting)
 
 
-def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]]) -> int:
-    """`sync_scales` of (name, parameter), where "" stands for no name; `what` is the operation, for errors."""
+def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]], meeting: Sequence[dist.ProcessGroup]) -> int:
+    """`sync_scales` of (name, parameter), where "" stands for no name; `what` is the operation, for errors.
+
+    meeting: groups that take part in any case (`meeting_of`), so that no rank waits for one whose parameters share no
+    scale.
+    """
     named = [(name, param) for name, param in named if _can_share(param)]
     if any(is_gathered(param) for _, param in named):
         raise ValueError(
             f"{what}: the parameters are those gathered for a forward, not the shards; call reshard() on their FSDP "
             "modules, and take model.parameters() anew"
         )
-    shared = [(name, param, over) for name, param in named if (over := groups_sharing(param))]
+    shared = [(name, param, over) for name, param in named if (over := groups_sharing(param)) or partners_of(param)]
     if any(param.is_meta for _, param in named):
-        tell_sharing(named)  # on other ranks they may be elsewhere
+        tell_sharing(named, meeting)  # on other ranks they may be elsewhere
         raise ValueError(
             f"{what}: the parameters are on the meta device; call to_empty() and initialise or load them first"
         )
-    labels, groups = [(label_of(name, param),) for name, param, _ in shared], [own for _, _, own in shared]
+    labels: list[Label] = [*((label_of(name, param),) for name, param, _ in shared), MEETING]
+    groups = [*(own for _, _, own in shared), list(meeting)]
     with torch.no_grad():
         shards = [local_of(param) for _, param, _ in shared]
         held: list[Any] = [scales_of(param) for _, param, _ in shared]
+        partners = [scales.partners for scales in held]
         try:
+            check_complete(what, partners)
             claims = [scales.claim() for scales in held]
         except Exception:
             tell_groups(labels, groups, shards[0].device)
             raise
-        agreed, collectives = max_over_groups(what, labels, claims, groups)
+        met = torch.zeros(1, dtype=torch.float32, device=shards[0].device if shards else "cpu")
+        (*agreed, _), collectives = max_over_groups(what, labels, [*claims, met], groups)
+        agreed = pooled([one and one.names for one in partners], [scales.pooled for scales in held], agreed)
         for scales, claim in zip(held, agreed, strict=True):
             scales.adopt(claim)
         # dense shards (storage="high_precision") keep their values
         encoded = [isinstance(shard, AllGatherHooks) for shard in shards]
         count_writes(param for (_, param, _), yes in zip(shared, encoded, strict=True) if yes)
-    return collectives
+    return collectives - len(set(meeting).difference(*(own for _, _, own in shared)))
 
 
 def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
@@ -225,20 +249,43 @@ def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessG
         tell_failure(channel_of(group), device)
 
 
-def tell_sharing(named: Iterable[tuple[str, Tensor]]) -> None:
+def tell_sharing(named: Iterable[tuple[str, Tensor]], meeting: Sequence[dist.ProcessGroup]) -> None:
     """Called instead of `agree_on_scales` on a rank that failed: the others raise instead of waiting for it."""
     shared = [(name, param, over) for name, param in named if (over := groups_sharing(param))]
-    if shared:
-        labels, groups = [(label_of(name, param),) for name, param, _ in shared], [over for _, _, over in shared]
-        mesh = torch.device(shared[0][1].device_mesh.device_type)  # type: ignore[attr-defined] # it has groups
-        shards = [local_of(param) for _, param, _ in shared]
-        tell_groups(labels, groups, next((shard.device for shard in shards if not shard.is_meta), mesh))
+    labels, groups = [(label_of(name, param),) for name, param, _ in shared], [over for _, _, over in shared]
+    shards = [local_of(param) for _, param, _ in shared]
+    device = next((shard.device for shard in shards if not shard.is_meta), torch.device("cpu"))
+    tell_groups([*labels, MEETING], [*groups, list(meeting)], device)  # a group that cannot reduce there takes a copy
+
+
+def meeting_of(
+    labels: Sequence[str], cuts: Sequence[Sequence[tuple[int, dist.ProcessGroup]]]
+) -> list[dist.ProcessGroup]:
+    """All groups that cut parameters, in the same order on all ranks; over these a value under MEETING is reduced.
+
+    So no rank waits for one that has nothing to say about the parameters of a group.
+
+    Args:
+        labels: `label_of` each parameter.
+        cuts: `cuts_of` the parameters.
+    """
+    least: dict[tuple[dist.ProcessGroup, ...], Label] = {}
+    for label, cut in zip(labels, cuts, strict=True):
+        over = tuple(group for _, group in cut)
+        least[over] = min((label,), least.get(over, (label,)))
+    return in_order(list(least.values()), list(least))
 
 
 def groups_sharing(param: Tensor) -> list[dist.ProcessGroup]:
     """The groups over which the shards of a parameter share a scale; empty for one that has no such scale."""
     scales = scales_of(param)
     return [] if scales is None else groups_of(param, scales.shared_along)
+
+
+def partners_of(param: Tensor) -> Partners | None:
+    """The weights with which a parameter shares its tensor-wide scale; None for one that has it alone."""
+    scales = scales_of(param)
+    return None if scales is None else scales.partners
 
 
 def groups_of(param: Tensor, shared_along: Callable[[int], bool]) -> list[dist.ProcessGroup]:
@@ -265,6 +312,8 @@ def _cuts(param: Tensor) -> list[tuple[int, dist.ProcessGroup]]:
     if not isinstance(param, DTensor):
         return []
     mesh = param.device_mesh
+    if mesh.get_coordinate() is None:  # this rank is outside of it
+        return []
     return [
         (placement.dim % param.ndim, mesh.get_group(number))
         for number, placement in enumerate(param.placements)

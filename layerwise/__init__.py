@@ -1,10 +1,12 @@
 """Layerwise calibration: quantize a model layer by layer, sharded, resumable on any number of ranks.
 
-    calibrate    the call: plan -> run -> result, modules of running/
+    calibrate         the call: plan -> run -> result, modules of running/
+    search_formats    the call that chooses a recipe for each weight, by the same run through the layers
 
 Folders; each imports only from those above it:
 
     algorithms/   decide how weights are quantized: pure mathematics
+    formats/      which format each weight gets: a decision over plain records
     stages/       the layers, the weights to quantize in them, and the stages they are calibrated in
     weights/      how a stage gets its weights and gives them back, and whether somebody wrote into them
     statistics/   what reaches linears: watched, summed exactly, reduced over ranks
@@ -13,6 +15,7 @@ Folders; each imports only from those above it:
     report/       the error of each linear, measured and shown
     resume/       the identity of a run, and its state on disk
     running/      plans a run, checks that all ranks agree on it, and takes it through its stages
+    command/      the command line, `python -m layerwise`; on top of `calibrate`
 """
 
 from layerwise.algorithms.algorithm import Algorithm, Decision, Group, Inputs, Linear, Smoothing
@@ -23,20 +26,30 @@ from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.calibrate import calibrate
-from layerwise.report.report import Report
+from layerwise.formats.assignment import Assignment
+from layerwise.formats.candidates import Candidate, LinearErrors, LinearGroup
+from layerwise.report.report import LinearReport, Report
 from layerwise.running.events import Event
+from layerwise.running.kv_cache import KVCache
 from layerwise.running.result import CalibrationResult
+from layerwise.search_formats import search_formats
 
 __all__ = [
     "AWQ",
     "GPTQ",
     "Algorithm",
+    "Assignment",
     "CalibrationResult",
+    "Candidate",
     "Decision",
     "Event",
     "Group",
     "Inputs",
+    "KVCache",
     "Linear",
+    "LinearErrors",
+    "LinearGroup",
+    "LinearReport",
     "LocalHessian",
     "Max",
     "Mse",
@@ -44,4 +57,5 @@ __all__ = [
     "SmoothQuant",
     "Smoothing",
     "calibrate",
+    "search_formats",
 ]

@@ -8,6 +8,7 @@
 Each is a module of running/. Ranks go through the same stages together, each with as many batches as it has.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
+from layerwise.formats.assignment import Assignment
 from layerwise.running.agreement import check_agreed
 from layerwise.running.events import Event, observing
+from layerwise.running.kv_cache import KVCache
 from layerwise.running.plan import Options, planned
 from layerwise.running.result import CalibrationResult, result_of
-from layerwise.running.run import Run
+from layerwise.running.run import Calibration
 from qtensor.recipes import Recipe
 
 MAX = Max()
@@ -39,12 +42,13 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     model: nn.Module,
     data: Iterable[Any] | Callable[[nn.Module], object] | None,
     *,
-    recipe: Recipe,
+    recipe: Recipe | Assignment,
     algorithm: Algorithm = MAX,
     layers: Any = None,
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     inputs: str = "dynamic",
+    kv_cache: KVCache | None = None,
     checkpoint_dir: str | Path | None = None,
     save_every: int = 1,
     on_event: Callable[[Event], object] | None = None,
@@ -67,13 +71,14 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         data: an iterable of this rank's batches (a tensor, a tuple, or a dict of keyword arguments for the model), or
             a function that gets the model and calls it with each batch (these calls compute nothing and return None).
             Ranks may have different numbers of batches, or none. `None` is enough for Max and Mse.
-        recipe: the format of the weights.
+        recipe: the format of the weights; or an assignment, which names the weights and gives each its own.
         algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), or one of your own.
         layers: the layers, as names, glob patterns or modules; None: the largest list of modules; (): no layers, the
             whole model at once.
         include: globs over module fqns of what to quantize; each must match something.
         exclude: globs over module fqns of what to leave alone; one that matches nothing warns.
         inputs: "dynamic", or "static": the result holds a scale for each linear's input.
+        kv_cache: KVCache(): the result holds scales for the keys and values of each attention.
         checkpoint_dir: where to keep finished layers, a directory that all ranks share. A later run of the same
             calibration continues after them, on any number of ranks, to the same bytes.
         save_every: after how many layers to save.
@@ -97,26 +102,36 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             that failed. Finished layers keep their results, and the model is sharded and usable.
     """
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-    watched = on_event is not None or type(algorithm) not in OWN_ALGORITHMS
+    watched = on_event is not None or not is_own(algorithm)
     with raise_together(group):  # files may be missing on some ranks
         options = Options(
             recipe=recipe,
             algorithm=algorithm,
             inputs=inputs,
+            kv_cache=kv_cache,
             layer_inputs=layer_inputs,
             inputs_on=inputs_on,
             save_every=save_every,
-            device=None if device is None else _this(device),
+            device=None if device is None else this_device(device),
             weights=weights,
         )
         plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
     check_agreed(group, plan.told(checkpoint=checkpoint_dir is not None))
     with observing(on_event, len(plan.stages), bar=progress and is_first(group)) as observer:
-        run = Run(plan, observer)
+        run = Calibration(plan, observer)
         run.calibrate_stages(() if data is None else data, checkpoint_dir)
     return result_of(plan, run.outcomes, range(run.resumed))
 
 
-def _this(device: torch.device | str) -> torch.device:
+def is_own(algorithm: object) -> bool:
+    """Whether it, and each algorithm among its options, is one of this library."""
+    if not isinstance(algorithm, Algorithm):
+        return False  # what is no algorithm is refused later
+    options = [getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)]
+    inner = [one for one in options if isinstance(one, Algorithm)]
+    return type(algorithm) in OWN_ALGORITHMS and all(is_own(one) for one in inner)
+
+
+def this_device(device: torch.device | str) -> torch.device:
     """The device as its tensors name it: "cuda" is the current one, "cuda:0" say, and weights there need no copy."""
     return torch.empty(0, dtype=torch.uint8, device=device).device

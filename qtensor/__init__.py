@@ -17,6 +17,8 @@ from qtensor.mxfp4 import MXFP4BlockScaling, MXFP4Tensor
 from qtensor.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
 from qtensor.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
 from qtensor.optim import MasterWeightOptimizer
+from qtensor.recipes import Recipe
+from qtensor.shared_scales import share_scales
 from qtensor.stochastic import stochastic_rounding
 from qtensor.tensor import QuantizedTensor, quantize
 
@@ -38,12 +40,14 @@ __all__ = [
     "NVFP4BlockScaling",
     "NVFP4Tensor",
     "QuantizedTensor",
+    "Recipe",
     "clear_high_precision_init_val",
     "high_precision_init_val",
     "merge_",
     "quantize",
     "quantize_",
     "quantized_model_init",
+    "share_scales",
     "stochastic_rounding",
     "use_kernels",
 ]

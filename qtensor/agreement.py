@@ -14,12 +14,13 @@ shards cut see cut_blocks.py.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_hooks.partners import Partners
 from fsdp_hooks.scale_sync import scales_of_shard
 from qtensor import kernels
 from qtensor.blocks import BlockFacts
@@ -57,13 +58,6 @@ def claim_of(dense: Tensor, recipe: Recipe, cut: CutBlocks | None) -> Tensor:
     return claims[0] if len(claims) == 1 else torch.cat(claims)
 
 
-def no_claim(shape: Sequence[int], recipe: Recipe, cut: CutBlocks | None, device: torch.device) -> Tensor:
-    """The claim of a shard of this shape that says nothing: zeros."""
-    shared = math.prod(kernels.amax_shape(shape, recipe)) if kernels.shares_amax(recipe) else 0
-    size = shared + (0 if cut is None else cut.size(2))
-    return torch.zeros(size, dtype=torch.float32, device=device)
-
-
 def decided(
     dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: Tensor | None
 ) -> tuple[Tensor | None, BlockFacts | None]:
@@ -84,10 +78,11 @@ def encode_agreed(dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: 
     return kernels.encode(dense, recipe, amax, blocks)
 
 
-def wide_scale(amax: Tensor, recipe: Recipe) -> Tensor:
-    """fp32 []: the tensor-wide scale that `encode` makes of an amax, fp32 []; only for recipes that have one."""
-    zeros = torch.zeros(row_multiple(recipe), block_multiple(recipe), dtype=torch.float32, device=amax.device)
-    return encode(zeros, recipe, amax)[tensor_wide(recipe) or ""]
+def scale_of(amax: Tensor, recipe: Recipe) -> Tensor:
+    """fp32: the shared scale that `encode` makes of an amax, [] or [.., N, 1]; only for recipes that have one."""
+    rows = amax.shape[:-1] or (row_multiple(recipe),)
+    zeros = torch.zeros(*rows, block_multiple(recipe), dtype=torch.float32, device=amax.device)
+    return encode(zeros, recipe, amax)[tensor_wide(recipe) or "scale"]
 
 
 def common_along(recipe: Recipe, cut: CutBlocks | None, dim: int, ndim: int) -> bool:
@@ -110,6 +105,16 @@ class RecipeScales:
         """The square blocks that shards cut."""
         return cut_blocks_of(self.param, self.shard.recipe)
 
+    @property
+    def partners(self) -> Partners | None:
+        """The weights with which it shares its tensor-wide scale."""
+        return self.shard._partners  # type: ignore[no-any-return]
+
+    def kind(self) -> str:
+        """The recipe, as it is stored, and with whom it shares its scale."""
+        stored = repr(self.shard.recipe.stored)
+        return stored if self.partners is None else f"{stored}, {self.partners}"
+
     def may_share(self) -> bool:
         """Whether some cut of the weight leaves pieces with a scale in common."""
         recipe, ndim = self.shard.recipe, self.shard.ndim
@@ -123,9 +128,10 @@ class RecipeScales:
 class QuantizedScales(RecipeScales):
     """The scales of a quantized shard."""
 
-    def kind(self) -> str:
-        """The recipe, as it is stored."""
-        return repr(self.shard.recipe.stored)
+    @property
+    def pooled(self) -> int:
+        """All that a claim says about the shared scale."""
+        return 4 + sum(history.numel() for history in self._history())
 
     @torch.no_grad()
     def claim(self) -> Tensor:
@@ -201,6 +207,26 @@ class QuantizedScales(RecipeScales):
     def _history(self) -> list[Tensor]:
         """The amax history, for recipes that keep one."""
         return [self.shard.parts()["amax_history"]] if keeps_history(self.shard.recipe) else []
+
+
+class DenseScales(RecipeScales):
+    """The scales under which a dense shard is gathered (high_precision.py)."""
+
+    pooled = 1  # its amax
+
+    def kind(self) -> str:
+        """The recipe of its gathers, and with whom it shares its scale."""
+        return f"dense, gathered as {super().kind()}"
+
+    @torch.no_grad()
+    def claim(self) -> Tensor:
+        """fp32, flat: see `claim_of`."""
+        return claim_of(self.shard.dense, self.shard.recipe, self.cut)
+
+    @torch.no_grad()
+    def adopt(self, agreed: Tensor) -> None:
+        """Keep what was agreed on; no byte of the shard changes."""
+        self.shard.agreement.claims, self.shard.agreement.cut = torch.stack([agreed, self.claim()]), self.cut
 
 
 scales_of_shard.register(QuantizedTensor, QuantizedScales)

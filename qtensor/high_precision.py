@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding
+from fsdp_hooks.partners import Partners
 from fsdp_hooks.scale_sync import scales_of_shard
 from fsdp_hooks.torch_private import (
     is_described,
@@ -37,10 +38,10 @@ from fsdp_hooks.torch_private import (
     without_torch_function,
 )
 from fsdp_hooks.versions import count_writes
-from qtensor.agreement import RecipeScales, claim_of, decided, encode_agreed, wide_scale
+from qtensor.agreement import DenseScales, claim_of, decided, encode_agreed, scale_of
 from qtensor.cut_blocks import CutBlocks
 from qtensor.formats import check_shape, describe, registered
-from qtensor.kernels import shared_amax
+from qtensor.kernels import amax_shape, shared_amax
 from qtensor.moves import Note, carried, noted, restored
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
@@ -72,12 +73,15 @@ class HighPrecisionWeight(Tensor):
         recipe: how to quantize them for a gather.
         agreement: the amaxes agreed on, if any.
         padded_rows: rows that FSDP allocated for the shard.
+
+    `_partners` are the weights with which it shares its tensor-wide scale, see shared_scales.py.
     """
 
     dense: Tensor
     recipe: Recipe
     agreement: Agreement
     padded_rows: int | None
+    _partners: Partners | None = None
     _note: Note | None = None
     agreed = property(lambda self: self.agreement.claims)  # torch looks up the names from `__tensor_flatten__` here
 
@@ -93,6 +97,14 @@ class HighPrecisionWeight(Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """All is done in __new__."""
 
+    def _like(
+        self, dense: Tensor, *, agreement: Agreement | None = None, padded_rows: int | None = None
+    ) -> "HighPrecisionWeight":
+        """One of this recipe, and with these partners, around other values."""
+        made = HighPrecisionWeight(dense, self.recipe, agreement=agreement, padded_rows=padded_rows)
+        made._partners = self._partners
+        return made
+
     @torch.no_grad()
     def quantized(self) -> QuantizedTensor:
         """The parts that a gather sends, as a tensor of their own."""
@@ -103,13 +115,13 @@ class HighPrecisionWeight(Tensor):
         return kind(parts, self.recipe, self.dtype, sharding=sharding)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def tensor_wide_scale(self) -> Tensor:
-        """fp32 []: that of `quantized`, for a recipe that has one, without the rest of the work."""
+    def shared_scale(self) -> Tensor:
+        """fp32: that of `quantized`, tensor-wide [] or of rows [.., N, 1], without the rest of the work."""
         agreed, x = self._agreed(), self.dense.detach()
         amax, _ = decided(x, self.recipe, self.agreement.cut if agreed is not None else None, agreed)
-        found = shared_amax(x, self.recipe) if amax is None else amax.reshape(())
+        found = shared_amax(x, self.recipe) if amax is None else amax.view(amax_shape(x.shape, self.recipe))
         assert found is not None
-        return wide_scale(found, self.recipe)
+        return scale_of(found, self.recipe)
 
     def _agreed(self) -> Tensor | None:
         """fp32 [n]: what was agreed on, where this shard's values still claim what they did then; else their claim."""
@@ -184,7 +196,7 @@ class HighPrecisionWeight(Tensor):
             restored(args[0])
         result = func(*dense(args), **dense(kwargs))
         if result is None and func.__name__.startswith(("_foreach_", "_fused_")):  # written in place
-            count_writes(one for one in args[0] if isinstance(one, HighPrecisionWeight))
+            count_writes(args[0])  # plain members, too: torch leaves counting those of a list to us
         if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
             return args[0]  # written in place
         if func not in _KEEPS or not isinstance(args[0], HighPrecisionWeight):
@@ -218,7 +230,7 @@ class HighPrecisionWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A parameter is pickled as a parameter; any other (a state dict's entry) as the plain tensor of its values."""
         if isinstance(self, torch.nn.Parameter):
-            return _rebuild, (self.dense.detach(), self.recipe, self.requires_grad)
+            return _rebuild, (self.dense.detach(), self.recipe, self.requires_grad, self._partners)
         return self.dense.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch's own has no types
@@ -230,24 +242,6 @@ class HighPrecisionWeight(Tensor):
         `data_ptr()` is 0 all the same, so that stagers copy the attributes and do not set the wrapper onto a storage.
         """
         return super().untyped_storage() if is_tracing() or is_described() else self.dense.untyped_storage()
-
-
-class DenseScales(RecipeScales):
-    """The scales under which a dense shard is gathered."""
-
-    def kind(self) -> str:
-        """The recipe of its gathers."""
-        return f"dense, gathered as {self.shard.recipe.stored!r}"
-
-    @torch.no_grad()
-    def claim(self) -> Tensor:
-        """fp32, flat: see `claim_of`."""
-        return claim_of(self.shard.dense, self.shard.recipe, self.cut)
-
-    @torch.no_grad()
-    def adopt(self, agreed: Tensor) -> None:
-        """Keep what was agreed on; no byte of the shard changes."""
-        self.shard.agreement.claims, self.shard.agreement.cut = torch.stack([agreed, self.claim()]), self.cut
 
 
 scales_of_shard.register(HighPrecisionWeight, DenseScales)
@@ -313,20 +307,20 @@ def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         if piece.ndim == weight.ndim > 1:  # tensor parallelism may cut K
             check_shape(piece.shape, weight.recipe, f"a piece of {describe(weight.shape, weight.recipe)}", full=False)
     if isinstance(result, list | tuple):
-        return [HighPrecisionWeight(piece, weight.recipe) for piece in result]
+        return [weight._like(piece) for piece in result]
     if func is aten.new_zeros.default:
         return _padded_shard(weight, result) if result.ndim == weight.ndim else result
     if func in _SAME_ROWS or (func is aten.view.default and result.shape == weight.shape):
         agreement = dataclasses.replace(weight.agreement) if func is aten.clone.default else weight.agreement
-        same = HighPrecisionWeight(result, weight.recipe, agreement=agreement, padded_rows=weight.padded_rows)
+        same = weight._like(result, agreement=agreement, padded_rows=weight.padded_rows)
         if func is aten._to_copy.default:
             return noted(weight, same)
         return carried(weight, same) if func in _ALIASES else same
     from_start = func is not aten.slice.Tensor or (args[1:2] in ((), (0,)) and not (args[2:3] or (None,))[0])
     keeps_padding = from_start and func in (aten.slice.Tensor, aten.view.default)
     if not keeps_padding:
-        return HighPrecisionWeight(result, weight.recipe)
-    return HighPrecisionWeight(result, weight.recipe, agreement=weight.agreement, padded_rows=weight.padded_rows)
+        return weight._like(result)
+    return weight._like(result, agreement=weight.agreement, padded_rows=weight.padded_rows)
 
 
 def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionWeight:
@@ -342,8 +336,15 @@ def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionW
         )
     check_shape(result.shape, weight.recipe, "shard", full=False)
     note_shard_rows(weight, result.shape[0])
-    return HighPrecisionWeight(result, weight.recipe, agreement=weight.agreement, padded_rows=result.shape[0])
+    return weight._like(result, agreement=weight.agreement, padded_rows=result.shape[0])
 
 
-def _rebuild(values: Tensor, recipe: Recipe, requires_grad: bool) -> Any:  # noqa: FBT001 - called by pickle
-    return torch.nn.Parameter(HighPrecisionWeight(values, recipe), requires_grad=requires_grad)
+def _rebuild(
+    values: Tensor,
+    recipe: Recipe,
+    requires_grad: bool,  # noqa: FBT001 - called by pickle
+    partners: Partners | None = None,
+) -> Any:
+    weight = HighPrecisionWeight(values, recipe)
+    weight._partners = partners
+    return torch.nn.Parameter(weight, requires_grad=requires_grad)

@@ -9,8 +9,11 @@ DTensors, and sees all of them at once, so that the agreement is one collective.
 has the hook, so that any of them can be loaded alone. Hooks of inner modules find their entries quantized already, and
 have nothing to do.
 
-Loading is a collective where dense entries belong to weights that share scales: all ranks must load the same names, in
-any order. Entries that are quantized with the parameter's recipe pass through untouched.
+Loading is a collective where entries belong to weights whose shards share scales: all ranks must load the same names,
+in any order, and dense entries for the same of them. Entries that are quantized with the parameter's recipe pass
+through untouched; a rank that has no others takes part all the same, so that none waits for it. (A module without a
+hook, built around the model later, leaves the exchange to the modules in it. These take part where they have dense
+entries, since they cannot tell that no module around them has done it.)
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,9 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.scale_sync import groups_sharing, label_of, max_over_groups, tell_groups
+from fsdp_hooks.partners import pooled
+from fsdp_hooks.scale_sync import groups_sharing, label_of, max_over_groups, partners_of, tell_groups
 from fsdp_hooks.torch_private import dtensor_around, local_of
-from qtensor.agreement import claim_of, encode_agreed, no_claim
+from qtensor.agreement import claim_of, encode_agreed
 from qtensor.contents import INITIAL_VALUE, initial_value
 from qtensor.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.formats import check_values
@@ -47,11 +51,10 @@ class _Entry:
     dense: Tensor | None
 
     def claim(self, device: torch.device) -> Tensor:
-        """fp32, flat: what `dense` says about scales that shards have in common; zeros where that is None."""
-        recipe = self.local.recipe
+        """fp32, flat: what `dense` says about scales that shards have in common; empty, on `device`, if it is None."""
         if self.dense is None:
-            return no_claim(self.local.shape, recipe, self.cut, device)
-        return claim_of(self.dense, recipe, self.cut)
+            return torch.zeros(0, dtype=torch.float32, device=device)
+        return claim_of(self.dense, self.local.recipe, self.cut)
 
     @property
     def cut(self) -> CutBlocks | None:
@@ -73,18 +76,20 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
         if isinstance(child, FSDPModule):
             child.reshard()  # a forward without backward leaves weights gathered; torch's own hook runs later
     weights = sorted(_weights(module, state_dict, prefix), key=lambda weight: weight[0])  # the same order on all ranks
-    shared = {key: groups for key, param, _ in weights if (groups := groups_sharing(param))}
+    shared = {key: groups for key, param, _ in weights if (groups := groups_sharing(param)) or partners_of(param)}
+    own = [weight for weight in weights if weight[0] in shared]
+    # inner modules have their turn after the outermost one: what it has seen to is not dense any more
+    takes_part = any(key in state_dict and (not prefix or _is_dense(state_dict[key], local)) for key, _, local in own)
+    device = _device(state_dict[key] for key, _, _ in own if key in state_dict)
     try:
         entries = [_Entry(*weight, _dense_part(*weight, state_dict)) for weight in weights]
-        claims = _claims([entry for entry in entries if entry.key in shared])
+        claims = [entry.claim(device) for entry in entries if entry.key in shared]
     except Exception:
-        # ranks exchange something only if a weight that shares scales has a dense entry
-        own = [weight for weight in weights if weight[0] in shared]
-        if any(_is_dense(state_dict.get(key), local) for key, _, local in own):
+        if takes_part:
             labels = [(label_of(key, param),) for key, param, _ in own]
-            tell_groups(labels, [shared[key] for key, _, _ in own], own[0][2].device)
+            tell_groups(labels, [shared[key] for key, _, _ in own], device)
         raise
-    agreed = _agreed(entries, claims, shared) if claims else {}
+    agreed = _agreed(entries, claims, shared) if takes_part else {}
     for entry in entries:
         if entry.dense is not None:
             state_dict[entry.key] = _like(entry.param, _quantized(entry, agreed.get(entry.key)))
@@ -99,10 +104,10 @@ def _weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> I
             yield fqn if fqn in state_dict else fqn.replace("_checkpoint_wrapped_module.", ""), param, local
 
 
-def _claims(entries: list[_Entry]) -> list[Tensor]:
-    """One claim for each entry; no claims at all where none of the entries is dense."""
-    found = [entry.dense for entry in entries if entry.dense is not None]
-    return [entry.claim(found[0].device) for entry in entries] if found else []
+def _device(values: Iterable[Any]) -> torch.device:
+    """Where entries are; parameters that they replace may be on the meta device."""
+    found = (local_of(value).device for value in values if isinstance(value, Tensor) and not value.is_meta)
+    return next(found, torch.device("cpu"))
 
 
 def _agreed(
@@ -114,6 +119,10 @@ def _agreed(
     labels = [(f"{label_of(entry.key, entry.param)}, {kind}",) for entry, kind in zip(own, kinds, strict=True)]
     groups = [shared[entry.key] for entry in own]
     maxima, _collectives = max_over_groups("load_state_dict", labels, claims, groups)
+    # those that share one scale, as far as they are loaded together
+    partners = [entry.local._partners if entry.dense is not None else None for entry in own]
+    keys = [one and one.within(entry.key) for entry, one in zip(own, partners, strict=True)]
+    maxima = pooled(keys, [1] * len(own), maxima)
     return {entry.key: maximum for entry, maximum in zip(own, maxima, strict=True)}
 
 
@@ -183,7 +192,7 @@ def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
     if isinstance(local, HighPrecisionWeight):
         if agreed is not None:
             local.agreement.claims, local.agreement.cut = torch.stack([agreed, entry.claim(dense.device)]), entry.cut
-        return HighPrecisionWeight(dense, local.recipe, agreement=local.agreement)
+        return local._like(dense, agreement=local.agreement)
     parts = encode_agreed(dense, local.recipe, entry.cut, agreed)
     if initial_value(local) is not None:
         parts[INITIAL_VALUE] = dense.to(local.dtype, copy=True)

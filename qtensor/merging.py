@@ -24,14 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.exchange import in_order
 from fsdp_hooks.scale_sync import (
+    MEETING,
     cuts_of,
     groups_of,
     groups_sharing,
     is_gathered,
     label_of,
     max_over_groups,
+    meeting_of,
     parameters_at_rest,
     scales_of,
     sum_over_groups,
@@ -53,7 +54,6 @@ Update = LowRankUpdate | Callable[[tuple[slice, ...]], Tensor]
 
 WHAT = "merge_"
 FACTS = 2  # of each weight: whether an update is not zero, whether a value is not finite
-MEETING = ("",)  # the label of a value without a weight; it sorts before all others
 
 
 def merge_(
@@ -200,8 +200,7 @@ class _Exchange:
     def __init__(self, named: Mapping[str, Tensor], weights: Sequence[_Weight]) -> None:
         self.weights = weights
         there = {name: param for name, param in named.items() if not param.is_meta}
-        cuts = [[group for _, group in own] for own in cuts_of(list(there.values()))]
-        self.meeting = in_order([(label_of(*pair),) for pair in there.items()], cuts)
+        self.meeting = meeting_of([label_of(*pair) for pair in there.items()], cuts_of(list(there.values())))
         self.device = next((local_of(param).device for param in there.values()), torch.device("cpu"))
         self.sharing = [number for number, weight in enumerate(weights) if weight.sharing]
         texts = [weight.label for weight in weights]

@@ -262,7 +262,6 @@ _FOREACH = {
     "_foreach_addcdiv_": ("Scalar", "ScalarList", "Tensor"),
     "_foreach_lerp_": ("Scalar", "List"),
     "_foreach_zero_": ("default",),
-    "_foreach_copy_": ("default",),
 }
 
 
@@ -310,7 +309,8 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The _foreach_ twins: quantized members requantize, plain ones are updated as usual.
 
-    torch counts the writes of other in-place operations itself, but leaves counting those of a list to the handler.
+    torch counts the writes of other in-place operations itself, but leaves counting those of a list to the handler:
+    of all members, plain ones too.
     """
     generator, operands = generator_for(args[0]), args[1:]
     if generator is None:
@@ -325,7 +325,15 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if isinstance(q, QuantizedTensor):
             with armed(generator):
                 write(q, value)
-    count_writes(q for q in args[0] if isinstance(q, QuantizedTensor))
+    count_writes(args[0])
+
+
+@implements(aten._foreach_copy_.default)
+def copy_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`copy_` of each pair, which keeps the bytes of equal recipes."""
+    for target, source in zip(args[0], args[1], strict=True):
+        target.copy_(source, *args[2:], **kwargs)
+    count_writes(args[0])
 
 
 def refuse_data(q: Tensor, value: Tensor) -> None:

@@ -22,13 +22,24 @@ A copy of (model, optimizer) is tied as the originals are; a copy of the optimiz
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.scale_sync import SharedScales, agree_on_scales, label_of, scales_of, tell_sharing
+from fsdp_hooks.partners import check_complete
+from fsdp_hooks.scale_sync import (
+    SharedScales,
+    agree_on_scales,
+    cuts_of,
+    label_of,
+    meeting_of,
+    partners_of,
+    scales_of,
+    tell_sharing,
+)
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor import master_states
@@ -36,15 +47,15 @@ from qtensor.batches import write_each
 from qtensor.inner_step import step_masters
 from qtensor.masters import check_trainable, digests_of, master_of, outside_writes, refill
 from qtensor.replicas import Replicas
-from qtensor.step_agreement import Trained, agree, tell
+from qtensor.step_agreement import TRAINED, Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
     """An optimizer with fp32 master weights for quantized (and other low-precision) parameters.
 
-    Building it is a collective where shards share scales (they agree on these first, see `fsdp_hooks.sync_scales`);
-    `step` is a collective, too.
+    Building it is a collective where parameters are sharded (shards that share scales agree on these first, see
+    `fsdp_hooks.sync_scales`); `step` is a collective, too.
 
     Args:
         optimizer_cls: the optimizer that updates the masters, such as torch.optim.AdamW.
@@ -57,7 +68,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
-        ValueError: a parameter is on the meta device.
+        ValueError: a parameter is on the meta device; one shares its scale (`share_scales`) with another that is frozen
+            or not among the parameters.
         RuntimeError: on all ranks of a group, where they do not list the same parameters.
         NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
             without masters either.
@@ -75,7 +87,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._group: dict[Tensor, int] = {}  # the number of each parameter's group
-        self._labels: dict[Tensor, str] = {}  # by which ranks tell parameters that share scales apart
+        self._labels: dict[Tensor, str] = {}  # by which ranks tell parameters apart
         self._fresh: set[Tensor] = set()
         self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
         super().__init__(params, {})
@@ -101,7 +113,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; a collective where their shards share scales."""
+        """Add a group of parameters; a collective where any parameter is sharded."""
         if self._inner is not None:
             given = param_group["params"]
             if not isinstance(given, Tensor | set):  # torch itself refuses a set, since it has no order
@@ -109,13 +121,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             named = [given] if isinstance(given, Tensor) else given
             pairs = [one if isinstance(one, tuple) else (f"group {len(self.param_groups)}", one) for one in named]
             self._check_trainable(type(self._inner), pairs)
-            param_group = {**param_group, "params": given}
-        super().add_param_group(param_group)
-        if self._inner is not None:
+            with self._telling([pair for pair in pairs if isinstance(pair[1], Tensor)]):
+                super().add_param_group({**param_group, "params": given})
             group = self.param_groups[-1]
             self._sync(len(self.param_groups) - 1)
             self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
             group.update(master_states.options_of(self._inner.param_groups[-1]))
+            return
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -154,7 +167,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             written = self._copy(plain)
         except Exception:
             with contextlib.suppress(Exception):  # the error that led here is the one to report
-                tell(*self._agreeing(set())[:2], replicas)
+                tell(*self._agreeing(set())[:2], self._labels, replicas)
             raise
         self._write_back(trained, dense, written, replicas)
         self._publish_state(stepped)
@@ -191,10 +204,18 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _check_trainable(self, kind: type[torch.optim.Optimizer], named: Iterable[tuple[str, Any]]) -> None:
         """`check_trainable`, and an error on this rank alone reaches those that go on to `_sync`."""
         tensors = [(name, param) for name, param in named if isinstance(param, Tensor)]
-        try:
+        with self._telling(tensors):
             check_trainable(kind, [param for _, param in tensors])
-        except ValueError:
-            tell_sharing(tensors)
+            partners = [partners_of(param) for _, param in tensors if param.requires_grad]
+            check_complete("MasterWeightOptimizer", partners, TRAINED)
+
+    @contextlib.contextmanager
+    def _telling(self, named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
+        """An error in this block reaches the ranks that go on to `_sync` of these parameters."""
+        try:
+            yield
+        except Exception:
+            tell_sharing(named, self._meeting(named))
             raise
 
     def _refuse_exchanged(self) -> None:
@@ -214,8 +235,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             self._masters[param] = master_of(param)
             self._group[param] = number
         for name, param in master_states.names_of(group, number):
-            if scales_of(param) is not None:
-                self._labels[param] = label_of(name, param)
+            self._labels[param] = label_of(name, param)
         self._start_anew(group["params"])
         options = master_states.options_of(group)
         return {**options, "params": [self._masters[param] for param in group["params"]]}
@@ -235,7 +255,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _sync(self, first: int) -> None:
         """Make the scales of the groups from this number on agreed."""
-        agree_on_scales("MasterWeightOptimizer", self._named(first))
+        named = self._named(first)
+        agree_on_scales("MasterWeightOptimizer", named, self._meeting(named))
+
+    def _meeting(self, named: Sequence[tuple[str, Tensor]]) -> list[dist.ProcessGroup]:
+        """The groups that cut these parameters or those the optimizer holds already; all ranks if replicas compare."""
+        labels = self._labels | {param: label_of(name, param) for name, param in named}
+        everybody = Replicas(named if self._check_replicas else []).everybody
+        return list(dict.fromkeys([*meeting_of(list(labels.values()), cuts_of(list(labels))), *everybody]))
 
     def _agreeing(
         self, with_grad: set[Tensor]
@@ -271,12 +298,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         replicas: Replicas,
     ) -> None:
         """Masters -> quantized parameters; take note of what low-precision ones hold now, `written` ones among them."""
-        if trained or dense or replicas.values:
-            outcome = agree(trained, dense, replicas)
-            # a host sync, rare once all have been written
-            wait = any(one.fresh or not one.stepped for one in trained)
-            moves = outcome.moves() if wait else [True] * len(trained)
-            written = written | self._requantize(trained, outcome.scales, moves)
+        outcome = agree(trained, dense, self._labels, replicas)
+        # a host sync, rare once all have been written
+        wait = any(one.fresh or not one.stepped for one in trained)
+        moves = outcome.moves() if wait else [True] * len(trained)
+        written = written | self._requantize(trained, outcome.scales, moves)
         count_writes(written)
         low = (param for param, master in self._masters.items() if master is not param)
         self._written.update(digests_of([param for param in low if param in written or param not in self._written]))

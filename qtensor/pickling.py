@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding, ShardRows
+from fsdp_hooks.partners import Partners
 from qtensor.formats import registered
 from qtensor.lens import Lens
 from qtensor.recipes import Recipe
@@ -37,6 +38,8 @@ def reduced(q: Any) -> tuple[Any, ...]:
         "requires_grad": q.requires_grad,
         "parameter": isinstance(q, torch.nn.Parameter),
     }
+    if q._partners is not None:
+        state["partners"] = q._partners.own, q._partners.names
     return rebuild, (packed, q.recipe, q.dtype, state)
 
 
@@ -47,6 +50,8 @@ def rebuild(packed: dict[str, PackedPart], recipe: Recipe, dtype: torch.dtype, s
     sharding = Sharding(shards=ShardRows(*state["shards"]) if state["shards"] else None)
     shape = torch.Size(state["shape"])
     q = registered(recipe).tensor_class(parts, recipe, dtype, lens=lens, sharding=sharding, shape=shape)
+    if "partners" in state:
+        q._partners = Partners(*state["partners"])
     if state["parameter"]:
         return torch.nn.Parameter(q, requires_grad=state["requires_grad"])
     return q.requires_grad_(state["requires_grad"])

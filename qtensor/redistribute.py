@@ -1,7 +1,7 @@
 """`full_tensor()` and `distribute_tensor()`: the collectives that DTensor runs on local tensors, part by part.
 
     full_tensor        constant_pad_nd (uneven shards) -> all_gather_into_tensor -> wait_tensor -> slice, cat (columns)
-    distribute_tensor  split -> constant_pad_nd -> scatter_ from rank 0 -> slice
+    distribute_tensor  split -> constant_pad_nd -> scatter_ from rank 0 -> slice; broadcast_ where a mesh dim replicates
 
 The result of a gather has the bytes of the shards. Its tensor-wide scale is the agreed one, or, where the shards hold
 different ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). Gathering over more than one mesh
@@ -11,6 +11,7 @@ dim, or putting columns together, needs agreed scales.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding, ShardRows
@@ -119,17 +120,20 @@ def scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(torch.ops.c10d.broadcast_.default)
 def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Broadcast a flattened weight part by part, as DistributedDataParallel asks for (see joined.py).
+    """Broadcast a weight part by part, as DistributedDataParallel (flattened, see joined.py) and DTensor ask for.
 
-    Any other broadcast raises: a receiver that expects a dense tensor would take parts for values.
+    In the default group the others may be receivers of `broadcast_from_rank0=True`, which expect a dense tensor and
+    would take parts for values, so that raises. In a group of a mesh dim all ranks hold the weight that is placed.
     """
     q = next(arg for arg in args[0] if isinstance(arg, QuantizedTensor))
-    if _is_flat(q):
+    if _is_flat(q) or dist.ProcessGroup.unbox(args[1]) is not dist.group.WORLD:
         return args[0], broadcast_flat(func, args[0], args[1:], kwargs)
     raise NotImplementedError(
-        f"broadcasting {describe(q.shape, q.recipe)} is not defined, for the other ranks may expect dense values: give "
-        "every rank the full state dict and leave broadcast_from_rank0=False, load a checkpoint by dcp.load, or pass "
-        "src_data_rank=None to distribute_tensor"
+        f"broadcasting {describe(q.shape, q.recipe)} to all ranks is not defined, for they may expect dense values. "
+        "With broadcast_from_rank0=True: give every rank the full state dict and leave that option off. With "
+        "full_state_dict=True, or distribute_tensor, and a mesh dim that replicates over all ranks: call "
+        "distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None) on every rank, and load "
+        "what it returns by model.load_state_dict. Or load a checkpoint by dcp.load"
     )
 
 

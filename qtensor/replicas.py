@@ -49,6 +49,8 @@ class Replicas:
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        # all ranks take part where anything is compared, also one that holds no replica of what another holds
+        self.everybody = [_everybody()] if named and ranks_of(None) > 1 else []
         found: dict[tuple[object, int, int], list[tuple[str, Tensor]]] = {}
         for name, param in named:
             placed = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
@@ -70,11 +72,6 @@ class Replicas:
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that each value is reduced over."""
         return [[_everybody()] for _ in self._kinds]
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Where the values are."""
-        return [param.device for kind in self._kinds for _, param in kind.params[:1]]
 
     def look(self) -> None:
         """Digest what the parameters hold now."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, Sharding
+from fsdp_hooks.partners import Partners
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from qtensor import kernels
 from qtensor.contents import Preserved, decoded, held, initial_value, preserve
@@ -65,6 +66,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     scale: Tensor
     _lens: Lens
     _preserved: Preserved
+    _partners: Partners | None = None  # the weights with which it shares its tensor-wide scale, see shared_scales.py
     _note: Note | None = None
     _init_value = property(initial_value, preserve)  # torch looks up the names from `__tensor_flatten__` here
 
@@ -154,15 +156,21 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         sharding: Sharding = AT_REST,
         shape: torch.Size | None = None,
     ) -> "QuantizedTensor":
-        """A tensor of this class and recipe around other parts; `shape` is derived from them unless given."""
-        return type(self)(parts, self.recipe, dtype or self.dtype, lens=lens, sharding=sharding, shape=shape)
+        """A tensor of this class, recipe and partners around other parts; `shape` is derived from them unless given."""
+        made = type(self)(parts, self.recipe, dtype or self.dtype, lens=lens, sharding=sharding, shape=shape)
+        if self._partners is not None:
+            made._partners = self._partners
+        return made
 
     def _aliased(self, lens: Lens, shape: torch.Size) -> "QuantizedTensor":
         """Another look at the same parts, and at what is preserved beside them."""
         sharding, preserved = self._sharding, self._preserved
-        return type(self)(
+        made = type(self)(
             self.parts(), self.recipe, self.dtype, lens=lens, sharding=sharding, shape=shape, preserved=preserved
         )
+        if self._partners is not None:
+            made._partners = self._partners
+        return made
 
     # -- torch protocols -----------------------------------------------------------------------------------------------
 

@@ -113,9 +113,11 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not -q.shape[0] <= index < q.shape[0]:
         raise IndexError(f"index {index} is out of range for {describe(q.shape, q.recipe)}")
     index %= q.shape[0]
-    piece = cut(q, 0, index, index + 1)
+    piece, wide = cut(q, 0, index, index + 1), tensor_wide(q.recipe)
     own = held(piece)
     parts = {spec.name: own[spec.name][0] if spec.per_row else own[spec.name] for spec in held_specs(q)}
+    if wide is not None and piece._sharding.shards is not None:  # all of a gathered stack of one
+        parts[wide], _ = _cut_vector(parts[wide], piece._sharding.shards, 0, 1)
     return q._like(parts, lens=piece._lens)  # q may itself be a view, whose writes reach others, or nothing
 
 

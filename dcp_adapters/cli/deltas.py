@@ -37,8 +37,15 @@ DELTA_FORMAT, APPLY_FORMAT = "dcp_adapters.delta/1", "dcp_adapters.apply/1"
 
 
 @dataclass(frozen=True)
-class Made:
-    """A delta that was written. weights: elements of the tensors, as models count them."""
+class WrittenDelta:
+    """A delta that `write_delta` has written.
+
+    Attributes:
+        old, new: what it was made from.
+        out: the file.
+        delta: what is in it.
+        nbytes: of the file.
+    """
 
     old: str
     new: str
@@ -77,8 +84,16 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Applied:
-    """What applying did. applied: how many deltas were needed. written: False where OUT was the result already."""
+class PatchedCopy:
+    """What `patched_copy` did.
+
+    Attributes:
+        base, out: what it read, and where the result is.
+        deltas: how many were given.
+        applied: how many of them were needed.
+        result: the digest of the result.
+        written: False where `out` was the result already.
+    """
 
     base: str
     out: str
@@ -107,7 +122,7 @@ def write_delta(
     *,
     verify_checksums: bool = True,
     progress: bool = False,
-) -> Made:
+) -> WrittenDelta:
     """Write what leads from one state to another as a file.
 
     Args:
@@ -135,7 +150,7 @@ def write_delta(
             "bytes would mean other weights; export both with the same options"
         )
     save_delta(delta, out)
-    return Made(str(old), str(new), str(out), delta, out.stat().st_size)
+    return WrittenDelta(str(old), str(new), str(out), delta, out.stat().st_size)
 
 
 def patched_copy(
@@ -144,7 +159,7 @@ def patched_copy(
     out: str | os.PathLike[str],
     *,
     progress: bool = False,
-) -> Applied:
+) -> PatchedCopy:
     """Write the state that deltas lead to from a base.
 
     Args:
@@ -164,7 +179,7 @@ def patched_copy(
     final, source, result = Path(out), opened_state(base), opened[-1].result
     refuse_other_layout(opened[0].layout, layout_of(source), (opened[0].where, str(base)))
     if _holds(final, opened[-1]):
-        return Applied(str(base), str(out), len(opened), 0, result, written=False)
+        return PatchedCopy(str(base), str(out), len(opened), 0, result, written=False)
     refuse_taken(final)
     total = layout_of(source).nbytes
     with progress_bar("reading", total, enabled=progress) as advance:
@@ -178,7 +193,7 @@ def patched_copy(
             _write_files(patched, source, after, final, advance)
         else:
             convert_checkpoint(patched, final, ConversionPlan(torch.bfloat16, frozenset()), advance=advance)
-    return Applied(str(base), str(out), len(opened), len(left), result, written=True)
+    return PatchedCopy(str(base), str(out), len(opened), len(left), result, written=True)
 
 
 def _refuse_other_kind(old: Stored, new: Stored) -> None:

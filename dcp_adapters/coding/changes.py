@@ -64,10 +64,15 @@ def changes_between(old: Tensor, new: Tensor) -> Iterator[Changes]:
         )
     before, after = units(old), units(new)
     for start in range(0, before.numel(), PIECE):
-        x, y = before[start : start + PIECE], after[start : start + PIECE]
-        at = _differing(x, y)
-        if at.numel():
-            yield Changes(at + start, y[at] - x[at])
+        found = changed_units(before[start : start + PIECE], after[start : start + PIECE])
+        if len(found):
+            yield Changes(found.positions + start, found.steps)
+
+
+def changed_units(x: Tensor, y: Tensor) -> Changes:
+    """What changed between two flat tensors of as many units; there may be none."""
+    at = _differing(x, y)
+    return Changes(at, y[at] - x[at])
 
 
 def joined(found: Iterable[Changes], unit: torch.dtype) -> Changes:

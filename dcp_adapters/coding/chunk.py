@@ -5,7 +5,9 @@
     {"kind": "changes", "frames": [[start, changes, shift, [length, ..]], ..]}     the streams of codec.py
     {"kind": "whole"}                           the chunk's own bytes, where changes save less than a tenth of them
 
-Whether they do is judged while changes are coded: a first run of a million dense changes that saves nothing is enough.
+Whether they do is judged while changes are coded. After the first run of a million dense changes that saves nothing,
+pieces spread over the rest tell what it may take: a chunk that is dense all over is given up then, and one that begins
+dense is not.
 
 Whoever decodes one compares the result with a checksum: decoding finds contradictions, and not bytes that changed.
 """
@@ -17,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.coding.changes import Changes, changes_between, unit_of, units
+from dcp_adapters.coding.changes import Changes, changed_units, changes_between, unit_of, units
 from dcp_adapters.coding.codec import BEST, FAST, MOST_CHANGES, Coded, decoded, encoded
+from dcp_adapters.coding.damage import damaged
 from dcp_adapters.plain_memory import memory_of
 
 WORTH = 0.9  # of the bytes of a chunk: what is not smaller is stored whole
+LOOKS, LOOK = 16, 2**15  # pieces of the rest that are looked at, and the units of each: half a million changes at most
 MOST_LINE = 2**26  # bytes of JSON: half a million frames
 
 
@@ -34,12 +38,15 @@ def coded_chunk(old: Tensor, new: Tensor) -> bytes:
     """
     frames: list[Coded] = []
     stored = done = 0
+    looked = False
     for changes in _frames(old, new):
         frames.append(_encoded(changes, done))
         begun, done = done, int(changes.positions[-1]) + 1
         stored += len(frames[-1].data)
-        spanned = (done - begun) * changes.steps.element_size()
-        if stored > WORTH * new.nbytes or (len(changes) == MOST_CHANGES and len(frames[-1].data) > WORTH * spanned):
+        spanned, expected = (done - begun) * changes.steps.element_size(), float(stored)
+        if not looked and len(changes) == MOST_CHANGES and len(frames[-1].data) > WORTH * spanned:
+            looked, expected = True, stored + _may_take(old, new, done)
+        if expected > WORTH * new.nbytes:
             return _line({"kind": "whole"}) + memory_of(new).raw
     if not frames:
         return _line({"kind": "same"})
@@ -68,14 +75,14 @@ def decoded_chunk(
         record = json.loads(data[: max(end, 0)])
         kind, frames = record["kind"], [_frame(*row) for row in record.get("frames", [])]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{what} is damaged: {type(error).__name__}: {error}") from error
+        raise damaged(what, f"{type(error).__name__}: {error}") from error
     body = memoryview(data)[end + 1 :]
     expected = sum(sum(frame.lengths) for frame in frames)
     if kind == "whole":
         chunk = torch.empty(shape, dtype=dtype, device="cpu")
         expected = chunk.nbytes
     if kind not in ("whole", "same", "changes") or bool(frames) != (kind == "changes") or len(body) != expected:
-        raise ValueError(f"{what} is damaged: {len(body)} bytes and {len(frames)} frames of the kind {str(kind)[:20]}")
+        raise damaged(what, f"{len(body)} bytes and {len(frames)} frames of the kind {str(kind)[:20]}")
     if kind == "whole":
         memoryview(memory_of(chunk)).cast("B")[:] = body
         return chunk
@@ -94,6 +101,20 @@ def _frames(old: Tensor, new: Tensor) -> Iterator[Changes]:
     for found in changes_between(old, new):
         runs = zip(found.positions.split(MOST_CHANGES), found.steps.split(MOST_CHANGES), strict=True)
         yield from (Changes(positions, steps) for positions, steps in runs)
+
+
+def _may_take(old: Tensor, new: Tensor, begun: int) -> float:
+    """How many bytes the changes from a unit on may take, judged by pieces; 0 where coding them all costs as little."""
+    before, after = units(old)[begun:], units(new)[begun:]
+    count = after.numel()
+    if count <= LOOKS * LOOK:
+        return 0.0
+    found = 0
+    for number in range(LOOKS):
+        start = number * (count - LOOK) // (LOOKS - 1)
+        changes = changed_units(before[start : start + LOOK], after[start : start + LOOK])
+        found += len(_encoded(changes, 0).data) if len(changes) else 0
+    return found * count / (LOOKS * LOOK)
 
 
 def _encoded(changes: Changes, start: int) -> Coded:

@@ -86,6 +86,9 @@ class HeldVersion:
     def hold(self, state_dict: Mapping[str, Any], version: int) -> None:
         """Take these shards as the held version, into the memory of the last one.
 
+        Call it before the weights are written again: what is held must be what the receiver has, and a receiver refuses
+        the next delta otherwise.
+
         Raises:
             ValueError: as `since`.
         """

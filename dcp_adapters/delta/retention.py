@@ -48,13 +48,14 @@ def checkpoint_bases(root: str | os.PathLike[str]) -> dict[str, str | None]:
 def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.PathLike[str]]) -> list[Path]:
     """Remove the complete checkpoints below a directory that are neither kept nor needed by one that is.
 
-    Call it between saves, on one rank. Directories without `.metadata` stay: a save may be under way there. Symbolic
-    links protect nothing (in `keep_latest` they do), and deltas in other directories are not looked for.
+    Call it between saves, on one rank. Directories without `.metadata` stay: a save may be under way there. What a
+    symbolic link in the directory names is kept, too, as by `keep_latest`. Deltas in other directories are not looked
+    for.
 
     Args:
         root: a local directory, in which each checkpoint has one of its own.
         keep: a list of the checkpoints that must stay loadable, by name or path; their bases stay with them. With an
-            empty one all go.
+            empty one all go that no link names.
 
     Returns:
         What was removed, deltas before full checkpoints.

@@ -13,8 +13,8 @@ from dcp_adapters.digests.stored import source_digests, stored_source
 from dcp_adapters.digests.summing import summed, tell_failure
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of
+from dcp_adapters.hf.live_source import live_tensors
 from dcp_adapters.hf.names import plain_name
-from dcp_adapters.hf.sources import live_tensors
 from dcp_adapters.weight_sums import PartSum, tensor_digest, whole_digest
 from fsdp_hooks.across_ranks import is_first
 from fsdp_hooks.torch_private import without_torch_function
@@ -40,7 +40,8 @@ def digest(
     storage="high_precision" has the digest of its dense shards.
 
     Of a live model, a collective: one all-reduce for the whole model (two for more than about 4,000 tensors), and no
-    tensor is gathered. Of a path, each rank reads for itself.
+    tensor is gathered. What several ranks hold (replicas, scales that shards share) counts once, as the first of them
+    has it; whether the others have the same is not asked. Of a path, each rank reads for itself.
 
     Args:
         weights: a module or a state dict, plain or sharded; the path of a checkpoint or of a directory of safetensors;

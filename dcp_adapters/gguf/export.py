@@ -205,5 +205,4 @@ def _publish(writer: Any, begun: Path, final: Path) -> None:
     """Give the file its name; durable when it returns."""
     writer.close()
     sync(begun)
-    _refuse_taken(final)  # another may have taken the name meanwhile
     give_file_name(begun, final)

@@ -1,10 +1,11 @@
 """Quantized weights in Hugging Face directories: out of a run to an inference engine, and from one into a run.
 
-    layout.py            what a layout is: tables of tensors and JSON; compressed_tensors.py, modelopt.py and fp8.py are
-                         the three
+    layout.py            what a layout is: tables of tensors and JSON; compressed_tensors.py, modelopt.py, fp8.py and
+                         gpt_oss.py are the four
     names.py             what engines call things: which linears they fuse, how experts are named
 
-    sources.py           where an export takes tensors from: live shards, a state dict, a checkpoint, a dense directory
+    sources.py           where an export takes tensors from: a state dict and shards (live_source.py), a checkpoint, a
+                         dense directory
     prefixes.py          under which keys of a nested state dict the weights are
     plan.py              which tensors go into which file, decided from names, shapes, formats and scales
     shared_scales.py     which scales engines share or divide by

@@ -21,7 +21,7 @@ from torch import Tensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, ONE_OVER, SHAPE, StoredAs, kind_of
+from dcp_adapters.hf.layout import HEADS, INPUT_SCALE, ONE_OVER, SHAPE, StoredAs, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.recorded import appearance, recorded_recipes
 from dcp_adapters.hf.schemes import DTYPES, Contents, FileLinear
@@ -34,6 +34,7 @@ from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
 from qtensor.recipes import Recipe
 
 VALUE = PartSpec("", torch.float32, per_row=False)
+VALUES = PartSpec("", torch.float32, per_row=True)
 WIDE_APART = (
     "their weights have tensor-wide scales that differ, and a weight of all experts has one; quantize the experts with "
     "one scale, or with a recipe whose scales belong to rows or blocks, or import into a model with a linear an expert"
@@ -182,7 +183,9 @@ class _Presentation:
             else:
                 self._add(name, Placed.whole(dtype, tensor.shape, Slice(tensor, _as_is)))
         for name, (stored, tensor) in self.scales.items():
-            self._add(name, Placed.whole(torch.float32, (), _source(tensor, stored, VALUE)))
+            heads = stored.form is HEADS
+            source = _source(tensor, stored, VALUES if heads else VALUE)
+            self._add(name, Placed.whole(torch.float32, tensor.shape[:1] if heads else (), source))
             self.out.scales.add(name)
         if self.problems:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from dcp_adapters.hf.layout import (
     GROUPS_OF_INPUTS,
+    HEADS,
     INPUT_SCALE,
     ONE,
     ONE_A_BLOCK,
@@ -24,6 +25,7 @@ from qtensor.int4 import GROUPS
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_TENSOR = {**FP8, "strategy": "tensor", "dynamic": False}
+FP8_HEAD = {**FP8, "strategy": "attn_head", "dynamic": False}
 FP8_TOKEN = {**FP8, "strategy": "token", "dynamic": True}
 FP8_ROW = {**FP8, "strategy": "channel", "dynamic": False}
 FP8_BLOCK = {**FP8, "strategy": "block", "block_structure": [128, 128], "dynamic": False}
@@ -119,7 +121,7 @@ def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": FP8_TENSOR if linears.kv_cache else None,
+        "kv_cache_scheme": {"tensor": FP8_TENSOR, "head": FP8_HEAD, None: None}[linears.kv_cache],
         "ignore": list(linears.ignored),
         "config_groups": groups,
     }
@@ -131,6 +133,7 @@ COMPRESSED_TENSORS = Layout(
     schemes=SCHEMES,
     kv_scales={"k_scale": "k_scale", "v_scale": "v_scale"},
     kv_form=ONE,
+    kv_heads=HEADS,
     json=_json,
     lacks={Scheme("fp8_block", "static"): GROUPS_OF_INPUTS},
 )

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ class ModelConfig:
         found = (self.values.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
         return {one for one in found if isinstance(one, str)}
 
+    def of_dtype(self, dtype: str) -> "ModelConfig":
+        """The same, saying that the weights have this dtype."""
+        values = {key: value for key, value in self.values.items() if key != "torch_dtype"}
+        return replace(self, values={**values, "dtype": dtype})
+
     def write(self, directory: Path, made: Mapping[str, Any], dtype: str) -> None:
         """Copy the files and write the JSON; `made` by a layout, `dtype` of the weights if the config names none."""
         for file in self.files:
@@ -97,7 +102,7 @@ def shard_size(text: int | str) -> int:
         unit = next((unit for unit in sorted(UNITS, key=len, reverse=True) if text.upper().endswith(unit)), "")
         try:
             size = int(float(text[: len(text) - len(unit)]) * UNITS.get(unit, 1))
-        except ValueError:
+        except (ValueError, OverflowError):
             size = 0
     if size <= 0:
         raise ValueError(f'max_shard_size={text!r}: expected bytes, or a text like "5GB" or "500MiB"')
@@ -109,7 +114,7 @@ def _of_path(path: Path) -> ModelConfig:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; config= takes a model's directory or its config.json")
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON: {error}; give another config=") from None
     if not isinstance(values, dict):

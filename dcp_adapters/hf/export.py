@@ -15,16 +15,20 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.groups import groups_of
 from dcp_adapters.hf.layout import layout_named
 from dcp_adapters.hf.plan import ExportPlan
 from dcp_adapters.hf.prepare import Asked, prepared, requantizes
 from dcp_adapters.hf.writing import begun_directory, publish_directory, write_files
+from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Source
 from dcp_adapters.stored.durable import gone_on_error, refuse_taken
 from dcp_adapters.stored.progress_bar import progress_bar
 from fsdp_hooks.across_ranks import on_first, rank_of
+from qtensor.formats import APPEARANCE_DTYPES
 
 
 def export_hf(  # noqa: PLR0913 - options of one operation
@@ -36,6 +40,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     rest: Any = None,
     prefix: str | None = None,
     fused_scales: str = "raise",
+    dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     verify_checksums: bool = True,
     progress: bool = True,
@@ -43,13 +48,14 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     """Write quantized weights as safetensors with the JSON that inference engines read.
 
     All ranks call it alike; `out_dir` must be on storage that they share. The payload and the block scales are the very
-    bytes of the source. Scales `<module>.input_scale` and `<attention>.k_scale`, `.v_scale` (fp32 []) beside the
-    weights are exported with them; a linear without an input_scale has dynamic inputs (NVFP4: unquantized ones).
+    bytes of the source. Scales `<module>.input_scale` and `<attention>.k_scale`, `.v_scale` (fp32 []; the latter also
+    [heads]) beside the weights are exported with them; a linear without an input_scale has dynamic inputs (NVFP4:
+    unquantized ones).
 
     Args:
         state_dict_or_checkpoint: a module or state dict (plain, FSDP2, TP, HSDP; nested or flat), what
             `layerwise.calibrate` returns, or the path of a DCP checkpoint, for which neither a model nor ranks are
-            needed.
+            needed. Live weights with storage="high_precision" are written as the quantized ones that forwards use.
         out_dir: a directory that does not exist, or is empty; it appears when it is complete.
         layout: "compressed-tensors", "modelopt", "fp8" (Float8 in blocks of 128 x 128 alone, as DeepSeek's files), or
             "mxfp4", in which gpt-oss has its experts.
@@ -61,6 +67,8 @@ def export_hf(  # noqa: PLR0913 - options of one operation
             under which everything quantized is.
         fused_scales: "raise", linears that engines fuse (q, k, v; gate, up) must share their NVFP4 global scale;
             "requantize", those with a smaller one are rounded again under the largest.
+        dtype: of the tensors that are not quantized, and in config.json; None: as they are. fp32 shards whose forwards
+            compute in bf16 are exported with torch.bfloat16.
         max_shard_size: bytes of a file, as a number or as "5GB"; a weight with its scales is never split.
         verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
         progress: a bar on rank 0, if it has a terminal.
@@ -71,14 +79,16 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     Raises:
         FileExistsError: `out_dir` exists.
         FileNotFoundError: the source, the config or the directory above `out_dir` does not exist.
-        ValueError: what the layout cannot hold, see the message; shards whose tensor-wide scales are not agreed; ranks
-            with different tensors, values or arguments; tensors that the config's directory has and the source does
-            not; NaN in a weight.
+        ValueError: what the layout cannot hold, see the message; shards that did not agree on a scale which the file
+            has once; ranks with different tensors, values or arguments; tensors that the config's directory has and the
+            source does not; NaN in a weight; a dtype that is none of bf16, fp16 and fp32.
         TypeError: a source or config of another kind.
     """
     requantize = requantizes("export_hf", fused_scales)
     chosen, limit = layout_named(layout), shard_size(max_shard_size)
-    described = on_first(None, lambda: _description(out_dir, config, state_dict_or_checkpoint))
+    if dtype is not None and dtype not in APPEARANCE_DTYPES:
+        raise ValueError(f"export_hf: dtype={dtype} is not one of torch.bfloat16, torch.float16, torch.float32")
+    described = on_first(None, lambda: _description(out_dir, config, state_dict_or_checkpoint, dtype))
     asked = Asked(
         caller="export_hf",
         given=state_dict_or_checkpoint,
@@ -87,6 +97,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         rest=rest,
         prefix=prefix,
         requantize=requantize,
+        dtype=dtype,
         max_shard_size=limit,
         check=verify_checksums,
     )
@@ -106,7 +117,8 @@ def _publish_files(final: Path, source: Source, asked: Asked, plan: ExportPlan, 
     return final
 
 
-def _description(out_dir: str | os.PathLike[str], config: Any, source: Any) -> ModelConfig:
+def _description(out_dir: str | os.PathLike[str], config: Any, source: Any, dtype: torch.dtype | None) -> ModelConfig:
     """The model's own; refused first is an `out_dir` that is taken."""
     refuse_taken(Path(out_dir))
-    return model_config(config, source)
+    found = model_config(config, source)
+    return found if dtype is None else found.of_dtype(dtype_name(dtype))

@@ -18,6 +18,7 @@ from dcp_adapters.words import short
 from fsdp_hooks.byte_sums import Piece, byte_sums
 
 DIGESTS = "qtensor.digests"
+NO_DIGEST = "0" * 32  # as long as one, where one will be
 
 
 def file_tensor_digest(dtype: torch.dtype, shape: Sequence[int], total: int) -> str:

@@ -65,7 +65,8 @@ def import_hf(
         The model's state dict, under the names of the plain model where modules of it are compiled; without a model the
         directory's, in whole tensors on `device` (CPU). There, quantized weights have the recipe that the directory
         records, or that of their scheme. Added are the scales of inputs, `<module>.input_scale`, and of the KV cache,
-        `<attention>.k_scale` and `.v_scale`: fp32 [], by which a payload is multiplied. `export_hf` takes it all.
+        `<attention>.k_scale` and `.v_scale`: fp32 [], by which a payload is multiplied (of the cache [heads], where
+        each head has one). `export_hf` takes it all.
 
         A parameter with Float8DelayedScaling takes FP8 with one scale for the tensor: its history begins with the amax
         that gives the scale, so the next step continues with it (or with one next to it, where no amax gives it).
@@ -91,9 +92,20 @@ def import_hf(
     on_all(None, lambda: materialise(model, live, device))
     state = {plain_name(name): value for name, value in model.state_dict().items()}
     scales = sorted(reader.presented().scales)
-    extras = {name: torch.empty((), dtype=torch.float32, device="cpu") for name in scales}
+    placed = reader.presented().placed
+    extras = {name: torch.empty(placed[name].shape, dtype=torch.float32, device="cpu") for name in scales}
     _load({name: state[name] for name in names} | extras, reader)
     return {**state, **extras}
+
+
+def check_import(path: str | os.PathLike[str], model: nn.Module, *, on_mismatch: str = "raise") -> None:
+    """Raise as `import_hf` would where the directory does not fit the model; nothing is changed, and no weight is read.
+
+    But for weights that the model ties and the files have twice: rank 0 compares them. It is no collective.
+    """
+    live = Live.of(model)
+    wanted = {name: entry_of(name, value) for name, value in live.state.items()}
+    _compare(HuggingFaceReader(path, wanted=wanted), live, on_mismatch)
 
 
 def _whole_state_dict(path: str | os.PathLike[str], device: torch.device | str, *, show: bool) -> dict[str, Tensor]:

@@ -170,6 +170,19 @@ BLOCKS = Form(
 )
 
 
+def _of_heads(part: Tensor) -> Tensor:
+    """Scales [heads] as the file has them; ValueError for one that engines cannot divide by."""
+    if not bool((part.isfinite() & (part > 0)).all()):
+        raise ValueError(
+            f"scales of the KV cache {part.tolist()}, which engines divide by; calibrate them again, or leave them out"
+        )
+    return part.reshape(-1, 1, 1)
+
+
+# Scales [heads] of the KV cache, beside whose dim those of tokens and of columns are 1.
+HEADS = Form(shape=lambda shape: (*shape, 1, 1), write=_of_heads, read=lambda stored: stored.reshape(-1))
+
+
 @dataclass(frozen=True)
 class StoredAs:
     """One tensor of a linear in the file.
@@ -201,13 +214,14 @@ class SchemeEntry:
 class Linears:
     """What there is to tell an engine.
 
-    schemes: module -> its scheme. ignored: modules of linears that are not quantized. kv_cache: whether scales of the
-    KV cache are in the file. producer: name and version of what wrote it. recipes: of the weights, all of them.
+    schemes: module -> its scheme. ignored: modules of linears that are not quantized. kv_cache: what has scales of the
+    KV cache, each attention ("tensor") or each of its heads ("head"); None: there are none. producer: name and version
+    of what wrote the file. recipes: of the weights, all of them.
     """
 
     schemes: Mapping[str, Scheme]
     ignored: Sequence[str]
-    kv_cache: bool
+    kv_cache: Literal["tensor", "head"] | None
     producer: Mapping[str, str]
     recipes: frozenset[Recipe] = frozenset()
 
@@ -236,6 +250,7 @@ class Layout:
         models: the `model_type`s that it is for; empty: all but those whose experts have names of their own.
         kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
         kv_form: how such a scale looks in the file.
+        kv_heads: how scales of heads, [heads], look in the file; None: the layout has none.
         json: file name -> content, made from what there is to tell; "config.json" holds what is to become of the
             model's `quantization_config`.
     """
@@ -245,6 +260,7 @@ class Layout:
     kv_scales: Mapping[str, str]
     json: Callable[["Layout", Linears], dict[str, Any]]
     kv_form: Form = SAME
+    kv_heads: Form | None = None
     lacks: Mapping[Scheme, str] = field(default_factory=dict)
     also_reads: Sequence[tuple[Scheme, SchemeEntry]] = ()
     experts: Literal["each", "all"] = "each"

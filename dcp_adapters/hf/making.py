@@ -133,6 +133,8 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
         tensor = torch.tensor(written.value, dtype=written.dtype, device=device)
     else:
         tensor, piece = parts[written.part], written.piece
+        if not written.part:
+            tensor = tensor.to(written.dtype)
         if piece is not None and tensor.ndim:
             first, last = piece.rows
             tensor = (tensor if piece.expert is None else tensor[piece.expert])[first:last]

@@ -8,7 +8,7 @@ cannot be exported is found here, before anything is written; scales that engine
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from dcp_adapters.hf.shared_scales import (
     check_fused,
     input_scales,
     kv_attentions,
+    kv_granularity,
     renewed_scales,
     scale_entries,
 )
@@ -109,6 +110,7 @@ class Request:
 
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
     the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
+    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says.
     """
 
     layout: Layout
@@ -117,6 +119,7 @@ class Request:
     max_shard_size: int
     tied: bool = False
     requantize: bool = False
+    dtype: torch.dtype | None = None
 
 
 def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
@@ -161,10 +164,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
         check_fused(schemes, ignored)
         renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
     attentions = kv_attentions(records)
-    if attentions and not request.layout.kv_scales:
-        raise ValueError(
-            f"{listed(attentions)}: the layout {request.layout.name} has no scales of the KV cache; leave them out"
-        )
+    kv_cache = kv_granularity(attentions, records, request.layout)
     outputs = []
     for name, record in records.items():
         if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
@@ -175,12 +175,14 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
             ]
             outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
         else:
+            if request.dtype is not None and record.dtype.is_floating_point:
+                record = replace(record, dtype=request.dtype)  # noqa: PLW2901 - the values are cast when they are made
             made = [Written(name, record.dtype, record.shape, "")] if name in turned else _written_dense(name, record)
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
-    outputs += _kv_outputs(attentions, request)
+    outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
     recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
-    linears = Linears(schemes, ignored, bool(attentions), request.producer, recipes)
-    dtype = next(iter(quantized.values())).dtype
+    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes)
+    dtype = request.dtype or next(iter(quantized.values())).dtype
     files = _files_within(outputs, request.max_shard_size)
     return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype)
 
@@ -312,14 +314,22 @@ def _tied(records: Mapping[str, Entry]) -> dict[str, str]:
     return {name: head for name in alike if is_embedding(name)}
 
 
-def _kv_outputs(attentions: Mapping[str, Mapping[str, str]], request: Request) -> Iterable[Output]:
+def _kv_outputs(
+    attentions: Mapping[str, Mapping[str, str]], records: Mapping[str, Entry], request: Request, *, heads: bool
+) -> Iterable[Output]:
+    """Scales of attentions have known values; those of heads are copied, and looked at by their form."""
+    layout = request.layout
     for attention, entries in attentions.items():
         for own, entry in entries.items():
-            value = request.scales[entry]
+            name = f"{attention}.{layout.kv_scales[own]}"
+            if heads:
+                assert layout.kv_heads is not None
+                shape = layout.kv_heads.shape(records[entry].shape)
+                yield Output(entry, None, (Written(name, torch.float32, shape, "", layout.kv_heads),))
+                continue
+            value, form = request.scales[entry], layout.kv_form
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{entry} is {value}, which engines divide by; calibrate it again, or leave it out")
-            name = f"{attention}.{request.layout.kv_scales[own]}"
-            form = request.layout.kv_form
             yield Output(entry, None, (Written(name, torch.float32, form.shape(()), INPUT_SCALE, form, value=value),))
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
 from torch import nn
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig
 from dcp_adapters.hf.fp8 import FP8
@@ -39,9 +41,8 @@ FUSED_SCALES = ("raise", "requantize")
 class Asked:
     """What a caller wants exported.
 
-    caller: its name, for messages. given, rest: as of export_hf. max_shard_size: bytes of a file. as_gathered: take
-    weights with storage="high_precision" as the quantized ones that forwards gather. quantizing: which dense weights
-    are quantized on their way, and how; None: none.
+    caller: its name, for messages. given, rest, dtype: as of export_hf. max_shard_size: bytes of a file. quantizing:
+    which dense weights are quantized on their way, and how; None: none.
     """
 
     caller: str
@@ -53,7 +54,7 @@ class Asked:
     requantize: bool = False
     max_shard_size: int
     check: bool = True
-    as_gathered: bool = False
+    dtype: torch.dtype | None = None
     quantizing: Quantizing | None = None
 
 
@@ -74,19 +75,23 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
     amaxes = on_all(None, lambda: _open(asked, opened)) if asked.quantizing is not None else []
     held: list[tuple[Source, ExportPlan]] = []
 
-    def plan() -> tuple[str, ...]:
+    def plan() -> Told:
         source = opened[0] if opened else _joined_sources(asked)
         if asked.quantizing is not None:
             source = quantized_on_the_way(source, asked.quantizing, amaxes)
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
         tied = asked.described.tied
-        request = Request(asked.layout, dict(_scales(source)), producer, asked.max_shard_size, tied, asked.requantize)
-        _check_names(source, asked.described, asked.layout)
+        request = Request(
+            asked.layout, dict(_scales(source)), producer, asked.max_shard_size, tied, asked.requantize, asked.dtype
+        )
+        check_names(source.entries, asked.described, asked.layout)
         _check_complete(source, asked)
         held.append((source, plan_export(source.entries, request)))
-        return _alike_digests(source, request)
+        return Told(_alike_digests(source, request), _digests_of_shared(source))
 
-    _check_same(asked.caller, on_all(None, plan))
+    told = on_all(None, plan)
+    _check_same(asked.caller, told)
+    _check_shared(asked.caller, held[0][0], told)
     return held[0]
 
 
@@ -97,10 +102,10 @@ def _open(asked: Asked, opened: list[Source]) -> Mapping[str, float]:
 
 
 def _joined_sources(asked: Asked) -> Source:
-    first = source_of(asked.given, asked.prefix, check=asked.check, as_gathered=asked.as_gathered)
+    first = source_of(asked.given, asked.prefix, check=asked.check)
     if asked.rest is None:
         return JoinedSources([first])
-    others = source_of(asked.rest, None, first.entries, check=asked.check, as_gathered=asked.as_gathered)
+    others = source_of(asked.rest, None, first.entries, check=asked.check)
     return JoinedSources([first, others])
 
 
@@ -113,12 +118,14 @@ def _scales(source: Source) -> Iterator[tuple[str, float]]:
             if wide is not None:
                 yield name, source.scalar(name, wide)
         elif own == INPUT_SCALE or own in KV_SCALES:
+            if own in KV_SCALES and len(record.shape) == 1:
+                continue  # of heads: written as they are
             if record.shape not in ((), (1,)):
                 raise ValueError(f"{name} has the shape {record.shape}, expected one value")
             yield name, source.scalar(name, "")
 
 
-def _check_names(source: Source, described: ModelConfig, layout: Layout) -> None:
+def check_names(entries: Mapping[str, Entry], described: ModelConfig, layout: Layout) -> None:
     """Refuse a layout of other models, and experts whose names in this model's files are not those it would write."""
     types = described.model_types
     if layout.models and types and not types & layout.models:
@@ -128,11 +135,9 @@ def _check_names(source: Source, described: ModelConfig, layout: Layout) -> None
         )
     renamed, whole = types & RENAMED, types & OF_WHOLE_EXPERTS.keys() - layout.models
     experts = [
-        name
-        for name, record in source.entries.items()
-        if len(record.shape) == 3 and pieces_of(name, record.shape) is not None
+        name for name, record in entries.items() if len(record.shape) == 3 and pieces_of(name, record.shape) is not None
     ]
-    quantized = [name for name in experts if source.entries[name].recipe is not None]
+    quantized = [name for name in experts if entries[name].recipe is not None]
     if whole and quantized:
         model = whole.pop()
         raise ValueError(
@@ -168,6 +173,17 @@ def _check_complete(source: Source, asked: Asked) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells the others before anything is gathered.
+
+    alike: a digest of each of ALIKE. shared: who holds the same scales (`Source.shared`) -> a digest of all of these.
+    """
+
+    alike: tuple[str, ...]
+    shared: Mapping[str, str]
+
+
 # What ranks must have alike, in the order in which it is compared, and what to do where they do not.
 ALIKE = {
     "the names, shapes, formats or order of their tensors": "export whole models, or save a checkpoint and export that",
@@ -182,13 +198,13 @@ def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
     told: tuple[Any, ...] = (
         [f"{name} {record}" for name, record in source.entries.items()],
         [
-            (request.layout.name, request.max_shard_size, request.requantize),
+            (request.layout.name, request.max_shard_size, request.requantize, str(request.dtype)),
             [source.way(name) for name in source.entries],
         ],
         {name: value.hex() for name, value in request.scales.items()},
         _replicas(source) if ranks_of(None) > 1 else [],
     )
-    return tuple(hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in told)
+    return tuple(map(_hashed, told))
 
 
 def _replicas(source: Source) -> list[int]:
@@ -197,8 +213,51 @@ def _replicas(source: Source) -> list[int]:
     return [int(digest(parts)) if parts else 0 for parts in found]
 
 
-def _check_same(caller: str, told: Sequence[tuple[str, ...]]) -> None:
+def _scales_by_holders(source: Source) -> dict[str, dict[str, int]]:
+    """Who holds the same scales -> for each weight whose scales they are, a number for their bytes."""
+    found: dict[str, dict[str, int]] = {}
+    for name in source.entries if ranks_of(None) > 1 else ():
+        shared = source.shared(name)
+        if shared is not None:
+            found.setdefault(shared[0], {})[name] = int(digest([shared[1].detach().contiguous()]))
+    return found
+
+
+def _digests_of_shared(source: Source) -> dict[str, str]:
+    """`Told.shared`: a few bytes, however many weights there are."""
+    return {_hashed(holders): _hashed(numbers) for holders, numbers in _scales_by_holders(source).items()}
+
+
+def _hashed(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _check_shared(caller: str, source: Source, told: Sequence[Told]) -> None:
+    """Refuse pieces of the same rows that were quantized under different scales."""
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, each in enumerate(told):
+        for holders, value in each.shared.items():
+            first, expected = seen.setdefault(holders, (rank, value))
+            if value != expected:
+                name = _first_apart(on_all(None, lambda: _scales_by_holders(source)), first, rank)
+                raise ValueError(
+                    f"{caller}: {name}: rank {first} and rank {rank} hold different scales for the same rows, whose "
+                    "columns they share; call fsdp_hooks.sync_scales on the model first"
+                )
+
+
+def _first_apart(scales: Sequence[Mapping[str, Mapping[str, int]]], first: int, other: int) -> str:
+    """The first weight of which two ranks have other scales."""
+    return next(
+        name
+        for holders, numbers in scales[first].items()
+        for name, number in numbers.items()
+        if scales[other].get(holders, {}).get(name, number) != number
+    )
+
+
+def _check_same(caller: str, told: Sequence[Told]) -> None:
     for place, (what, way_out) in enumerate(ALIKE.items()):
-        other = next((rank for rank, each in enumerate(told) if each[place] != told[0][place]), None)
+        other = next((rank for rank, each in enumerate(told) if each.alike[place] != told[0].alike[place]), None)
         if other is not None:
             raise ValueError(f"{caller}: ranks 0 and {other} differ in {what}; {way_out}")

@@ -15,7 +15,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.plan import is_embedding
 from dcp_adapters.source import Group, Keep, Source
-from qtensor.agreement import flat_amax, wide_scale
+from qtensor.agreement import flat_amax, scale_of
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, tensor_wide
 from qtensor.recipes import Recipe
 from qtensor.selection import matches, unmatched
@@ -81,7 +81,7 @@ def quantized_on_the_way(source: Source, how: Quantizing, amaxes: Sequence[Mappi
     """The source with the weights quantized; `amaxes` of all ranks."""
     largest = {name: max(each.get(name, 0.0) for each in amaxes) for name in amaxes[0]}
     scales = {
-        name: float(wide_scale(torch.tensor(amax, dtype=torch.float32, device="cpu"), how.recipe))
+        name: float(scale_of(torch.tensor(amax, dtype=torch.float32, device="cpu"), how.recipe))
         for name, amax in largest.items()
     }
     return _QuantizingSource(source, how, scales)
@@ -114,6 +114,9 @@ class _QuantizingSource(Source):
 
     def replicas(self, name: str) -> list[Tensor]:
         return self._source.replicas(name)
+
+    def shared(self, name: str) -> tuple[str, Tensor] | None:
+        return self._source.shared(name)
 
 
 def _amax(local: Tensor, recipe: Recipe) -> float:

@@ -15,7 +15,18 @@ import torch
 
 from dcp_adapters.hf.claims import Claims, claims_of
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, LAYOUTS, SHAPE, Layout, Scheme, SchemeEntry, StoredAs
+from dcp_adapters.hf.layout import (
+    HEADS,
+    INPUT_SCALE,
+    KINDS,
+    LAYOUTS,
+    SAME,
+    SHAPE,
+    Layout,
+    Scheme,
+    SchemeEntry,
+    StoredAs,
+)
 from dcp_adapters.words import in_lines
 from qtensor.formats import PartSpec, column_multiple, specs_of
 from qtensor.recipes import Recipe
@@ -105,7 +116,8 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
     taken: set[str] = set()
     for module, own in _modules(directory.tensors, claims).items():
         for name, tensor in _kv_scales(module, own, claims):
-            scales[name] = (StoredAs(name.rpartition(".")[2], tensor.name.rpartition(".")[2]), tensor)
+            form = SAME if _is_one(tensor) else HEADS
+            scales[name] = (StoredAs(name.rpartition(".")[2], tensor.name.rpartition(".")[2], form), tensor)
             if claims is not None and claims.kv_cache:
                 refused[tensor.name] = claims.kv_cache
             taken.add(tensor.name)
@@ -146,12 +158,17 @@ def _kv_scales(module: str, own: Mapping[str, FileTensor], claims: Claims | None
         inside, _, name = stored.rpartition(".")
         tensor = own.get(name)
         attention, _, last = module.rpartition(".") if inside else (module, "", "")
-        if tensor is not None and last == inside and _is_one(tensor):
+        heads = claims is not None and claims.layout.kv_heads is not None
+        if tensor is not None and last == inside and (_is_one(tensor) or (heads and _is_of_heads(tensor))):
             yield f"{attention}.{calibrated}".lstrip("."), tensor
 
 
 def _is_one(tensor: FileTensor) -> bool:
     return tensor.dtype in FP32 and tensor.shape in {(), (1,)}
+
+
+def _is_of_heads(tensor: FileTensor) -> bool:
+    return tensor.dtype in FP32 and len(tensor.shape) == 3 and tensor.shape[1:] == (1, 1)
 
 
 def _codes(

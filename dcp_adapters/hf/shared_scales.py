@@ -5,9 +5,13 @@ Decided for a plan, from names and values alone; what engines could not use is r
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
-from dcp_adapters.hf.layout import INPUT_SCALE, Scheme
-from dcp_adapters.hf.names import Piece, fused_sets
+from torch import nn
+
+from dcp_adapters.entry import Entry
+from dcp_adapters.hf.layout import INPUT_SCALE, Layout, Scheme
+from dcp_adapters.hf.names import Piece, fused_sets, plain_name
 from dcp_adapters.words import listed
 
 KV_SCALES = ("k_scale", "v_scale")
@@ -70,10 +74,52 @@ def renewed_scales(
         told = listed(sets, 3, between="; ")
         raise ValueError(
             f"engines run these as one linear with one global scale, and theirs differ: {told}. Calibrate them "
-            "together (layerwise.calibrate gives them one), or allow them to be rounded again under the larger scale: "
+            "together (layerwise.calibrate gives them one), train them together (qtensor.share_scales, and "
+            "fsdp_hooks.sync_scales after the last write), or allow them to be rounded again under the larger scale: "
             'fused_scales="requantize" (--fused-scales requantize)'
         )
     return renewed
+
+
+def fused_linears(model: nn.Module) -> list[list[str]]:
+    """The linears of a model that inference engines run as one, by the names of their modules, set by set.
+
+    q_proj, k_proj and v_proj of an attention; gate_proj and up_proj, or w1 and w3, of an MLP or an expert; q_a_proj and
+    kv_a_proj_with_mqa of latent attention. `qtensor.share_scales(model, fused_linears(model))` gives the weights of
+    each set one NVFP4 global scale, with which `export_hf` keeps their bytes.
+    """
+    linears = {plain_name(fqn): fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return [[linears[name] for name in members] for members in fused_sets(linears) if len(members) > 1]
+
+
+def kv_granularity(
+    attentions: Mapping[str, Mapping[str, str]], records: Mapping[str, Entry], layout: Layout
+) -> Literal["tensor", "head"] | None:
+    """What has scales of the KV cache: each attention, each of its heads, or nothing.
+
+    Raises:
+        ValueError: the layout has no such scales; attentions have different ones.
+    """
+    if attentions and not layout.kv_scales:
+        raise ValueError(
+            f"{listed(attentions)}: the layout {layout.name} has no scales of the KV cache; leave them out"
+        )
+    shapes = {entry: records[entry].shape for entries in attentions.values() for entry in entries.values()}
+    of_heads = [entry for entry, shape in shapes.items() if shape not in ((), (1,))]
+    if not of_heads:
+        return "tensor" if attentions else None
+    if layout.kv_heads is None:
+        raise ValueError(
+            f"{listed(of_heads)}: a scale for each head, and the layout {layout.name} has one for all heads of an "
+            'attention; calibrate with granularity="tensor", or use layout="compressed-tensors"'
+        )
+    single = [entry for entry, shape in shapes.items() if len(shape) != 1]
+    if single:
+        raise ValueError(
+            f"{listed(of_heads)}: a scale for each head, and {single[0]} has the shape {list(shapes[single[0]])}; "
+            "engines have one of the two everywhere: calibrate all attentions alike"
+        )
+    return "head"
 
 
 def kv_attentions(names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -11,6 +11,7 @@ An error on one rank, between two gathers, is raised on all of them when the fil
 import json
 import stat
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from dcp_adapters.hf.config import CONFIG, ModelConfig
 from dcp_adapters.hf.directory import INDEX
-from dcp_adapters.hf.file_digests import DIGESTS, digests_of, to_note
+from dcp_adapters.hf.file_digests import DIGESTS, NO_DIGEST, digests_of, to_note
 from dcp_adapters.hf.header import METADATA, read_header, write_header
 from dcp_adapters.hf.layout import KINDS, RECIPES, kind_of
 from dcp_adapters.hf.making import GroupOf, Job, in_groups, made_tensors
@@ -81,21 +82,26 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
         for output in file.outputs
         if output.recipe is not None and output.recipe != KINDS[str(kind_of(output.recipe))]
     }
-    kept = {"format": "pt", DIGESTS: to_note(digests_of(tensors))}
+    kept = {"format": "pt", DIGESTS: to_note(dict.fromkeys(sorted(tensors), NO_DIGEST))}
     if recipes:
         kept[RECIPES] = json.dumps(recipes)
     path = directory / file.name
-    save_file(_apart(tensors), path, metadata=kept)
-    path.chmod(stat.S_IMODE((directory / CONFIG).stat().st_mode))  # safetensors makes files for their owner alone
-    _settle_header(path)
+    with ThreadPoolExecutor(1) as beside:
+        digests = beside.submit(digests_of, tensors)  # while they are written
+        save_file(_apart(tensors), path, metadata=kept)
+        path.chmod(stat.S_IMODE((directory / CONFIG).stat().st_mode))  # safetensors makes files for their owner alone
+        _settle_header(path, to_note(digests.result()))
     sync(path)
 
 
-def _settle_header(path: Path) -> None:
-    """Sort the keys of the metadata, which safetensors writes in random order: equal exports give equal files."""
+def _settle_header(path: Path, digests: str) -> None:
+    """Put the digests in the place that was left for them, and sort the keys of the metadata.
+
+    safetensors writes these in random order: equal exports give equal files.
+    """
     with path.open("r+b") as stream:
         size, header = read_header(stream)
-        header[METADATA] = dict(sorted(header[METADATA].items()))
+        header[METADATA] = dict(sorted((header[METADATA] | {DIGESTS: digests}).items()))
         write_header(stream, size, header)
 
 

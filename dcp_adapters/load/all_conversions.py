@@ -1,9 +1,12 @@
 """All conversions of one load, and their agreement on shared scales: one fused all-reduce for each distinct group.
 
+    local plan     every rank   names what it converts, and the ranks that hold pieces of it
+    global plan    coordinator  compares: all ranks of a weight convert it, to one recipe, or none does
     finish_plan    every rank   opens a group of this load for each group that has to agree
     resolve        reader       the buffers of a conversion are made with its first item
-    commit         reader       with its last item a conversion is written; those with shared scales are kept until all
-                                of them have arrived, then claims are agreed on and they are written
+    commit         reader       with its last item a conversion is written; those with shared scales (between ranks, or
+                                with other weights) are kept until all of them have arrived, then claims are agreed on
+                                and they are written
 
 A rank whose reads fail has no claims to send, and the others would wait for it. So the reduction has a slot for
 failure: `failed` takes part in the agreement with nothing but the slot set, and all ranks that share a scale with
@@ -21,7 +24,8 @@ import contextlib
 import datetime as dt
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +35,29 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.torch_private import ProcessGroupGloo, all_reduce_max, gloo_group
+from fsdp_hooks.across_ranks import rank_of
 from fsdp_hooks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
+from fsdp_hooks.partners import pooled
+
+
+class Listed(NamedTuple):
+    """What a rank converts: for each group of ranks that hold pieces, the labels of its conversions."""
+
+    rank: int
+    by_group: dict[tuple[int, ...], list[str]]
+
+
+def unequal(listed: Sequence[Listed]) -> list[str]:
+    """Why the conversions of these ranks do not fit together, in words: each would wait for others, or write alone."""
+    by_rank = {one.rank: one.by_group for one in listed}
+    problems = []
+    for group in sorted({group for one in listed for group in one.by_group}):
+        first, *others = (rank for rank in group if rank in by_rank)
+        for rank in others:
+            for holds, lacks in ((first, rank), (rank, first)):
+                found = set(by_rank[holds].get(group, ())).difference(by_rank[lacks].get(group, ()))
+                problems += [f"{label}: rank {holds} converts to this, rank {lacks} does not" for label in found]
+    return sorted(set(problems))
 
 
 class Conversions:
@@ -40,7 +66,7 @@ class Conversions:
     def __init__(self, conversions: Iterable[Conversion], metadata: Metadata, timeout: dt.timedelta) -> None:
         self.metadata, self.timeout = metadata, timeout
         self.all = sorted(conversions, key=lambda one: one.name)
-        self.agreed = [one for one in self.all if one.groups]  # those of a group are the same on its ranks
+        self.agreed = [one for one in self.all if one.waits]  # those of a group are the same on its ranks
         self.by_entry: dict[str, Conversion] = {}
         self.lock = threading.Lock()  # readers commit from several threads
         self.groups: dict[dist.ProcessGroup, ProcessGroupGloo] = {}  # of the weights -> of this load
@@ -57,6 +83,14 @@ class Conversions:
         self.awaited = sum(bool(one.outstanding) for one in self.agreed)
         return items
 
+    def listed(self) -> Listed:
+        """What the coordinator compares."""
+        by_group: dict[tuple[int, ...], list[str]] = {}
+        for one in self.all:
+            for ranks in one.cutting:
+                by_group.setdefault(ranks, []).append(one.label)
+        return Listed(rank_of(None), by_group)
+
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Entry -> the shape of what is read of it."""
         return {key: sizes for one in self.all for key, (_, (_, sizes)) in one.pieces.items()}
@@ -68,14 +102,14 @@ class Conversions:
             one = self.by_entry.get(item.dest_index.fqn)
             if one is not None:
                 groups[one.name].append(item)
-        return [groups[one.name] for one in sorted(self.all, key=lambda one: bool(one.groups))]
+        return [groups[one.name] for one in sorted(self.all, key=lambda one: one.waits)]
 
     def begin(self, load_id: str) -> None:
         """Open the groups, under a name that all ranks of this load know; write what needs no reading."""
         for group in in_order([(one.label,) for one in self.agreed], [one.groups for one in self.agreed]):
             self.groups[group] = gloo_group(group, f"qtensor.conversion.{load_id}", self.timeout)
         for one in self.all:
-            if not one.outstanding and not one.groups:
+            if not one.outstanding and not one.waits:
                 one.finish()
         self._agree_if_complete()
 
@@ -96,8 +130,8 @@ class Conversions:
             one.outstanding -= 1
             if one.outstanding:
                 return
-            self.awaited -= bool(one.groups)
-        if one.groups:
+            self.awaited -= one.waits
+        if one.waits:
             self._agree_if_complete()
         else:
             one.finish()
@@ -126,7 +160,8 @@ class Conversions:
         except BaseException:
             self._tell_failure()
             raise
-        for one, agreed in zip(self.agreed, self._reduced(own), strict=True):
+        reduced = pooled([one.partners for one in self.agreed], [1] * len(own), self._reduced(own))
+        for one, agreed in zip(self.agreed, reduced, strict=True):
             one.finish(agreed)
 
     def _reduced(self, claims: list[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ claims that all of them agree on (see all_conversions.py); scales of blocks need
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import plain_leaf, quantized_local
 from dcp_adapters.part_places import Box, box_of, part_box
-from fsdp_hooks.scale_sync import groups_of, label_of
+from fsdp_hooks.scale_sync import cuts_of, groups_of, label_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
 from qtensor import exact, kernels
@@ -47,7 +47,10 @@ class Conversion:
             rank's piece. region: the widened piece to read, which decides its bytes.
         pieces: key -> dtype of the part stored under it, and the box of it to read.
         groups: process groups over which a shared scale of the target is agreed; empty where there is none.
+        cutting: the global ranks of each group that cuts the target.
         label: what all ranks of these groups must have alike.
+        partners: what is equal for those whose scale it shares; None where there are none, and for the values of
+            another recipe, which stay what they are.
         inputs: part -> the piece of it that has been read so far; filled in from `buffer`.
         outstanding: read items that have not arrived.
     """
@@ -58,7 +61,9 @@ class Conversion:
     region: Box
     pieces: dict[str, tuple[torch.dtype, Box]]
     groups: list[dist.ProcessGroup]
-    label: str = ""
+    cutting: list[tuple[int, ...]]
+    label: str
+    partners: Hashable | None = None
     inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     outstanding: int = 0
 
@@ -92,8 +97,14 @@ class Conversion:
         pieces = {source.key(spec.name): (spec.dtype, part_box(spec, *region)) for spec in specs}
         # a cut square block is read whole, and needs no agreement
         groups = [] if q is None else groups_of(value, lambda dim: shares_scale_along(q.recipe, dim, q.ndim))
-        label = label_of(name, value) if groups else ""
-        return Conversion(source, target, box, region, pieces, groups, label)
+        cutting = [tuple(dist.get_process_group_ranks(group)) for _, group in cuts_of([value])[0]]
+        partners = None if q is None or q._partners is None or source.recipe is not None else q._partners.within(name)
+        return Conversion(source, target, box, region, pieces, groups, cutting, label_of(name, value), partners)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is written only when something has been agreed on: with other ranks, or with its partners."""
+        return bool(self.groups) or self.partners is not None
 
     @property
     def name(self) -> str:

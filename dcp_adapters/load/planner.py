@@ -19,7 +19,6 @@ import dataclasses
 import datetime as dt
 import io
 import itertools
-import pickle
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,6 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -36,10 +34,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_adapters.checksums import CHECKSUMS, Verification
 from dcp_adapters.expand import expand_flat, plain_leaf, quantized_local
-from dcp_adapters.load.all_conversions import Conversions
+from dcp_adapters.load.all_conversions import Conversions, unequal
 from dcp_adapters.load.compare import Target, differences, recipe_differences, to_convert
 from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
+from dcp_adapters.load.unpickling import unpickled
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.metadata_checks import own_buffer, stored_chunk
 from dcp_adapters.reading.order import group_after_group, has_files, is_probe, original_index, probe_items
@@ -158,10 +157,20 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 "the checkpoint's .metadata is damaged; nothing has been loaded. Use another checkpoint:"
                 + in_lines(problems)
             )
-        return dataclasses.replace(plan, items=items)
+        return dataclasses.replace(plan, items=items, planner_data=self.conversions.listed())
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator only: stock's plans, and a name for this load that all its ranks know."""
+        """Coordinator only: stock's plans, and a name for this load that all its ranks know.
+
+        Raises:
+            ValueError: ranks would convert a weight to different recipes; DCP raises it on all of them.
+        """
+        problems = unequal([plan.planner_data for plan in global_plan])
+        if problems:
+            raise ValueError(
+                "the ranks' targets do not fit each other, nothing has been loaded; give all ranks the same weights, "
+                "recipes and placements:" + in_lines(problems)
+            )
         plans = super().create_global_plan(global_plan)
         name = uuid.uuid4().hex if len(plans) > 1 else None
         return [dataclasses.replace(plan, planner_data=name) for plan in plans]
@@ -202,7 +211,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             name = read_item.dest_index.fqn
             if self.verification is not None and self.verify_checksums:
                 self.verification.see(name, read_item.storage_index, value)
-            loaded = _unpickled(name, value)
+            loaded = unpickled(name, value)
             if self.flatten_state_dict:
                 set_element(self.original_state_dict, self.mappings[name], loaded)
             else:
@@ -329,24 +338,6 @@ def _by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, dict[MetadataIndex
             info = stored[item.storage_index]
             files.setdefault(info.relative_path, {})[item.storage_index] = info
     return files
-
-
-def _unpickled(name: str, value: io.BytesIO) -> Any:
-    try:
-        return torch.load(value, weights_only=True)
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines()] if isinstance(error, pickle.UnpicklingError) else []
-        reason = next((line for line in lines if "GLOBAL" in line or "class" in line), None)
-        if reason is None:
-            raise ValueError(
-                f"{name}: this entry of the checkpoint is damaged, it can not be unpickled: {type(error).__name__}: "
-                f"{error}. Some tensors of the target may be loaded already: load another checkpoint"
-            ) from error
-        raise ValueError(
-            f"{name}: this entry of the checkpoint holds pickled objects that torch.load(weights_only=True) does not "
-            f"allow ({reason}). If you trust the checkpoint, load it inside torch.serialization.safe_globals([...]) "
-            "with the classes it needs"
-        ) from error
 
 
 def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:

@@ -181,7 +181,16 @@ class _Into(DefaultLoadPlanner):
 
 
 def _digest(directory: Path) -> str:
-    return xxhash.xxh3_128_hexdigest((directory / METADATA).read_bytes())
+    """Of a base's `.metadata`. Raises FileNotFoundError, NotADirectoryError as they are; OSError with what to do."""
+    try:
+        return xxhash.xxh3_128_hexdigest((directory / METADATA).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise OSError(
+            f"{directory}: the {METADATA} of the base of a delta cannot be read ({error}); make it readable, or use "
+            "another checkpoint"
+        ) from error
 
 
 def _check(delta: Path, link: BaseLink, directory: Path, state: str) -> None:

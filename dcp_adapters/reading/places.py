@@ -22,6 +22,7 @@ from dcp_adapters.reading.metadata_checks import METADATA, Fault, chunk_in_words
 from dcp_adapters.reading.tensor_archive import FileSlice, read_header
 
 WAY_OUT = "Nothing has been loaded; use another checkpoint"
+THIS_RANK = "This rank has loaded nothing, others may have; use another checkpoint"
 
 
 def shared_places(storage: Mapping[MetadataIndex, Any]) -> Iterator[tuple[MetadataIndex, MetadataIndex, int]]:
@@ -116,7 +117,7 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
             held = _dtype_and_shape(path, index, FileSlice(stream, info.offset, info.length))
             message = other_than_said(held, entry.properties.dtype, stored_chunk(entry, index).sizes)
             if message is not None:
-                raise ValueError(f"{path}: {chunk_in_words(index)}: {message}. {WAY_OUT}")
+                raise ValueError(f"{path}: {chunk_in_words(index)}: {message}. {THIS_RANK}")
 
 
 def other_than_said(held: tuple[torch.dtype, tuple[int, ...]], dtype: torch.dtype, shape: Sequence[int]) -> str | None:
@@ -139,11 +140,11 @@ def _dtype_and_shape(path: Path, index: MetadataIndex, chunk: FileSlice) -> tupl
         try:
             value = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(unreadable(path, index, error, WAY_OUT)) from error
+            raise ValueError(unreadable(path, index, error, THIS_RANK)) from error
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{path}: {chunk_in_words(index)}: the file holds a {type(value).__name__}, expected a tensor. "
-                f"{WAY_OUT}"
+                f"{THIS_RANK}"
             ) from None
         return value.dtype, tuple(value.shape)
     return header.dtype, header.shape

@@ -37,8 +37,8 @@ from dcp_adapters.reading.metadata_checks import (
     record_faults,
     stored_chunk,
 )
-from dcp_adapters.reading.order import original_index
-from dcp_adapters.reading.places import WAY_OUT, file_faults, other_than_said, unreadable
+from dcp_adapters.reading.order import PROBE, original_index
+from dcp_adapters.reading.places import THIS_RANK, file_faults, other_than_said, unreadable
 from dcp_adapters.reading.plain_pickle import read_plain
 from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
 from dcp_adapters.torch_private import Unreadable
@@ -148,20 +148,28 @@ class SafeFileSystemReader(FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self.records = metadata.state_dict_metadata
 
+    def _check_there(self, name: str, index: MetadataIndex) -> None:
+        """Raise FileNotFoundError for a file that is not there."""
+        path = Path(self.path, name)
+        if not path.exists():
+            held = "" if index.fqn == PROBE else f", where {chunk_in_words(index)} is stored"
+            raise FileNotFoundError(f"No such file or directory: '{path}'{held}. {THIS_RANK}")
+
     def _check_archives(self, plan: LoadPlan) -> dict["Place", Header]:
         """Look into every tensor's archive that will be read, once each, before anything is loaded."""
         headers: dict[Place, Header] = {}
         wanted: dict[str, dict[tuple[int, int], MetadataIndex]] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
+        # probes last, so that an error names a tensor
+        for item in sorted(plan.items, key=lambda one: one.storage_index.fqn == PROBE):
+            info, index = self.storage_data[item.storage_index], original_index(item.storage_index)
+            name = str(info.relative_path)
+            if name not in wanted:
+                self._check_there(name, index)
+                wanted[name] = {}
             if item.type is not LoadItemType.BYTE_IO and not info.transform_descriptors:
-                slices = wanted.setdefault(str(info.relative_path), {})
-                slices[info.offset, info.length] = original_index(item.storage_index)
+                wanted[name][info.offset, info.length] = index
         for name, slices in wanted.items():
             path = Path(self.path, name)
-            if not path.exists():
-                first = chunk_in_words(next(iter(slices.values())))
-                raise FileNotFoundError(f"No such file or directory: '{path}', where {first} is stored. {WAY_OUT}")
             with path.open("rb") as stream:
                 for (offset, length), index in sorted(slices.items(), key=lambda held: held[0]):
                     header = read_header(FileSlice(stream, offset, length), f"{path}: {chunk_in_words(index)}")

@@ -25,6 +25,8 @@ from dcp_adapters.reading.base import Base
 from dcp_adapters.reading.order import REBUILT, has_files
 from dcp_adapters.torch_private import Alias, is_marked, unmarked
 
+WRITTEN = "Some tensors of the target may be loaded already"
+
 
 class Rebuilding:
     """What one reader of a checkpoint needs for its marked chunks; nothing where it is a full one.
@@ -96,7 +98,13 @@ class Rebuilding:
         index, items = self._waiting.pop(item.dest_index)
         self.metadata.storage_data.pop(Alias(REBUILT, item.dest_index.offset), None)
         assert self.base is not None
-        chunk = self.base.rebuilt(index, self.metadata, value.getvalue(), checksum)
+        try:
+            chunk = self.base.rebuilt(index, self.metadata, value.getvalue(), checksum)
+        except (ValueError, OSError) as error:
+            if WRITTEN in str(error):  # of the reader of the base
+                raise
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(f"{error}. {WRITTEN}") from error
         for each in items:
             piece = chunk
             for dim, (start, length) in enumerate(zip(each.storage_offsets, each.lengths, strict=True)):

@@ -15,6 +15,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.manifest import MANIFEST_JSON, Manifest
 from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.save.item_sums import Sums
+from dcp_adapters.save.unsound import Fits
 from qtensor.formats import PartSpec, specs_of
 from qtensor.recipes import Recipe
 
@@ -29,12 +30,14 @@ class Now:
     replicated: (part, offset, digest) of each part that several ranks hold; all holders must have equal bytes.
     sums: with digest=True, the byte sum of each item.
     base: with delta_to, the digest of the base.
+    fits: with `verify`, how this rank's pieces fit their masters.
     """
 
     scales: list[int]
     replicated: list[tuple[str, tuple[int, ...], int]]
     sums: Sums
     base: str | None = None
+    fits: Fits = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.checksums import CHECKSUMS, Checksums
 from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
 from dcp_adapters.manifest import MANIFEST, Manifest, with_base
-from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.reading.base import Base
 from dcp_adapters.save import plan_cache
 from dcp_adapters.save.coordinator import (
@@ -43,10 +42,11 @@ from dcp_adapters.save.coordinator import (
 )
 from dcp_adapters.save.item_sums import Sums, item_sums, refuse_ranks_apart, with_digests
 from dcp_adapters.save.overwrite import Directory, clear, commit, make_room, own_names
+from dcp_adapters.save.refusals import refuse_bytes_in_safetensors, refuse_taken_names, refuse_without_bytes
 from dcp_adapters.save.since_base import SinceBase, refuse_without_checksums
-from dcp_adapters.save.unsound import refuse_unsound
+from dcp_adapters.save.unsound import Fits, refuse_mixtures, refuse_unsound
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item, with_checksum_items
-from dcp_adapters.torch_private import Committed, prefix_of, writes_safetensors
+from dcp_adapters.torch_private import Committed, prefix_of
 from fsdp_hooks.digest import digest
 from fsdp_hooks.torch_private import cpu_by_default, local_of, without_torch_function
 from qtensor.formats import specs_of, tensor_wide
@@ -137,9 +137,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
                     continue
                 entries[name] = {spec.name: f"{name}.{spec.name}" for spec in specs_of(q.recipe)}
                 self._keep_parts(entries[name], q, layouts.of(name, value, q), name)
-        self._refuse_taken_names(entries)
-        if self.verify is not None:
-            refuse_unsound(flat, self.verify)
+        refuse_taken_names(self.state_dict, entries)
+        self.fits: Fits = {} if self.verify is None else refuse_unsound(flat, self.verify)
         if self.flatten_state_dict:
             self.mappings = _part_paths(self.mappings, entries)
         self.checksums = Checksums()
@@ -168,7 +167,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         self.unlisted_sums = {item.index: total for item, total in zip(self.unlisted, own, strict=False)}  # or none
         coded = b"" if self.since is None else self.since.chosen(items, self.lookup_object)
         base = None if self.since is None else self.since.base.link.digest
-        now = Now(bits, self._replicated(items), sums, base)
+        now = Now(bits, self._replicated(items), sums, base, self.fits)
         paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
         recipes = [(recipe.to_json(), dtype) for recipe, dtype in numbers]
         record = Record(paths, recipes, bytes(kinds), now, self.with_checksums, self.with_digest, coded)
@@ -187,6 +186,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         all_plans, token = plan_cache.restored(all_plans)
         all_plans = with_unlisted(all_plans, self.unlisted, self.mappings)
         manifest = merged_manifest(all_plans)
+        refuse_mixtures([plan.planner_data.now.fits for plan in all_plans], self.verify or "deep")
         if self.with_digest:
             refuse_ranks_apart("digest=True adds up the sums of all ranks", apart=own is not None)
             manifest = with_digests(manifest, all_plans, self.unlisted_sums)
@@ -225,7 +225,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             new_plan = dataclasses.replace(self.cached.final, storage_data=new_plan.storage_data)
         elif self.caches_plans:
             plan_cache.remember_local(plan_cache.Local(token, place, self.plan, new_plan))
-        _refuse_bytes_in_safetensors(new_plan)
+        refuse_bytes_in_safetensors(new_plan)
         if self.since is not None:
             new_plan = self.since.as_bytes(new_plan)
         if new_plan.items:
@@ -298,7 +298,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             refuse_hidden(name, value)
         self.state_dict[name] = leaf = plain_leaf(value)
         if isinstance(leaf, Tensor):
-            _refuse_without_bytes(name, local_of(leaf))
+            refuse_without_bytes(name, local_of(leaf))
         if isinstance(leaf, DTensor) and not leaf.ndim and not lists_scalars(leaf):
             self.withheld.add(name)
 
@@ -310,7 +310,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             return
         parts, wide = settled_parts(name, q), tensor_wide(q.recipe)
         for part in parts.values():
-            _refuse_without_bytes(name, part)
+            refuse_without_bytes(name, part)
         for layout in layouts:
             entry = entries[layout.part]
             self.parts[entry] = parts[layout.part]
@@ -336,44 +336,12 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         resolve = super().resolve_data
         return item_sums(items, lambda item: cast("Tensor", resolve(item)))
 
-    def _refuse_taken_names(self, entries: dict[str, dict[str, str]]) -> None:
-        for name in (MANIFEST, CHECKSUMS):
-            if name in self.state_dict:
-                raise ValueError(
-                    f"the state dict holds an entry {name!r}, which is the name of the checkpoint's own; rename it"
-                )
-        taken = [entry for parts in entries.values() for entry in parts.values() if entry in self.state_dict]
-        if taken:
-            raise ValueError(
-                f"the state dict holds {min(taken)!r} twice: as an entry and as a part of a quantized weight; rename "
-                "the entry"
-            )
-
 
 def _last_checks(checkpoint_id: Directory, base: Base | None, files: set[str], *, alone: bool) -> None:
     """All ranks have written, and the metadata have not been."""
     if base is not None:
         base.check_unchanged()
     commit(checkpoint_id, files, alone=alone)
-
-
-def _refuse_without_bytes(name: str, local: Tensor) -> None:
-    """Refuse it now, before an older checkpoint is removed and any rank writes; a writer would fail on it later."""
-    reason = without_bytes(local)
-    if reason is not None:
-        raise ValueError(f"{name}: {reason}")
-
-
-def _refuse_bytes_in_safetensors(plan: SavePlan) -> None:
-    """Refuse byte entries: HuggingFaceStorageWriter writes them before a file's header, and nobody can read that."""
-    if not writes_safetensors(plan.storage_data):
-        return
-    names = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
-    if names:
-        raise ValueError(
-            f"{names[0]}: safetensors files hold tensors alone, and {len(names)} entries of the state dict are none; "
-            "save them elsewhere, or as tensors"
-        )
 
 
 def _part_paths(mappings: Any, entries: dict[str, dict[str, str]]) -> Any:

@@ -1,11 +1,15 @@
 """verify="deep": what a rank is about to save is judged before anything is written (see soundness.py).
 
 Each rank judges its own shards and their masters, some rows at a time, without a collective; DCP hands the error of one
-rank to all. Where shards share a scale, a rank sees whether its bytes follow from that scale, not whether the scale
-follows from the values of all shards. Square blocks that a shard boundary cuts are left out.
+rank to all. A weight is whole only if all of its pieces fit the master in the same way: all were written by a step, or
+none was. So how they fit travels with the plans, and the coordinator compares. Where shards share a scale, a rank sees
+whether its bytes follow from that scale, not whether the scale follows from the values of all shards. Square blocks
+that a shard boundary cuts are left out.
 """
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,36 +18,90 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, quantized_local, settled_parts
-from dcp_adapters.soundness import DenseCheck, Level, Masters, Problem, TensorCheck, cut, slabs, unfit
+from dcp_adapters.soundness import (
+    BEHIND,
+    BOTH,
+    FRESH,
+    WRITTEN,
+    DenseCheck,
+    Level,
+    Masters,
+    Problem,
+    TensorCheck,
+    cut,
+    slabs,
+    unfit,
+)
 from dcp_adapters.words import in_lines
 from fsdp_hooks.torch_private import local_of
 from qtensor.cut_blocks import cut_blocks_of
 from qtensor.formats import row_multiple
 from qtensor.recipes import Recipe
 
+Fits = Mapping[str, Mapping[str, int]]  # master -> tensor beside it -> how the rank's pieces fit, WRITTEN | FRESH
+HOW = {
+    0: "something else",
+    WRITTEN: "what {master} requantizes to",
+    FRESH: "what {master} was made from, before a step wrote it",
+    BOTH: "what fits either way",
+}
+
 
 @torch.no_grad()
-def refuse_unsound(flat: Mapping[str, Any], level: Level) -> None:
+def refuse_unsound(flat: Mapping[str, Any], level: Level) -> Fits:
     """Raise ValueError where tensors of a flattened state dict do not mean what they should; all of them in one error.
 
     Args:
         flat: name -> leaf.
         level: "deep" or "own_scales", see soundness.py.
+
+    Returns:
+        What `refuse_mixtures` compares, of the masters that not every tensor beside them fits both ways.
     """
     tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
     entries = {name: entry_of(name, value) for name, value in tensors.items()}
     masters = Masters.among(entries)
     found: list[Problem] = []
     said: list[Mapping[str, Problem | None]] = []
+    fits: dict[str, dict[str, int]] = {}
     for name, value in tensors.items():
         beside = [master for master in masters.beside.get(name, []) if _placed(tensors[master]) == _placed(value)]
+        own = {master: local_of(tensors[master]) for master in beside}
+        check: TensorCheck | DenseCheck
         if entries[name].recipe is not None:
-            check = _judged(entries[name], value, {master: local_of(tensors[master]) for master in beside}, level)
-            found += [problem for problem in check.problems() if problem.fault]
-            said.append(check.master_problems())
+            check = judged = _judged(entries[name], value, own, level)
+            found += [problem for problem in judged.problems() if problem.fault]
         elif beside:
-            said.append(_compared(entries[name], value, {master: local_of(tensors[master]) for master in beside}))
-    problems = [*found, *unfit(said)]
+            check = _compared(entries[name], value, own)
+        else:
+            continue
+        said.append(check.master_problems())
+        for master, how in check.fits().items():
+            fits.setdefault(master, {})[name] = how
+    _refuse([*found, *unfit(said)], level)
+    return {master: each for master, each in fits.items() if any(how != BOTH for how in each.values())}
+
+
+def refuse_mixtures(said: Sequence[Fits], level: Level) -> None:
+    """Raise ValueError where the pieces of ranks each fit a master, and no tensor as a whole does; a pure function.
+
+    Args:
+        said: for each rank what `refuse_unsound` returned; nothing from one that does not verify.
+        level: of this rank.
+    """
+    problems = []
+    for master in sorted({master for own in said for master in own}):
+        rows = [own.get(master, {}) for own in said]
+        held = {name: [row.get(name, BOTH) for row in rows] for name in sorted({name for row in rows for name in row})}
+        if any(functools.reduce(operator.and_, ranks) for ranks in held.values()):
+            continue
+        name, ranks = next(iter(held.items()))
+        told = [f"rank {ranks.index(how)} holds {HOW[how].format(master=master)}" for how in sorted({*ranks} - {BOTH})]
+        problems.append(Problem(name, f"{', '.join(told)}: {BEHIND}"))
+    _refuse(problems, level)
+
+
+def _refuse(problems: Sequence[Problem], level: Level) -> None:
     if problems:
         lines = in_lines(f"{problem.entry}: {problem.message}" for problem in problems)
         raise ValueError(
@@ -66,17 +124,22 @@ def _judged(entry: Entry, value: Tensor, masters: Mapping[str, Tensor], level: L
         masters = {name: master.narrow(-2, start, stop - start) for name, master in masters.items()}
     shape = (*q.shape[:-2], stop - start, q.shape[-1]) if value.ndim > 1 else tuple(q.shape)
     for piece in slabs(shape, entry.recipe):
-        check.see(cut(parts, entry.recipe, piece), {name: master[piece] for name, master in masters.items()})
+        check.see(cut(parts, entry.recipe, piece), _rows(masters, piece, q.device))
     return check
 
 
-def _compared(entry: Entry, value: Tensor, masters: Mapping[str, Tensor]) -> dict[str, Problem | None]:
-    """What masters say of a dense tensor's local part."""
+def _rows(masters: Mapping[str, Tensor], piece: slice, device: torch.device) -> dict[str, Tensor]:
+    """Some rows of each master, where the weight is: one of the two may be offloaded."""
+    return {name: master[piece].to(device) for name, master in masters.items()}
+
+
+def _compared(entry: Entry, value: Tensor, masters: Mapping[str, Tensor]) -> DenseCheck:
+    """The check of a dense tensor's local part."""
     check, local = DenseCheck(entry, [*masters]), local_of(value)
     dense = getattr(local, "dense", local)  # of storage="high_precision"
     for piece in slabs(dense.shape, None):
-        check.see(dense[piece], {name: master[piece] for name, master in masters.items()})
-    return check.master_problems()
+        check.see(dense[piece], _rows(masters, piece, dense.device))
+    return check
 
 
 def _placed(value: Tensor) -> object:

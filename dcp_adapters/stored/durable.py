@@ -109,21 +109,34 @@ def give_name(begun: Path, final: Path) -> None:
 def give_file_name(begun: Path, final: Path) -> None:
     """Give a finished and synced file its final name; durable when it returns.
 
-    On a file system without hard links it is renamed, which replaces a file: look for one before.
+    Of several writers of one name one gets it. On a file system without hard links an empty file takes the name, and
+    is replaced in the next moment: a crash in between leaves it there.
 
     Raises:
         FileExistsError: the name is taken; nothing is overwritten.
     """
     try:
-        final.hardlink_to(begun)  # unlike a rename it never replaces a file
+        try:
+            final.hardlink_to(begun)  # unlike a rename it never replaces a file
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            _rename_to_free(begun, final)
+        else:
+            begun.unlink()
     except FileExistsError:
         raise FileExistsError(
             f"{final} was made by another while this one was written; nothing is overwritten"
         ) from None
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        begun.rename(final)
-    else:
-        begun.unlink()
     sync(final.absolute().parent)
+
+
+def _rename_to_free(begun: Path, final: Path) -> None:
+    """Rename a file to a name that nothing has. Raises FileExistsError where something has it."""
+    final.touch(exist_ok=False)  # makes the file, or raises, in one step; from here on the name is ours
+    try:
+        begun.replace(final)
+    except BaseException:
+        with suppress(OSError):
+            final.unlink()
+        raise

@@ -39,7 +39,12 @@ NUMBER = re.compile(r"[0-9]+")
 
 @dataclass(frozen=True)
 class Skipped:
-    """A directory that was passed over, and why."""
+    """A directory that `latest_verified` or `keep_latest` passed over; as a string, both in one line.
+
+    Attributes:
+        path: the directory.
+        reason: why it is no save, or what is wrong with it first, in words.
+    """
 
     path: Path
     reason: str

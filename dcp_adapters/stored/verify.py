@@ -42,10 +42,11 @@ from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.digest_check import DigestCheck
 from dcp_adapters.stored.findings import Finding, Report
+from dcp_adapters.stored.manifest_faults import manifest_faults
 from dcp_adapters.stored.part_values import value_fault
 from dcp_adapters.torch_private import is_marked
 from dcp_adapters.words import listed
-from qtensor.formats import PartSpec, part_names, specs_of
+from qtensor.formats import PartSpec, specs_of
 
 SHOWN = 3  # names in a sentence
 
@@ -338,28 +339,3 @@ class _Verification:
             self.found(manifest_faults(manifest, self.metadata))
             for name, held in manifest.tensors.items():
                 self.specs |= {f"{name}.{spec.name}": spec for spec in specs_of(held.recipe)}
-
-
-def manifest_faults(manifest: Manifest, metadata: Metadata) -> list[Fault]:
-    """Where the manifest and the stored tensors contradict each other."""
-    stored, faults = metadata.state_dict_metadata, []
-    owned, parts = set(), part_names().union(*(entry.parts() for entry in manifest.tensors.values()))
-    for name, entry in manifest.tensors.items():
-        if name in stored:
-            faults.append(Fault(METADATA, name, "it is held as a whole, beside the parts that the manifest lists"))
-        for part, (dtype, shape) in entry.parts().items():
-            owned.add(f"{name}.{part}")
-            found = stored.get(f"{name}.{part}")
-            if not isinstance(found, TensorStorageMetadata):
-                held = "no such entry is stored" if found is None else "it is stored as something else than a tensor"
-                faults.append(Fault(METADATA, f"{name}.{part}", f"the manifest lists it, and {held}"))
-            elif (found.properties.dtype, tuple(found.size)) != (dtype, shape):
-                held = f"{found.properties.dtype} {tuple(found.size)} is stored"
-                faults.append(
-                    Fault(METADATA, f"{name}.{part}", f"{held}, the manifest's {entry.recipe} needs {dtype} {shape}")
-                )
-    for name in stored.keys() - owned:
-        owner, _, part = name.rpartition(".")
-        if (owner in manifest.tensors and part in parts) or (part == "payload" and f"{owner}.scale" in stored):
-            faults.append(Fault(METADATA, name, f"a part of {owner} that the manifest does not list"))
-    return sorted(faults, key=lambda fault: fault.entry)

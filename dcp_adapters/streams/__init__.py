@@ -6,7 +6,7 @@ transport.py       the interface of senders; what receivers check; their errors
 kept_tensors.py    the last version, on the host: what `since` makes deltas from
 together.py        steps of a pass that may fail on one rank
 weight_stream.py   WeightStream: a model or state dict -> buckets of tensors, and `send`
-shared_memory.py   an engine on the same host: memory of the trainer, mapped by the engine
-process_group.py   an engine anywhere: broadcasts of torch.distributed, over gloo or NCCL
+shared_memory.py   an engine on the same host: memory of the trainer, mapped by the engine; wires.py has ring and socket
+process_group.py   an engine anywhere: broadcasts of torch.distributed, over gloo or NCCL; link.py makes these calls
 vllm_source.py     vLLM's own seam for weights
 """

@@ -7,7 +7,7 @@ Both sides decide this from the same records, so that nobody has to be told.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,19 @@ class TensorRecord:
     def room(self) -> int:
         """Bytes that it takes in a bucket."""
         return -(-self.nbytes // ALIGNED) * ALIGNED
+
+
+def difference(before: Iterable[TensorRecord], now: Iterable[TensorRecord]) -> str:
+    """What has changed in a stream, in words: the first tensor that did."""
+    old, new = ({each.name: each for each in records} for records in (before, now))
+    for name, record in old.items():
+        if name not in new:
+            return f"{name} has gone"
+        if new[name] != record:
+            kinds = (f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (record, new[name]))
+            return f"{name} changed from {' to '.join(kinds)}"
+    added = next((name for name in new if name not in old), None)
+    return "the order of the tensors has changed" if added is None else f"{added} has come"
 
 
 def bucket_sizes(records: Sequence[TensorRecord], limit: int) -> tuple[int, ...]:

@@ -18,25 +18,22 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import fill, room_of, views
+from dcp_adapters.streams.link import FOREVER, Link
 from dcp_adapters.streams.transport import (
     Incoming,
     Receiver,
     WeightStreamError,
     bytes_digest,
     digest_of_all,
-    message_digest,
 )
 from dcp_adapters.torch_private import ProcessGroupGloo
 
 BEGIN, BUCKET, END, ABORT = range(4)
-ANSWER = 1024  # bytes
-FOREVER = dt.timedelta(days=30)
 
 
 def join_group(address: str, rank: int, ranks: int, *, timeout: float = 300.0) -> Any:
@@ -49,12 +46,14 @@ def join_group(address: str, rank: int, ranks: int, *, timeout: float = 300.0) -
         timeout: seconds until all of them must be there.
 
     Raises:
-        ValueError: `address` is not "host:port".
+        ValueError: `address` is not "host:port"; there is no such rank.
         RuntimeError: they were not there in time.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f'join_group: address={address!r}, expected "host:port"')
+    if not 0 <= rank < ranks:
+        raise ValueError(f"join_group: rank={rank} of ranks={ranks}; expected a rank from 0 to {ranks - 1}")
     within = dt.timedelta(seconds=timeout)
     store = dist.TCPStore(host, int(port), ranks, rank == 0, timeout=within)
     return ProcessGroupGloo(dist.PrefixStore("weights", store), rank, ranks, timeout=FOREVER)
@@ -66,10 +65,16 @@ class GroupSender:
     Args:
         group: of this process and the receivers, from `torch.distributed.new_group` or `join_group`.
         timeout: seconds that receivers may take for a bucket, and to accept a version.
+
+    Raises:
+        ValueError: this process is not in the group, or alone in it.
     """
 
     def __init__(self, group: Any, *, timeout: float = 300.0) -> None:
-        self._link = _Link(group, group.rank(), timeout)
+        _check_member("GroupSender", group)
+        if group.size() < 2:
+            raise ValueError("GroupSender: there is nobody else in the group; it needs the receivers, too")
+        self._link = Link(group, group.rank(), timeout)
         self._announcement: Announcement | None = None
         self._digests: list[int] = []
         self._buffers: list[Tensor] = []
@@ -140,10 +145,16 @@ class GroupReceiver(Receiver):
         sender: its rank in the group.
         timeout: seconds that it may take for a bucket, once it has begun.
         patience: seconds that it may take to announce the next version; None: as long as it likes.
+
+    Raises:
+        ValueError: this process is not in the group, or is the sender.
     """
 
     def __init__(self, group: Any, *, sender: int = 0, timeout: float = 300.0, patience: float | None = None) -> None:
-        self._link, self._patience = _Link(group, sender, timeout), patience
+        _check_member("GroupReceiver", group)
+        if sender == group.rank():
+            raise ValueError(f"GroupReceiver: sender={sender} is this rank itself; expected the sender's rank")
+        self._link, self._patience = Link(group, sender, timeout), patience
 
     def _begun(self) -> Incoming:
         with self._link.errors(_not_announced):
@@ -178,7 +189,7 @@ class GroupReceiver(Receiver):
 
 
 class _IncomingBroadcasts(Incoming):
-    def __init__(self, announcement: Announcement, link: "_Link") -> None:
+    def __init__(self, announcement: Announcement, link: Link) -> None:
         super().__init__(announcement)
         self._link = link
         self._digests: list[int] = []
@@ -229,107 +240,17 @@ class _IncomingBroadcasts(Incoming):
         return number, digest
 
 
+def _check_member(caller: str, group: Any) -> None:
+    """Refuse what `new_group` returns on ranks that it leaves out; None, too, as the default group has no engine."""
+    if not callable(getattr(group, "rank", None)):
+        raise ValueError(
+            f"{caller}: group={group!r} is no process group that this rank is in; give one of the sender and the "
+            "receivers, from torch.distributed.new_group or join_group"
+        )
+
+
 def _not_announced(why: str) -> WeightStreamError:
     return WeightStreamError(
         f"the sender did not announce a version ({why}); see whether the trainer runs, make the group anew where a "
         "process of it died, and receive again"
     )
-
-
-class _Link:
-    """The calls of a process group, one after the other.
-
-    root: the sender's rank. broken: whether a call failed or was late; the group cannot be used any more.
-    """
-
-    def __init__(self, group: Any, root: int, timeout: float) -> None:
-        self._group, self._root, self.timeout = group, root, dt.timedelta(seconds=timeout)
-        self.device = _device(group)
-        self.broken = False
-
-    def room(self, size: int) -> Tensor:
-        """uint8 [size]. Raises WeightStreamError where there is none: sizes are what the sender says."""
-        try:
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
-        except RuntimeError as error:
-            self.broken = True
-            raise WeightStreamError(
-                f"a message of weights has {size} bytes, and there is no room for it on {self.device}; make buckets "
-                "smaller, or let sender and receiver have the same version of this library"
-            ) from error
-
-    def broadcast(self, tensor: Tensor, timeout: dt.timedelta | None = None, root: int | None = None) -> Any:
-        """Begin to send or receive; what is late breaks the group, so that no thread of it waits for longer."""
-        options: Any = dist.BroadcastOptions()
-        options.rootRank = self._root if root is None else root
-        options.timeout = timeout or self.timeout
-        return self._group.broadcast([tensor], options)
-
-    def wait(self, work: Any) -> None:
-        """Wait for what was begun."""
-        work.wait()
-
-    def header(self, kind: int, first: int, second: int) -> Any:
-        """Begin to send three numbers."""
-        return self.broadcast(torch.tensor([kind, first, second], dtype=torch.int64, device="cpu").to(self.device))
-
-    def heard(self, timeout: dt.timedelta) -> tuple[int, int, int]:
-        """The sender's next three numbers."""
-        told = torch.zeros(3, dtype=torch.int64, device=self.device)
-        self.wait(self.broadcast(told, timeout))
-        kind, first, second = told.tolist()
-        return kind, first, second
-
-    def tell(self, kind: int, data: bytes) -> None:
-        """Send bytes, behind a header with their number and digest."""
-        self.wait(self.header(kind, len(data), message_digest(data)))
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        self.wait(self.broadcast(sent))
-
-    def received(self, size: int, digest: int) -> bytes:
-        """Bytes, whose number and digest a header has told. Raises RuntimeError where they are others."""
-        memory = self.room(size)
-        self.wait(self.broadcast(memory))
-        data = bytes(memory.tolist())
-        if message_digest(data) != digest:
-            raise RuntimeError(f"{size} bytes that came are not those that were sent")
-        return data
-
-    def answers(self, text: str) -> list[str]:
-        """What each rank says, in rank order."""
-        own = text.encode()[:ANSWER].ljust(ANSWER, b"\0")
-        said = []
-        for rank in range(self._group.size()):
-            told = bytearray(own) if rank == self._group.rank() else bytearray(ANSWER)
-            sent = torch.frombuffer(told, dtype=torch.uint8).to(self.device)
-            self.wait(self.broadcast(sent, root=rank))
-            said.append(bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace"))
-        return said
-
-    def errors(self, told: Any) -> "_Errors":
-        """A block in which errors of the group become those of a stream, `told(why)`."""
-        return _Errors(self, told)
-
-
-class _Errors:
-    def __init__(self, link: _Link, told: Any) -> None:
-        self._link, self._told = link, told
-
-    def __enter__(self) -> None:
-        if self._link.broken:
-            raise self._told("the group is broken since an earlier error")
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, WeightStreamError):
-            self._link.broken = True
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise self._told(f"the other side is gone or late ({first})") from None
-
-
-def _device(group: Any) -> torch.device:
-    """The CPU for gloo, the current GPU for NCCL."""
-    if "gloo" in group.name():
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    kind = "cpu" if accelerator is None else accelerator.type
-    return torch.device(kind, torch.accelerator.current_device_index())

@@ -51,13 +51,17 @@ class SharedMemorySender:
         timeout: seconds that a receiver may take to connect, to free a slot, and to accept a version.
 
     Raises:
-        FileExistsError: somebody listens there.
-        ValueError: the path is too long for a socket.
+        FileExistsError: somebody listens there, or it is no socket.
+        FileNotFoundError: there is no such directory.
+        ValueError: the path is too long for a socket; a number that is not positive.
     """
 
     def __init__(
         self, address: str | os.PathLike[str], *, receivers: int = 1, slots: int = 2, timeout: float = 300.0
     ) -> None:
+        for name, value in {"receivers": receivers, "slots": slots, "timeout": timeout}.items():
+            if not value > 0:
+                raise ValueError(f"SharedMemorySender: {name}={value!r}, expected a positive number")
         self._address, self._receivers, self._slots, self._timeout = Path(address), receivers, slots, timeout
         self._listener = _listening(self._address, receivers)
         self._wires: list[Wire] = []
@@ -288,13 +292,16 @@ class _IncomingViews(Incoming):
 def _listening(address: Path, receivers: int) -> socket.socket:
     if len(os.fsencode(address)) > LONGEST_PATH:
         raise ValueError(f"{address}: longer than the {LONGEST_PATH} bytes that a socket's path may have")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if not address.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{address.absolute().parent}: no such directory; create it first")
     if address.is_socket():  # of a sender that died, unless somebody answers
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if probe.connect_ex(os.fspath(address)) == 0:
-                listener.close()
                 raise FileExistsError(f"{address}: another sender listens there; choose another address")
         address.unlink()
+    elif address.exists():
+        raise FileExistsError(f"{address} exists already, and is no socket; choose another address")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(os.fspath(address))
     listener.listen(receivers)
     return listener

@@ -30,7 +30,7 @@ from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Keep, Source
 from dcp_adapters.stored.progress_bar import progress_bar
 from dcp_adapters.streams.announcement import Announcement
-from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of
+from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of, difference
 from dcp_adapters.streams.kept_tensors import KeptTensors, Pass
 from dcp_adapters.streams.together import aborting, attempt, raise_first, together
 from dcp_adapters.streams.transport import Sender, send_delta
@@ -45,11 +45,15 @@ RECEIVE = ("first", "all")
 class WeightStream:
     """Quantized weights in buckets, bit for bit what `export_hf` writes; as often as wanted, while training goes on.
 
-    All ranks make it and iterate over it alike. Each pass is a version: what the weights are when it begins.
+    All ranks make it and iterate over it alike. Each pass is a version: what the weights are when it begins. Write to
+    them (an optimizer's step, a load) between passes alone: groups are gathered as they come, and what is gathered
+    behind a write has the new values.
 
     Args:
         model_or_state_dict: a module or state dict (plain, FSDP2, TP, HSDP; nested or flat). A module is read anew in
-            each pass. Weights with storage="high_precision" are streamed as the quantized ones that forwards use.
+            each pass; the tensors of a state dict stay those it has, even where FSDP gives the model others (uneven
+            shards before the first forward, `to`). Weights with storage="high_precision" are streamed as the quantized
+            ones that forwards use.
         layout: "compressed-tensors", "modelopt", "fp8" or "mxfp4", as of `export_hf`.
         config: the model's directory, its config.json, a dict or a config object; by default that of a transformers
             model.
@@ -59,7 +63,7 @@ class WeightStream:
         recipe: how to quantize dense linears on the way, each once its group is gathered, to the bytes that `quantize`
             gives for the whole weight (with fused_scales="requantize", under the largest scale of those that are
             fused). Weights that are quantized already stay as they are.
-        include, exclude: with `recipe`, globs over the modules to quantize, as of `quantize_`.
+        include, exclude: with `recipe` alone, globs over the modules to quantize, as of `quantize_`; all are streamed.
         bucket_bytes: of a bucket; a larger tensor is alone in its bucket.
         group_of: name of a tensor -> what stands for its group. By default the FSDP module it belongs to, or else the
             layer that its name tells.
@@ -104,6 +108,12 @@ class WeightStream:
         if bucket_bytes < 1:
             raise ValueError(f"WeightStream: bucket_bytes={bucket_bytes!r}, expected a positive number of bytes")
         check_lists("WeightStream", include=include, exclude=exclude)
+        include, exclude = tuple(include), tuple(exclude)
+        if recipe is None and (include, exclude) != (("*",), ()):
+            raise ValueError(
+                "WeightStream: include= and exclude= say which dense linears recipe= quantizes, and there is none; "
+                "give a recipe, or leave them out: every tensor is streamed"
+            )
         described = on_first(None, lambda: model_config(config, model_or_state_dict))
         self._asked = Asked(
             caller="WeightStream",
@@ -114,7 +124,6 @@ class WeightStream:
             prefix=prefix,
             requantize=requantize,
             max_shard_size=2**62,
-            as_gathered=True,
             quantizing=None if recipe is None else _quantizing(model_or_state_dict, recipe, include, exclude, prefix),
         )
         self._group_of = groups_of(model_or_state_dict, prefix) if group_of is None else group_of
@@ -238,13 +247,8 @@ class WeightStream:
     def _refuse_new(self, groups: list[tuple[Output, ...]]) -> None:
         found = _records(groups)
         if found != self._records:
-            other = next(
-                (b for a, b in zip(self._records, found, strict=False) if a != b), (found or self._records)[-1]
-            )
-            raise ValueError(
-                f"WeightStream: {other.name} is new, or has another dtype or shape than when the stream was made; make "
-                "another stream"
-            )
+            what = difference(self._records, found)
+            raise ValueError(f"WeightStream: since the stream was made, {what}; make another stream")
 
     def _pass(self) -> Pass | None:
         return None if self._kept is None else Pass(self._kept)
@@ -331,8 +335,8 @@ def _check_alike(groups: list[tuple[Output, ...]], options: tuple[object, ...]) 
 
 
 def _quantizing(
-    given: Any, recipe: Recipe, include: Iterable[str], exclude: Iterable[str], prefix: str | None
+    given: Any, recipe: Recipe, include: tuple[str, ...], exclude: tuple[str, ...], prefix: str | None
 ) -> Quantizing:
     registered(recipe)
     linears = linears_of(given, prefix) if isinstance(given, nn.Module) else None
-    return Quantizing(recipe, tuple(include), tuple(exclude), linears)
+    return Quantizing(recipe, include, exclude, linears)

@@ -35,8 +35,8 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
 def teacher_and_student(directory: Path, form: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The dense model of a directory, frozen, and the one that learns to be like it in another format."""
-    teacher = sharded(directory, form, enabled=False).requires_grad_(False)
-    student = sharded(directory, form, "high_precision")
+    teacher = sharded(directory, form, trained=False).requires_grad_(False)
+    student = sharded(directory, form)
     for model in (teacher, student):
         import_hf(directory, model)
     return teacher, student
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    deploy(student, args.checkpoint, args.format, args.out)
+    deploy(student, args.checkpoint, args.out)
     print(f"rank {dist.get_rank()}: divergence from the teacher {losses[0]:.4f} -> {losses[-1]:.4f}")
     return losses
 

@@ -21,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from dcp_adapters import export_hf, import_hf
+from dcp_adapters import export_hf, fused_linears, import_hf
 from fsdp_hooks import sync_scales
-from qtensor import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantized_model_init
+from qtensor import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantized_model_init, share_scales
 
 FORMATS = {
     "nvfp4": NVFP4BlockScaling(),
@@ -53,12 +53,13 @@ def make_checkpoint(directory: Path) -> Path:
     return directory
 
 
-def sharded(directory: Path, form: str, storage: str = "quantized", *, enabled: bool = True) -> PreTrainedModel:
-    """The model of a directory without its values, on the meta device: bf16 shards, or fp32 ones that compute in it."""
+def sharded(directory: Path, form: str, *, trained: bool = True) -> PreTrainedModel:
+    """The model of a directory without its values, on the meta device: fp32 shards that compute in bf16, or bf16."""
     config = AutoConfig.from_pretrained(directory)
-    dtype = torch.float32 if storage == "high_precision" else torch.bfloat16
-    with torch.device("meta"), quantized_model_init(FORMATS[form], storage=storage, enabled=enabled):
+    dtype = torch.float32 if trained else torch.bfloat16
+    with torch.device("meta"), quantized_model_init(FORMATS[form], storage="high_precision", enabled=trained):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    share_scales(model, fused_linears(model))  # NVFP4: as engines run them, q, k and v under one global scale
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # a table that no checkpoint holds
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -84,19 +85,17 @@ def optimizer_of(model: PreTrainedModel, lr: float) -> torch.optim.Optimizer:
     return optimizer
 
 
-def deploy(model: PreTrainedModel, directory: Path, form: str, out: Path) -> None:
+def deploy(model: PreTrainedModel, directory: Path, out: Path) -> None:
     """Save the dense weights, and export the bytes that the forwards computed with."""
     dcp.save({"model": model.state_dict()}, checkpoint_id=out / "trained")
-    quantized = sharded(directory, form).to_empty(device="cpu")
-    quantized.load_state_dict(model.state_dict())  # quantizes; ranks agree on scales
-    export_hf(quantized, out / "exported", config=directory, fused_scales="requantize")  # NVFP4's: see docs/qat.md
+    export_hf(model, out / "exported", config=directory, dtype=torch.bfloat16)
 
 
 def main(argv: list[str] | None = None) -> list[float]:
     """Train and export; returns this rank's losses before each step, and that of the model which is exported."""
     args = options(__doc__ or "").parse_args(argv)
     args.checkpoint = args.checkpoint or make_checkpoint(args.out / "dense")
-    model = sharded(args.checkpoint, args.format, "high_precision")
+    model = sharded(args.checkpoint, args.format)
     import_hf(args.checkpoint, model)
     optimizer, losses = optimizer_of(model, 5e-3), []
     for step in range(args.steps + 1):
@@ -106,7 +105,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    deploy(model, args.checkpoint, args.format, args.out)
+    deploy(model, args.checkpoint, args.out)
     print(f"rank {dist.get_rank()}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     return losses
 

@@ -4,5 +4,7 @@ algorithm       the interface: an `Algorithm`, what it gets (`Group`, `Inputs`) 
 maximum, mse, local_hessian, smoothquant, awq, gptq     one algorithm each
 search          finds the best scales among the quantizers that candidates lists (Mse, LocalHessian)
 clipping        finds the best fraction of each amax (AWQ)
+columns         the columns of a group's weights, as GPTQ rounds them
+descent         rounds them again, one after the other
 arithmetic      full fp32 products, and one thread on CPU
 """

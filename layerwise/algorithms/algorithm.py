@@ -6,8 +6,8 @@
 
 The driver does the rest: it runs the layer, collects and reduces what `needs` names, folds factors into the module in
 front, rounds every weight by `Format.encode_with(weight, recipe, decision.quantizer)`, writes, saves and reports. An
-algorithm sees 2-D weights only; experts [E, N, K] come one by one. It gets the same numbers on every rank, so its
-decision is the same on every rank.
+algorithm sees 2-D weights only; experts [E, N, K] come one by one. Each group is decided by one rank, which gets the
+same numbers whichever it is; all ranks get the result.
 """
 
 import dataclasses
@@ -121,6 +121,11 @@ class Algorithm:
         """Whether to hold only one group's Hessian at a time, and to run the batches once more for each group."""
         return False
 
+    @property
+    def smooths(self) -> bool:
+        """Whether `smooth` may return factors; if not, no folds are looked for."""
+        return type(self).smooth is not Algorithm.smooth
+
     def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
         """Factors to multiply the columns of the group's weights with, and to divide their input by; None for none.
 
@@ -132,6 +137,35 @@ class Algorithm:
         """One decision for each linear of the group, in their order."""
         raise NotImplementedError
 
+    def cost(self, rows: int, columns: int, tokens: int) -> float:
+        """About how long a group takes: ranks share work by it, and GPTQ adds that of its scales to its own.
+
+        By default N K, or N K^2 with the Hessian of an input.
+
+        Args:
+            rows: N, of all its weights together.
+            columns: K.
+            tokens: rows of its input, over all ranks.
+
+        Returns:
+            Multiplications in a product of matrices that would take as long.
+        """
+        return rows * columns * (columns if tokens and HESSIAN in self.needs else 1)
+
     def to_json(self) -> dict[str, Any]:
         """Name and options, as a checkpoint's fingerprint compares them."""
-        return {"type": type(self).__name__, **dataclasses.asdict(self)}
+        return {
+            "type": type(self).__name__,
+            **{field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)},
+        }
+
+
+def _plain(value: Any) -> Any:
+    """An option as plain JSON: of an algorithm its name, too, for two of them may have the same options."""
+    if isinstance(value, Algorithm):
+        return value.to_json()
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

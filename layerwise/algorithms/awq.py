@@ -66,6 +66,11 @@ class AWQ(Algorithm):
         return frozenset({LOCAL_HESSIAN} if self.variant == "clip" else {COLUMNS, HESSIAN})
 
     @property
+    def smooths(self) -> bool:
+        """Not if it only clips."""
+        return self.variant != "clip"
+
+    @property
     def alphas(self) -> tuple[float, ...]:
         """The exponents, 0 first."""
         steps = round(1 / self.alpha_step)

@@ -6,8 +6,17 @@
         q   = snap(w[j] * enc) * dec           the values that encode_with will store
         w[k] -= (w[j] - q) / U[j, j] * U[j, k] for all k > j
 
-The scales are fixed before the first column. A decision's `weight` holds every column as it was just before it was
-rounded, so that rounding it under the same scales chooses the same elements again.
+The scales are fixed before the first column: those of another algorithm. Where that one weighs errors by the local
+Hessian, it gets the blocks on the diagonal of H, which are the same up to the rounding of fp32 products. A decision's
+`weight` holds every column as it was just before it was rounded, so that rounding it under the same scales chooses the
+same elements again; after coordinate descent (descent.py) it holds the elements' values, which round to themselves.
+
+With factors for columns, weights and H are those after folding: what GPTQ makes up for is the error of the weights that
+are stored.
+
+H is known from a sample. With fewer tokens it says more about that sample, and less about other inputs: rounding that
+trusts it then makes the error on others larger, in the end larger than rounding to nearest. Damping is what keeps it
+from that, so by default it grows with K / tokens (docs/calibration.md has figures); 0.01 is what is usual.
 
 U takes one factorisation: with J, which reverses the order of rows, J H J = L L^T gives U = J L^-1 J; neither the
 inverse of H nor a Cholesky of that is needed. Columns are processed as the rows of W^T, in blocks: inside a block, a
@@ -19,21 +28,26 @@ and on one thread on CPU, where the number of threads would change the order of 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Decision, Group
+from layerwise.algorithms.algorithm import HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Smoothing
 from layerwise.algorithms.arithmetic import full_precision, one_thread
-from layerwise.algorithms.maximum import Max
+from layerwise.algorithms.clipping import local_hessian_of
+from layerwise.algorithms.columns import ColumnRounding, columns_of, per_linear, rounding_of
+from layerwise.algorithms.descent import descend
 from layerwise.algorithms.mse import Mse
-from qtensor.formats import block_multiple, format_of
 from qtensor.recipes import Recipe
 
+MSE = Mse()
+LEAST_DAMPING = 0.01
 RAISES = 3  # of the damping, tenfold each, before giving up
+KERNELS = 2**21  # multiplications that take as long as starting the dozen kernels for a column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,87 +55,142 @@ class GPTQ(Algorithm):
     """Rounds column by column, and changes the columns that follow to make up for each error.
 
     Args:
-        damping: added to the diagonal of the Hessian, as a fraction of its mean. Where that is too little to factorise
-            the Hessian, it is raised tenfold, up to three times, and the decision's notes say so.
+        damping: added to the diagonal of the Hessian, as a fraction of its mean; None: K / (2 tokens), at least 0.01.
+            Where it is too little to factorise the Hessian, it is raised tenfold, up to three times, and the decision's
+            notes say so.
         block: columns between two updates of all the others; only a matter of speed.
         act_order: start with the columns whose inputs are largest.
-        scales: "max", from the largest magnitudes, or "mse", those of `Mse()`.
+        descent: rounds of coordinate descent afterwards: each column is rounded again, given all others. The error that
+            GPTQ minimises never rises by it, in no row.
+        scales: the algorithm whose scales the columns are rounded under, one that writes no weights.
+        smoothing: the algorithm whose factors for columns are folded in before, `AWQ()` (its clip ratios take no part)
+            or `SmoothQuant()`; None: no factors.
         hessians: "shared", all Hessians of a layer are collected in one pass over the batches; "one_at_a_time", a pass
             for each, which needs memory for a single one.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: for any other value, or factors that need the Hessian with `hessians="one_at_a_time"`.
     """
 
     writes_weights: ClassVar[bool] = True
     layer_inputs: ClassVar[str] = "quantized"
 
-    damping: float = 0.01
+    damping: float | None = None
     block: int = 128
-    act_order: bool = False
-    scales: str = "max"
+    act_order: bool = True
+    descent: int = 0
+    scales: Algorithm = MSE
+    smoothing: Algorithm | None = None
     hessians: str = "shared"
 
     def __post_init__(self) -> None:
-        if not 0 < self.damping < float("inf"):
-            raise ValueError(f"GPTQ(damping={self.damping!r}): expected a positive number, such as 0.01")
+        if self.damping is not None and not 0 < self.damping < float("inf"):
+            raise ValueError(f"GPTQ(damping={self.damping!r}): expected a positive number, such as 0.01, or None")
         if self.block < 1:
             raise ValueError(f"GPTQ(block={self.block!r}): expected a positive number of columns, such as 128")
-        for name, choices in (("scales", ("max", "mse")), ("hessians", ("shared", "one_at_a_time"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"GPTQ({name}={getattr(self, name)!r}): expected one of {', '.join(map(repr, choices))}"
-                )
+        if type(self.descent) is not int or self.descent < 0:
+            raise ValueError(f"GPTQ(descent={self.descent!r}): expected a number of rounds, such as 1, or 0 for none")
+        scales: object = self.scales  # whatever it was given
+        smoothing: object = self.smoothing
+        if not isinstance(scales, Algorithm) or scales.writes_weights:
+            raise ValueError(
+                f"GPTQ(scales={self.scales!r}): expected an algorithm that writes no weights, such as Mse()"
+            )
+        if smoothing is not None and not (isinstance(smoothing, Algorithm) and smoothing.smooths):
+            raise ValueError(
+                f"GPTQ(smoothing={self.smoothing!r}): expected an algorithm with factors for columns, AWQ() or "
+                "SmoothQuant(), or None"
+            )
+        if self.hessians not in ("shared", "one_at_a_time"):
+            raise ValueError(f"GPTQ(hessians={self.hessians!r}): expected one of 'shared', 'one_at_a_time'")
+        if self.one_at_a_time and self.smoothing is not None and self.smoothing.needs & {HESSIAN, LOCAL_HESSIAN}:
+            raise ValueError(
+                f"GPTQ(smoothing={self.smoothing!r}, hessians='one_at_a_time'): its factors need the Hessians of all "
+                "linears at once; use hessians='shared', or SmoothQuant()"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
-        """The Hessian."""
-        return frozenset({HESSIAN})
+        """The Hessian, which holds the local one, and what the scales and factors are made from."""
+        others = self.scales.needs | (frozenset() if self.smoothing is None else self.smoothing.needs)
+        return (others | {HESSIAN}) - {LOCAL_HESSIAN}
 
     @property
     def one_at_a_time(self) -> bool:
         """Whether the Hessians of a layer are collected one after the other."""
         return self.hessians == "one_at_a_time"
 
+    @property
+    def smooths(self) -> bool:
+        """Whether there are factors for columns."""
+        return self.smoothing is not None
+
+    def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
+        """The factors of `smoothing`."""
+        return None if self.smoothing is None else self.smoothing.smooth(_for(self.smoothing, group), recipe)
+
     @torch.no_grad()
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """Scales from the weights alone, and the values to round under them; plain rounding where there is no input.
+        """The scales of `scales`, and the values to round under them; plain rounding where there is no input.
 
         Raises:
             RuntimeError: the Hessian cannot be factorised, or a weight is not finite.
         """
-        quantizers = self._quantizers(group, recipe)
+        if group.inputs is not None:
+            _check(group)
+        with full_precision(group.linears[0].weight.device):
+            decisions = self.scales.decide(_for(self.scales, group), recipe)
         if group.inputs is None:
-            notes = {"warning": "no token reached it; rounded to nearest under scales from its values"}
-            return [Decision(quantizer, notes=notes) for quantizer in quantizers]
+            warning = "no token reached it; rounded to nearest under scales from its values"
+            return [Decision(one.quantizer, notes={**one.notes, "warning": warning}) for one in decisions]
+        values, damping = self._values(group, rounding_of(group, recipe, [one.quantizer for one in decisions]))
+        notes, least = {}, self._least_damping(group)
+        if damping != least:
+            raised = f"damping raised from {least:g} to {damping:g}"
+            notes = {"warning": f"the Hessian was not positive definite: {raised}"}
+        return [
+            Decision(one.quantizer, own, {**one.notes, **notes})
+            for one, own in zip(decisions, per_linear(values, group), strict=True)
+        ]
+
+    def cost(self, rows: int, columns: int, tokens: int) -> float:
+        """That of the scales, the factorisation and the columns; measured on one core of a CPU.
+
+        A round of descent starts twice as many kernels, and multiplies by the Hessian three times, twice in fp64.
+        """
+        scales = self.scales.cost(rows, columns, tokens)
+        if not tokens:
+            return scales
+        product, kernels = rows * columns**2, KERNELS * columns
+        return scales + columns**3 + product + kernels + self.descent * (5 * product + 2 * kernels)
+
+    def _values(self, group: Group, rounding: ColumnRounding) -> tuple[Tensor, float]:
+        """The values to round, fp32 [K, rows], and the damping that it took."""
+        assert group.inputs is not None
         hessian = group.inputs.hessian
-        if hessian is None:
-            raise ValueError(
-                f"{_linear_names(group)}: GPTQ needs the Hessian of their input, and got inputs without one"
-            )
-        for linear in group.linears:
-            if not torch.isfinite(linear.weight).all():
-                raise RuntimeError(
-                    f"{linear.name} holds values that are not finite; GPTQ would spread them to all columns"
-                )
+        assert hessian is not None
         with one_thread(), full_precision(hessian.device):
             order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if self.act_order else None
             factor, damping = self._factorised(group, hessian if order is None else hessian[order][:, order])
-            values = _compensated(group, factor, order, _rounding(group, recipe, quantizers), self.block)
-        notes = {}
-        if damping != self.damping:
-            raised = f"damping raised from {self.damping:g} to {damping:g}"
-            notes = {"warning": f"the Hessian was not positive definite: {raised}"}
-        return [Decision(quantizer, value, notes) for quantizer, value in zip(quantizers, values, strict=True)]
+            values = _compensated(columns_of(group), factor, order, rounding, self.block)
+            del factor
+            if self.descent:
+                rounded = torch.stack([rounding(column, index) for index, column in enumerate(values)])
+                damped = _damped(hessian.clone(), damping)
+                values = descend(columns_of(group), rounded, damped, rounding, self.descent)
+        return values, damping
 
-    def _quantizers(self, group: Group, recipe: Recipe) -> list[Mapping[str, Tensor]]:
-        scales = Mse() if self.scales == "mse" else Max()
-        return [decision.quantizer for decision in scales.decide(group, recipe)]
+    def _least_damping(self, group: Group) -> float:
+        """The damping to try first."""
+        assert group.inputs is not None
+        if self.damping is not None:
+            return self.damping
+        return max(LEAST_DAMPING, group.linears[0].weight.shape[1] / (2 * group.inputs.tokens))
 
     def _factorised(self, group: Group, hessian: Tensor) -> tuple[Tensor, float]:
         """The factor, and the damping that it took."""
         for raised in range(RAISES + 1):
-            damping = self.damping * 10**raised
+            damping = self._least_damping(group) * 10**raised
             factor = _inverse_factor(hessian, damping)
             if factor is not None:
                 return factor, damping
@@ -133,32 +202,36 @@ class GPTQ(Algorithm):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Rounding:
-    """How all rows of a group are rounded; row s of both, [scales, rows], is for `span` columns from s * span on."""
-
-    enc: Tensor
-    dec: Tensor
-    span: int
-    snap: Callable[[Tensor, Recipe], Tensor]
-    recipe: Recipe
-
-    def __call__(self, values: Tensor, column: int) -> Tensor:
-        """What the values of one column [rows] are stored as."""
-        scale = column // self.span
-        return self.snap(values * self.enc[scale], self.recipe).mul_(self.dec[scale])
+def _check(group: Group) -> None:
+    """Raise where there is no Hessian, or a weight is not finite."""
+    assert group.inputs is not None
+    if group.inputs.hessian is None:
+        raise ValueError(f"{_linear_names(group)}: GPTQ needs the Hessian of their input, and got inputs without one")
+    for linear in group.linears:
+        if not torch.isfinite(linear.weight).all():
+            raise RuntimeError(f"{linear.name} holds values that are not finite; GPTQ would spread them to all columns")
 
 
-def _rounding(group: Group, recipe: Recipe, quantizers: Sequence[Mapping[str, Tensor]]) -> _Rounding:
-    fmt = format_of(recipe)
-    both: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for linear, quantizer in zip(group.linears, quantizers, strict=True):
-        for scales, found in zip(both, fmt.grid(recipe, quantizer), strict=True):
-            rows = found.reshape(1, 1) if found.ndim == 0 else found  # [1 or N, scales]
-            scales.append(rows.expand(linear.weight.shape[0], -1))
-    enc, dec = (torch.cat(scales).t().contiguous() for scales in both)
-    span = block_multiple(recipe) if len(enc) > 1 else group.linears[0].weight.shape[1]
-    return _Rounding(enc, dec, span, fmt.snap, recipe)
+def _for(algorithm: Algorithm, group: Group) -> Group:
+    """The group with all that the algorithm needs: the local Hessian is cut out of the Hessian."""
+    inputs = group.inputs
+    if LOCAL_HESSIAN not in algorithm.needs or inputs is None or inputs.hessian is None:
+        return group
+    return dataclasses.replace(
+        group, inputs=dataclasses.replace(inputs, local_hessian=local_hessian_of(inputs.hessian))
+    )
+
+
+def _damped(hessian: Tensor, damping: float) -> Tensor:
+    """H + damping * mean(diag H), in place. A column without input gets the row and column of the identity."""
+    diagonal = hessian.diagonal()  # a view
+    mean = diagonal.mean()
+    silent = diagonal == 0
+    hessian[silent] = 0
+    hessian[:, silent] = 0
+    diagonal.add_(damping * mean)
+    diagonal[silent] = 1
+    return hessian
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
@@ -166,27 +239,17 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
 
     A column without input does not affect the others: its row and column of U are those of the identity.
     """
-    flipped = hessian.flip(0, 1)
-    diagonal = flipped.diagonal()  # a view
-    mean = diagonal.mean()
-    silent = diagonal == 0
-    flipped[silent] = 0
-    flipped[:, silent] = 0
-    diagonal.add_(damping * mean)
-    diagonal[silent] = 1
-    lower, info = torch.linalg.cholesky_ex(flipped)
+    lower, info = torch.linalg.cholesky_ex(_damped(hessian.flip(0, 1), damping))
     if info:
         return None
-    del flipped, diagonal
     identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
     return factor if torch.isfinite(factor).all() else None
 
 
-def _compensated(group: Group, factor: Tensor, order: Tensor | None, rounding: _Rounding, block: int) -> list[Tensor]:
-    """The values to round, fp32 [N, K] for each linear. `factor` is in the order of processing."""
-    columns = torch.cat([linear.weight.float() for linear in group.linears]).t()  # [K, rows]
-    columns = columns.contiguous() if order is None else columns[order]
+def _compensated(columns: Tensor, factor: Tensor, order: Tensor | None, rounding: ColumnRounding, block: int) -> Tensor:
+    """The values to round, [K, rows], in place of `columns`. `factor` is in the order of processing."""
+    columns = columns if order is None else columns[order]
     numbers = list(range(len(columns))) if order is None else order.tolist()
     diagonal = factor.diagonal().tolist()
     for start in range(0, len(columns), block):
@@ -198,9 +261,7 @@ def _compensated(group: Group, factor: Tensor, order: Tensor | None, rounding: _
                 values.addmv_(errors[:done].t(), factor[start:index, index], alpha=-1)
             torch.sub(values, rounding(values, numbers[index]), out=errors[done]).div_(diagonal[index])
         columns[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
-    if order is not None:
-        columns = torch.empty_like(columns).index_copy_(0, order, columns)
-    return [part.contiguous() for part in columns.t().split([len(linear.weight) for linear in group.linears])]
+    return columns if order is None else torch.empty_like(columns).index_copy_(0, order, columns)
 
 
 def _linear_names(group: Group) -> str:

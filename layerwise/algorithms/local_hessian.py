@@ -47,3 +47,7 @@ class LocalHessian(Algorithm):
             quantizer, clip = search(linear.weight, recipe, linear.amax, hessian)
             decisions.append(Decision(quantizer=quantizer, notes={"clip": clip}))
         return decisions
+
+    def cost(self, rows: int, columns: int, tokens: int) -> float:
+        """About three times that of Mse."""
+        return (3 if tokens else 1) * Mse().cost(rows, columns, tokens)

@@ -8,6 +8,8 @@ from layerwise.algorithms.algorithm import Algorithm, Decision, Group
 from layerwise.algorithms.search import search
 from qtensor.recipes import Recipe
 
+SEARCH = 2**12  # multiplications that take as long as the search for one element; fewer for MX, more for 39 candidates
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mse(Algorithm):
@@ -26,3 +28,7 @@ class Mse(Algorithm):
             quantizer, clip = search(linear.weight, recipe, linear.amax)
             decisions.append(Decision(quantizer=quantizer, notes={"clip": clip}))
         return decisions
+
+    def cost(self, rows: int, columns: int, tokens: int) -> float:
+        """That of the search, which sees each element many times."""
+        return SEARCH * rows * columns

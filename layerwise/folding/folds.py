@@ -19,6 +19,7 @@ from torch import Tensor
 from layerwise.algorithms.algorithm import SUB_BLOCK, Inputs
 from layerwise.folding.probing import Producer
 
+_NO_COLUMNS = "the statistics of a scaled input need those of its columns; found None, ask for COLUMNS"
 AMPLIFICATION = 4.0  # how much a layer may amplify the rounding errors of a fold (see `tolerance`)
 
 Key = tuple[int, tuple[int, ...]]  # where a tensor's values lie, and its shape
@@ -57,21 +58,20 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
         columns |= {_place_of(w): factors for w in one.weights}
         channels |= {_place_of(t): (one.producer, factors) for t in one.producer.tensors}
         written |= {_place_of(t): (one.producer.name, t) for t in (*one.weights, *one.producer.tensors)}
-    values = []
-    for key, (name, tensor) in written.items():
-        value = tensor.float() * columns[key] if key in columns else tensor.float()
-        if key in channels:
-            producer, factors = channels[key]
-            value = _divided_channels(producer, tensor, value, factors)
-        rounded = value.to(tensor.dtype)
-        if not torch.equal(torch.isfinite(rounded), torch.isfinite(tensor)):
-            raise OverflowError(
-                f"folding factors into {name} takes values out of the range of {tensor.dtype} (largest "
-                f"{float(value.abs().max()):.3g}); use bfloat16 weights or an algorithm that does not scale columns"
-            )
-        values.append((tensor, rounded))
-    for tensor, rounded in values:
-        tensor.copy_(rounded)
+    for write in (False, True):  # twice, rather than to hold new values of a whole layer until all are known to be good
+        for key, (name, tensor) in written.items():
+            value = tensor.float() * columns[key] if key in columns else tensor.float()
+            if key in channels:
+                producer, factors = channels[key]
+                value = _divided_channels(producer, tensor, value, factors)
+            rounded = value.to(tensor.dtype)
+            if write:
+                tensor.copy_(rounded)
+            elif not torch.equal(torch.isfinite(rounded), torch.isfinite(tensor)):
+                raise OverflowError(
+                    f"folding factors into {name} takes values out of the range of {tensor.dtype} (largest "
+                    f"{float(value.abs().max()):.3g}); use bfloat16 weights or an algorithm that does not scale columns"
+                )
     return applied
 
 
@@ -110,9 +110,9 @@ def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
     Raises:
         ValueError: the amax of each column is not known (an algorithm that smooths needs COLUMNS).
     """
-    if inputs.column_amax is None or inputs.column_mean is None:
-        raise ValueError("the statistics of a scaled input need those of its columns; found None, ask for COLUMNS")
-    column_amax = inputs.column_amax / factors
+    if inputs.column_mean is None:
+        raise ValueError(_NO_COLUMNS)
+    amax, column_amax = scaled_amaxes(inputs.column_amax, factors)
     local, full = inputs.local_hessian, inputs.hessian
     if local is not None:
         padding = local.shape[0] * SUB_BLOCK - factors.numel()
@@ -122,12 +122,24 @@ def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
         full = full / factors.unsqueeze(-1) / factors
     return dataclasses.replace(
         inputs,
-        amax=column_amax.amax(),
+        amax=amax,
         column_amax=column_amax,
         column_mean=inputs.column_mean / factors,
         local_hessian=local,
         hessian=full,
     )
+
+
+def scaled_amaxes(column_amax: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """The amax of x / factors and that of each column, from the latter of x.
+
+    Raises:
+        ValueError: these are not known (an algorithm that smooths needs COLUMNS).
+    """
+    if column_amax is None:
+        raise ValueError(_NO_COLUMNS)
+    scaled = column_amax / factors
+    return scaled.amax(), scaled
 
 
 def tolerance(dtype: torch.dtype, folds: int, columns: int) -> float:

@@ -19,7 +19,8 @@ from layerwise.algorithms.arithmetic import full_precision
 from layerwise.inputs.structure import flatten
 from layerwise.report.report import LinearReport, decibels
 from layerwise.stages.targets import Target
-from layerwise.statistics.collector import Collector, Groups
+from layerwise.statistics.collector import Collector
+from layerwise.statistics.statistics import Facts
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Yardstick:
 
     def measured(
         self,
-        groups: Groups,
+        facts: Sequence[Facts],
         notes: Mapping[str, Mapping[str, Any]],
         layer: int | None,
         group: dist.ProcessGroup | None,
@@ -81,18 +82,18 @@ class Yardstick:
         if group is not None:
             together = together.to(device_of(group))
             dist.all_reduce(together, group=group)
-        inputs = {name: statistics for own, statistics in groups for name in own}
+        inputs = {name: one for one in facts for name in one.names}
         snr = [decibels(signal, noise) if signal else None for signal, noise in together.tolist()]
         records = []
         for name, own_snr in zip(names, snr[1:], strict=True):
-            statistics = inputs[name]
+            own = inputs[name]
             records.append(
                 LinearReport(
                     layer=layer,
                     name=name,
-                    tokens=0 if statistics is None else statistics.tokens,
+                    tokens=own.tokens,
                     weight_amax=float(self.amax[name]),
-                    input_amax=None if statistics is None else float(statistics.amax),
+                    input_amax=None if own.amax is None else float(own.amax),
                     snr_db=own_snr,
                     **{key: notes[name].get(key) for key in ("clip", "alpha", "warning")},
                 )

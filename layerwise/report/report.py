@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from dcp_adapters.tables import table
 from dcp_adapters.words import short
@@ -24,6 +24,7 @@ _OPTIONAL = ("clip", "alpha", "warning")  # columns that are left out where no l
 _FIELD_OF = {"SNR dB": "snr_db", "weight amax": "weight_amax", "input amax": "input_amax", "linear": "name"}
 
 
+Record = TypeVar("Record", bound="LinearReport")
 _AMOUNT = (int, float, type(None))
 _TYPES: dict[str, tuple[type, ...]] = {
     "layer": (int, type(None)),
@@ -67,6 +68,11 @@ class LinearReport:
     clip: float | None = None
     alpha: float | None = None
     warning: str | None = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The record of plain values. Raises TypeError, ValueError or AttributeError for any that were not written."""
+        return _checked(cls(**_numbers(values)))
 
     @property
     def kind(self) -> str:
@@ -132,7 +138,7 @@ class Report:
             )
         try:
             return cls(
-                records=tuple(_checked(LinearReport(**_numbers(record))) for record in values["records"]),
+                records=tuple(map(LinearReport.from_json, values["records"])),
                 layer_errors={int(layer): float(value) for layer, value in values["layer_errors"].items()},
                 resumed=tuple(map(int, values["resumed"])),
                 title=str(values["title"]),
@@ -191,7 +197,7 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _checked(record: LinearReport) -> LinearReport:
+def _checked(record: Record) -> Record:
     """The record. Raises TypeError where a field is of another type than it is written with."""
     for name, kinds in _TYPES.items():
         value = getattr(record, name)

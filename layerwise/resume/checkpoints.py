@@ -25,7 +25,7 @@ import shutil
 import socket
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from dcp_adapters.stored.durable import sync
 from fsdp_hooks.across_ranks import on_first
 from layerwise.resume.fingerprint import Fingerprint
-from layerwise.resume.progress import WINDOW, Progress, Window, read_progress, write_progress
+from layerwise.resume.progress import BACKUP, PROGRESS, WINDOW, Progress, Window, read_progress, write_progress
 from layerwise.resume.window_files import check_usable, first_faults, read_window, write_window
 
 LEFT_OVER = re.compile(r"\.probe-.*|progress(\.backup)?\.json\..*\.tmp")
@@ -81,20 +81,26 @@ class CalibrationCheckpoint:
         self.directory, self.group = Path(directory), group
         self._progress: Progress | None = None
 
-    def open(self, fingerprint: Fingerprint) -> Resumed | None:
+    def open(self, fingerprint: Fingerprint, check: Callable[[Window], None] | None = None) -> Resumed | None:
         """What an earlier run of this fingerprint has left, None where there is nothing; ready to save afterwards.
 
         Damage causes a warning, and everything from the first damaged layer on is dropped. Another thread count or
         other versions cause a warning, too. The model may hold the finished weights instead of the original ones: then
         a finished run is taken as it is.
 
+        Args:
+            fingerprint: of this run.
+            check: called on rank 0 with each window before anything is changed; raises ValueError for one whose `extra`
+                the run cannot use.
+
         Raises:
-            ValueError: the directory holds another calibration, or one that a newer version of this library has
-                written. Nothing has been changed.
-            OSError: the directory cannot be written by some rank, or is not the same one on all ranks.
+            ValueError: the directory holds another calibration, one that a newer version of this library has written,
+                or what `check` refuses. Nothing has been changed.
+            OSError: the directory cannot be written by some rank, or is not the same one on all ranks; or a file cannot
+                be read at the moment. No window has been removed.
         """
         run = f"{uuid.uuid4().hex[:8]} ({socket.gethostname()}, process {os.getpid()})"
-        run, found, damages = on_first(self.group, lambda: (run, *self._read(fingerprint)))
+        run, found, damages = on_first(self.group, lambda: (run, *self._read(fingerprint, check)))
         check_usable(self.directory, run.split()[0], self.group)
         sound = found
         if found is not None:
@@ -184,8 +190,10 @@ class CalibrationCheckpoint:
 
     # Steps of rank 0
 
-    def _read(self, fingerprint: Fingerprint) -> tuple[Progress | None, list[str]]:
-        """The progress there is, and what of it is damaged; raises where it is of another calibration."""
+    def _read(
+        self, fingerprint: Fingerprint, check: Callable[[Window], None] | None
+    ) -> tuple[Progress | None, list[str]]:
+        """The progress there is, and what of it is damaged; raises where it is of another calibration, or refused."""
         if not self.directory.is_dir():
             return None, []
         found, damages = read_progress(self.directory)
@@ -200,7 +208,20 @@ class CalibrationCheckpoint:
                     "has been changed. To continue it, start from the weights, data and options that it was started "
                     "with; to calibrate anew, give an empty checkpoint_dir"
                 )
+            if check is not None:
+                self._check(found, check, BACKUP if damages else PROGRESS)
         return found, damages
+
+    def _check(self, found: Progress, check: Callable[[Window], None], file: str) -> None:
+        for window in found.windows:
+            try:
+                check(window)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.directory / file}: what it notes of layers {window.first}..{window.last} is not what a "
+                    f"calibration of this model writes: {error}. Nothing has been changed; give an empty "
+                    "checkpoint_dir to calibrate anew"
+                ) from error
 
     def _take_over(self) -> None:
         """Make the directory this run's, and remove what no record names."""

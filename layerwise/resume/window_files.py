@@ -70,7 +70,11 @@ def read_window(directory: Path, targets: Mapping[str, Any], group: dist.Process
 
 
 def first_faults(parent: Path, windows: Sequence[Window], group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Position of each damaged window -> its first fault, in words. The ranks divide the files among themselves."""
+    """Position of each damaged window -> its first fault, in words. The ranks divide the files among themselves.
+
+    Raises:
+        OSError: on all ranks, a file cannot be read, which says nothing of its bytes.
+    """
     files = [(place, name) for place, window in enumerate(windows) for name in window.files]
 
     def own() -> list[tuple[int, str]]:
@@ -159,10 +163,15 @@ def _file_fault(file: Path, expected: str) -> str | None:
         if found != size:
             return f"has {found} bytes, expected {size}"
         return None if _summary(file) == expected else "does not hold the bytes that were written"
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return "is missing"
-    except OSError as error:
-        return f"can not be read ({error.strerror})"
+    except IsADirectoryError:
+        return "is a directory"
+    except OSError as error:  # it may be sound, and readable in a moment
+        raise type(error)(
+            f"{file} can not be read ({error.strerror}), so it is not known to be damaged. Nothing has been removed: "
+            "start again when it can be read, or remove its directory to calibrate its layers anew"
+        ) from error
 
 
 @contextmanager

@@ -4,7 +4,11 @@ plan               options, layers, targets and stages, decided before anything 
 agreement          checks that all ranks are about to do the same
 run                goes through the stages, and resumes from a checkpoint
 calibrate_stage    one stage, from gathered weights to quantized ones
+decide             all decisions of a stage, shared by the ranks
+exchange           quantized weights on their way from the rank that decided to all
 outcome            what is kept of a stage: this rank's rows
+kv_cache           the option for a key/value cache, and its scales
+notes              what a checkpoint notes of stages, looked at before a run goes on from it
 events             what a run tells while it goes on
 result             what `calibrate` returns
 """

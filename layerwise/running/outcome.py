@@ -8,17 +8,19 @@ the model, which the fingerprint of the run proves to be the same.
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import local_of
+from layerwise.formats.assignment import Formats, recipe_of
 from layerwise.report.measure import Measured
 from layerwise.report.report import LinearReport
 from layerwise.running.calibrate_stage import Calibrated
 from layerwise.stages.stage import Pair, Stage
+from layerwise.statistics.key_values import Amaxes
 from layerwise.weights.hold import Weights
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import (
@@ -31,7 +33,6 @@ from layerwise.weights.shards import (
     rounded_rows,
     store_rows,
 )
-from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
 
@@ -48,6 +49,7 @@ class Outcome:
             that of the parameter.
         measured: the figures of a report.
         pairs: where column factors could go in the stage.
+        kv_amax: fqn of an attention -> the largest |key| and |value| of each head that came to its cache.
     """
 
     weights: Mapping[str, Tensor]
@@ -57,6 +59,7 @@ class Outcome:
     gathered: Mapping[str, str]
     measured: Measured = field(default_factory=Measured)
     pairs: tuple[Pair, ...] = ()
+    kv_amax: Mapping[str, Amaxes] = field(default_factory=dict)
 
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint holds of it."""
@@ -73,7 +76,12 @@ class Outcome:
             "records": [asdict(record) for record in self.measured.records],
             "output_snr": self.measured.output_snr,
             "pairs": self.pairs,
+            **({"kv_amax": dict(self.kv_amax)} if self.kv_amax else {}),
         }
+
+    def once_saved(self) -> "Outcome":
+        """What is still needed of it when a checkpoint has it."""
+        return replace(self, quantizers={})
 
     def apply(self, stage: Stage, installed: Container[str] = ()) -> None:
         """Put the result into the model; call it while the stage is sharded.
@@ -113,37 +121,38 @@ def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) ->
         gathered={name: str(weight.dtype).removeprefix("torch.") for name, weight in calibrated.weights.items()},
         measured=calibrated.measured,
         pairs=calibrated.pairs,
+        kv_amax=calibrated.kv_amax,
     )
 
 
-def placeholders(stage: Stage, recipe: Recipe, note: Mapping[str, Any], *, writes_weights: bool) -> dict[str, Tensor]:
+def placeholders(stage: Stage, recipe: Formats, note: Mapping[str, Any], *, writes_weights: bool) -> dict[str, Tensor]:
     """Uninitialised tensors to load a stage's saved state into."""
     if not writes_weights:
         return {
             f"{target.name}.{key}": value
             for target in stage.targets
-            for key, value in empty_quantizer(target.param, recipe).items()
+            for key, value in empty_quantizer(target.param, recipe_of(recipe, target.name)).items()
         }
     params = stage.params()
     return {
-        **{target.name: empty_weight(target.param, recipe) for target in stage.targets},
+        **{target.name: empty_weight(target.param, recipe_of(recipe, target.name)) for target in stage.targets},
         **{name: torch.empty_like(params[name], device=home_of(params[name])) for name in note["dense"]},
     }
 
 
 def restored_outcome(
-    stage: Stage, recipe: Recipe, note: Mapping[str, Any], state: Mapping[str, Tensor], source: Weights
+    stage: Stage, recipe: Formats, note: Mapping[str, Any], state: Mapping[str, Tensor], source: Weights
 ) -> Outcome:
     """The outcome of a stage from its saved state.
 
     Args:
         stage: sharded, with the weights it had before the calibration.
-        recipe: the format.
-        note: what `Outcome.to_json` gave.
+        recipe: the format of all targets, or of each.
+        note: what `Outcome.to_json` gave; looked at already (notes.py).
         state: what was loaded into `placeholders`.
         source: has the rows of targets before the calibration, for a state of scales only.
     """
-    measured = Measured(tuple(LinearReport(**record) for record in note["records"]), note["output_snr"])
+    measured = Measured(tuple(LinearReport.from_json(record) for record in note["records"]), note["output_snr"])
     weights = {target.name: state[target.name] for target in stage.targets if target.name in state}
     quantizers: dict[str, dict[str, Tensor]] = {}
     for target in stage.targets:
@@ -153,7 +162,8 @@ def restored_outcome(
             quantizers[target.name] = own
             rows = source.read(target.param) if isinstance(source, OnDisk) else dense_rows(target.param)
             dense = rows.to(getattr(torch, note["gathered"][target.name]))
-            weights[target.name] = rounded_rows(dense, own, recipe, target.param)
+            weights[target.name] = rounded_rows(dense, own, recipe_of(recipe, target.name), target.param)
     changed = {name: state[name] for name in note["dense"]}
     pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])
-    return Outcome(weights, quantizers, changed, note["input_amax"], note["gathered"], measured, pairs)
+    kv_amax = note.get("kv_amax", {})
+    return Outcome(weights, quantizers, changed, note["input_amax"], note["gathered"], measured, pairs, kv_amax)

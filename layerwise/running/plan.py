@@ -14,10 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from layerwise.algorithms.algorithm import Algorithm
+from layerwise.formats.assignment import Formats, all_recipes, recipe_of
+from layerwise.formats.candidates import Menu
 from layerwise.inputs.stores import INPUTS_ON
+from layerwise.running.kv_cache import KVCache
+from layerwise.stages.attentions import find_attentions
 from layerwise.stages.layers import find_layers
 from layerwise.stages.stage import Method, Stage
-from layerwise.stages.targets import find_targets
+from layerwise.stages.targets import Target, find_targets
 from layerwise.weights.hold import Resident, Sharded, Weights
 from layerwise.weights.on_disk import OnDisk
 from qtensor.float8 import Float8CurrentScaling
@@ -33,7 +37,7 @@ class Options:
         ValueError, TypeError: an argument is not one of the allowed values, or two do not fit together.
     """
 
-    recipe: Recipe
+    recipe: Formats
     algorithm: Algorithm
     inputs: str = "dynamic"
     layer_inputs: str | None = None
@@ -41,6 +45,7 @@ class Options:
     save_every: int = 1
     device: torch.device | None = None
     weights: str | Path | None = None
+    kv_cache: KVCache | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, Algorithm):
@@ -48,8 +53,12 @@ class Options:
                 f"calibrate: algorithm is {self.algorithm!r}; expected an instance, such as Max() or GPTQ(). "
                 "Algorithms that need the whole model at once (svdquant) are not layerwise"
             )
-        if not isinstance(self.recipe, Recipe):
-            raise TypeError(f"calibrate: expected a recipe, such as NVFP4BlockScaling(), got {self.recipe!r}")
+        if not isinstance(self.recipe, Formats):
+            raise TypeError(
+                f"calibrate: expected a recipe, such as NVFP4BlockScaling(), got {self.recipe!r}; or give an Assignment"
+            )
+        if not isinstance(self.kv_cache, KVCache | None):
+            raise TypeError(f"calibrate: kv_cache is {self.kv_cache!r}; expected KVCache(), or None")
         for name, choices in (
             ("inputs", ("dynamic", "static")),
             ("inputs_on", INPUTS_ON),
@@ -63,11 +72,12 @@ class Options:
             raise ValueError(f"calibrate: save_every={self.save_every!r} is not a positive number of layers")
         if self.inputs != "static":
             return
-        if not isinstance(self.recipe, Float8CurrentScaling) and tensor_wide(self.recipe) is None:
-            raise ValueError(
-                f'calibrate: inputs="static" needs a tensor-wide scale, which {self.recipe} has none of: inputs are '
-                'scaled by block; use inputs="dynamic"'
-            )
+        for recipe in all_recipes(self.recipe):
+            if not isinstance(recipe, Float8CurrentScaling) and tensor_wide(recipe) is None:
+                raise ValueError(
+                    f'calibrate: inputs="static" needs a tensor-wide scale, which {recipe} has none of: inputs are '
+                    'scaled by block; use inputs="dynamic"'
+                )
 
     @property
     def quantized_onward(self) -> bool:
@@ -99,11 +109,13 @@ class Plan:
 
     def decides(self) -> dict[str, Any]:
         """What decides the outcome, apart from weights, data, recipe and algorithm; json-able."""
+        kv_cache = self.options.kv_cache
         return {
             "stages": [stage.name for stage in self.stages],
             "targets": [target.name for stage in self.stages for target in stage.targets],
             "inputs": self.options.inputs,
             "layer_inputs": "quantized" if self.options.quantized_onward else "unquantized",
+            **({} if kv_cache is None else {"kv_cache": kv_cache.to_json()}),
         }
 
     def told(self, *, checkpoint: bool) -> dict[str, list[str]]:
@@ -111,6 +123,7 @@ class Plan:
         decides, options = self.decides(), self.options
         text = {"recipe": json.dumps(options.recipe.to_json()), "algorithm": json.dumps(options.algorithm.to_json())}
         text |= {"inputs": decides["inputs"], "layer_inputs": decides["layer_inputs"]}
+        text |= {"kv_cache": json.dumps(decides.get("kv_cache"))}
         text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
         named: list[tuple[str, Tensor]] = [*self.model.named_parameters()]
         if checkpoint:  # it holds digests of buffers, too
@@ -154,21 +167,42 @@ def planned(  # noqa: PLR0913 - keyword-only
                 f"calibrate: {target.name} belongs to {in_layers[id(target.owner)]} layers at once; it can have one "
                 "set of scales only: exclude it, or give the layers modules of their own"
             )
+    attentions = {} if options.kv_cache is None else find_attentions(model)
+    _check_attentions(attentions, in_layers)
     stages: list[Stage] = []
     inside: set[int] = set()
     for index, (fqn, layer) in enumerate(named):
         owners = {id(child) for child in layer.modules()}
         inside |= owners
         own = tuple(target for target in targets if id(target.owner) in owners)
-        stages.append(Stage(index, fqn, layer, (), own, _modules_shared(fqn, layer, uses, in_layers)))
+        caching = {name: module for name, module in attentions.items() if id(module) in owners}
+        shared = _modules_shared(fqn, layer, uses, in_layers)
+        stages.append(Stage(index, fqn, layer, (), own, shared, caching, _recipes(own, options.recipe)))
     rest = tuple(target for target in targets if id(target.owner) not in inside)
-    outside = Stage(len(stages), "", model, tuple(layer for _, layer in named), rest)
-    if rest or not stages:
+    caching = {name: module for name, module in attentions.items() if id(module) not in inside}
+    without = tuple(layer for _, layer in named)
+    recipes = _recipes(rest, options.recipe)
+    outside = Stage(len(stages), "", model, without, rest, attentions=caching, recipes=recipes)
+    if rest or caching or not stages:
         stages.append(outside)
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
     grouped = any(isinstance(module, FSDPModule) for module in model.modules())
     whole = grouped and not all(isinstance(layer, FSDPModule) for layer in outside.without)
     return Plan(model, tuple(stages), outside, method, _weights_of(model, options), options, whole)
+
+
+def _recipes(targets: Sequence[Target], recipe: Formats) -> tuple[Recipe, ...]:
+    return () if isinstance(recipe, Menu) else tuple(recipe_of(recipe, target.name) for target in targets)
+
+
+def _check_attentions(attentions: Mapping[str, nn.Module], in_layers: Mapping[int, int]) -> None:
+    """Refuse attentions that would have several sets of scales."""
+    for fqn, module in attentions.items():
+        if in_layers[id(module)] > 1:
+            raise ValueError(
+                f"calibrate: kv_cache: {fqn} belongs to {in_layers[id(module)]} layers at once; it can have one set of "
+                "scales only: leave kv_cache out, or give the layers modules of their own"
+            )
 
 
 def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:

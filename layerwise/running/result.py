@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerwise.formats.assignment import Assignment, recipe_of
+from layerwise.formats.candidates import Menu
 from layerwise.report.report import Report
+from layerwise.running.kv_cache import kv_scales
 from layerwise.running.outcome import Outcome
 from layerwise.running.plan import Plan
 from layerwise.stages.stage import Stage
@@ -22,12 +25,12 @@ class CalibrationResult:
     """What `calibrate` returns.
 
     Attributes:
-        recipe: the format of the weights.
+        recipe: the format of the weights, or of each weight.
         report: errors, amaxes, clip ratios and warnings, a record for each linear.
         starved: names of the weights that no token reached on any rank; their scales come from the weights alone.
     """
 
-    recipe: Recipe
+    recipe: Recipe | Assignment
     report: Report
     starved: Sequence[str]
     _entries: Mapping[str, Tensor]
@@ -37,8 +40,9 @@ class CalibrationResult:
 
         It holds quantized weights (QuantizedTensor, or DTensors of them where the model is sharded), other parameters
         that the algorithm changed (norms that factors were folded into), and with inputs="static" also
-        `<module>.input_scale`, fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`). Save it with
-        `dcp.save` and `QuantizedSavePlanner`.
+        `<module>.input_scale`, fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`); with kv_cache
+        also `<attention>.k_scale` and `.v_scale`, fp32 [], or [heads] for granularity="head". Save it with `dcp.save`
+        and `QuantizedSavePlanner`.
         """
         return dict(self._entries)
 
@@ -46,6 +50,7 @@ class CalibrationResult:
 def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -> CalibrationResult:
     """The result of all stages; an earlier run had finished those in `resumed`."""
     recipe, stages = plan.method.recipe, plan.stages
+    assert not isinstance(recipe, Menu), "formats are chosen"
     entries: dict[str, Tensor] = {}
     starved: list[str] = []
     for stage, outcome in zip(stages, outcomes, strict=True):
@@ -54,9 +59,11 @@ def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -
             entries[target.name] = outcome.weights[target.name]
             if plan.options.inputs == "static":
                 entries[f"{target.module_name if len(target.shape) == 2 else target.name}.input_scale".lstrip(".")] = (
-                    _input_scale(outcome, target, stage, recipe)
+                    _input_scale(outcome, target, stage, recipe_of(recipe, target.name))
                 )
         entries |= outcome.dense
+        if plan.options.kv_cache is not None:
+            entries |= kv_scales(plan.options.kv_cache, outcome.kv_amax)
     report = Report(
         records=tuple(record for outcome in outcomes for record in outcome.measured.records),
         layer_errors={

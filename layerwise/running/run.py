@@ -7,26 +7,27 @@ stage: with the weights from before, or with its result, whichever the next stag
 has all stages, no batch runs.
 """
 
-import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_hooks.across_ranks import any_of, raise_together
-from layerwise.folding.smoothing import smooths
 from layerwise.inputs.batches import batches_on
 from layerwise.inputs.recorder import Recorder
 from layerwise.inputs.replay import LayerReplay, ModelReplay, Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint, data_digest
+from layerwise.resume.progress import Window
 from layerwise.resume.weight_sums import weights_digest
-from layerwise.running.calibrate_stage import calibrate_stage
+from layerwise.running.calibrate_stage import Calibrated, calibrate_stage
 from layerwise.running.events import Event, Observer
+from layerwise.running.notes import check_notes
 from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored_outcome
 from layerwise.running.plan import Plan
 from layerwise.stages.stage import Stage
@@ -35,8 +36,30 @@ from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.snapshot import Snapshot
 
 
-class Run:
-    """A plan in progress.
+class Kept(Protocol):
+    """What a run keeps of a finished stage."""
+
+    def saved(self) -> Mapping[str, Tensor]:
+        """The tensors that a checkpoint holds of it."""
+
+    def to_json(self) -> Any:
+        """What a checkpoint notes beside them."""
+
+    def once_saved(self) -> Self:
+        """What is still needed of it when a checkpoint has it."""
+
+    def apply(self, stage: Stage, /) -> None:
+        """Put it into the model; the stage is sharded."""
+
+    def install(self, stage: Stage, /) -> None:
+        """Put it into a stage that is held and not sharded."""
+
+
+K = TypeVar("K", bound=Kept)
+
+
+class Run(ABC, Generic[K]):
+    """A plan in progress; subclasses say what becomes of a stage.
 
     Attributes:
         outcomes: of the stages finished so far, in their order.
@@ -45,8 +68,7 @@ class Run:
 
     def __init__(self, plan: Plan, observer: Observer) -> None:
         self.plan, self.observer, self.method, self.group = plan, observer, plan.method, plan.method.group
-        self.writes = plan.method.algorithm.writes_weights
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[K] = []
         self.resumed = 0
         self.finished = False  # the checkpoint says that nothing is left to do
         self.outside = ExitStack()  # holds what is outside of the layers, as long as it is needed
@@ -54,6 +76,22 @@ class Run:
         self.unsaved: list[Stage] = []
         self.recorder: Recorder
         self.checkpoint: CalibrationCheckpoint | None = None
+
+    @abstractmethod
+    def finish(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
+        """Do a stage's work while it is held; `tell` tells events."""
+
+    @abstractmethod
+    def kept(self, stage: Stage) -> K:
+        """What is kept of the stage that was finished last, which is sharded again."""
+
+    @abstractmethod
+    def check_notes(self, window: Window) -> None:
+        """Raise ValueError where what a checkpoint notes of some stages is not theirs."""
+
+    @abstractmethod
+    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[K]:
+        """What a checkpoint has of some stages."""
 
     def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
         """Go through all stages, from the first that `directory` does not have."""
@@ -64,7 +102,7 @@ class Run:
                     self._hold_outside()
                 with raise_together(self.group):
                     self.recorder = inputs.enter_context(self._recorded(data))
-                self._check_data()
+                self.check_data()
                 if directory is not None:
                     self.checkpoint = CalibrationCheckpoint(directory, self.group)
                     self._resume(self.checkpoint, weights)
@@ -86,7 +124,7 @@ class Run:
         layers = [(stage.name, stage.module) for stage in self.plan.stages if stage.name]
         return Recorder(self.plan.model, layers, data, inputs_on=options.inputs_on)
 
-    def _check_data(self) -> None:
+    def check_data(self) -> None:
         """Raise or warn where the outcome depends on batches and no rank has one."""
         if any_of(self.group, len(self.recorder) > 0):
             return
@@ -94,6 +132,11 @@ class Run:
             raise ValueError(
                 'calibrate: inputs="static" takes scales from inputs, and no rank has a batch (an iterator that is '
                 'used up has none left); give data, or use inputs="dynamic"'
+            )
+        if self.plan.options.kv_cache is not None:
+            raise ValueError(
+                "calibrate: kv_cache takes scales from keys and values, and no rank has a batch (an iterator that is "
+                "used up has none left); give data, or leave kv_cache out"
             )
         if self.method.algorithm.needs:
             warnings.warn(
@@ -107,13 +150,9 @@ class Run:
     def _calibrate(self, stage: Stage) -> None:
         with ExitStack() as turn:
             replay = self._begin(stage, turn)
-            calibrated = calibrate_stage(stage, replay, self.method, lambda kind: self._tell(stage, kind))
-            measured = calibrated.measured
-            installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
-            self._tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
+            self.finish(stage, replay, lambda kind: self._tell(stage, kind))
         self._end(stage)
-        self.outcomes.append(outcome_of(stage, calibrated, writes_weights=self.writes))
-        self.outcomes[-1].apply(stage, installed)
+        self.outcomes.append(self.kept(stage))
 
     def _take_finished(self, stage: Stage) -> None:
         """Take a finished stage's turn: make its outputs, and put its result into the model."""
@@ -130,7 +169,7 @@ class Run:
         self._end(stage)
         if not first:
             outcome.apply(stage)
-        self._tell_late(stage, "resumed")
+        self.tell_late(stage, "resumed")
 
     def _begin(self, stage: Stage, turn: ExitStack) -> Replay:
         """Record the stage's inputs where they are not known, then gather its weights. Returns what runs it."""
@@ -177,7 +216,7 @@ class Run:
         with raise_together(self.group):
             self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
 
-    def _tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
+    def tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
         """Tell one event of a stage whose result is final; raises where a callback changes its weights."""
         before = Snapshot(stage, watched=self.method.watched)
         self._tell(stage, kind, data)
@@ -199,27 +238,19 @@ class Run:
                 recipe=self.method.recipe.to_json(),
                 algorithm=self.method.algorithm.to_json(),
                 options=self.plan.decides(),
-            )
+            ),
+            check=self.check_notes,
         )
         if found is None:
             return
         self._release_outside()  # loaded tensors are laid out like the shards
         self.resumed, self.finished = found.next_layer, found.finished
         for window in found.windows:
-            noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))
-            states = [
-                placeholders(stage, self.method.recipe, note, writes_weights=self.writes) for stage, note in noted
-            ]
-            checkpoint.load_window(window, {name: value for state in states for name, value in state.items()})
-            for (stage, note), state in zip(noted, states, strict=True):
-                outcome = restored_outcome(stage, self.method.recipe, note, state, self.plan.weights)
-                self.outcomes.append(outcome)
-                if smooths(self.method.algorithm):
-                    self.method.known.learn(stage, outcome.pairs)
+            self.outcomes += self.restored(checkpoint, window)
         if self.resumed == len(self.plan.stages):
             for stage, outcome in zip(self.plan.stages, self.outcomes, strict=True):
                 outcome.apply(stage)
-                self._tell_late(stage, "resumed")
+                self.tell_late(stage, "resumed")
                 self.observer.done()
 
     def _save(self, stage: Stage) -> None:
@@ -237,8 +268,8 @@ class Run:
                 [outcome.to_json() for outcome in chosen],
                 names=[one.name for one in self.unsaved],
             )
-            self._tell_late(stage, "checkpoint", {"directory": window.directory})
-        self.outcomes[first:] = [dataclasses.replace(outcome, quantizers={}) for outcome in chosen]
+            self.tell_late(stage, "checkpoint", {"directory": window.directory})
+        self.outcomes[first:] = [outcome.once_saved() for outcome in chosen]
         self.unsaved = []
 
     def _digest(self) -> dict[str, int]:
@@ -246,6 +277,44 @@ class Run:
         weights = self.plan.weights
         read = weights.read if isinstance(weights, OnDisk) else None
         return weights_digest(self.plan.named_weights(), self.group, read)
+
+
+class Calibration(Run[Outcome]):
+    """A run that quantizes."""
+
+    calibrated: Calibrated
+    installed: Collection[str]
+
+    def finish(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
+        """Calibrate a stage."""
+        self.calibrated = calibrate_stage(stage, replay, self.method, tell)
+        measured = self.calibrated.measured
+        self.installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
+        self.tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
+
+    def kept(self, stage: Stage) -> Outcome:
+        """Its result, which is in the shards then."""
+        outcome = outcome_of(stage, self.calibrated, writes_weights=self.method.algorithm.writes_weights)
+        del self.calibrated  # full tensors
+        outcome.apply(stage, self.installed)
+        return outcome
+
+    def check_notes(self, window: Window) -> None:
+        """Look at the notes of results."""
+        check_notes(window, self.plan.stages)
+
+    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[Outcome]:
+        """The results in a window."""
+        recipe, algorithm = self.method.recipe, self.method.algorithm
+        noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))
+        states = [placeholders(stage, recipe, note, writes_weights=algorithm.writes_weights) for stage, note in noted]
+        checkpoint.load_window(window, {name: value for state in states for name, value in state.items()})
+        outcomes = []
+        for (stage, note), state in zip(noted, states, strict=True):
+            outcomes.append(restored_outcome(stage, recipe, note, state, self.plan.weights))
+            if algorithm.smooths:
+                self.method.known.learn(stage, outcomes[-1].pairs)
+        return outcomes
 
 
 @contextmanager

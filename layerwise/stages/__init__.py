@@ -1,6 +1,8 @@
 """Which parts of a model are calibrated together.
 
-layers     the modules that are calibrated one after another
-targets    the weights to quantize in them
-stage      what is held at once (a layer, or all that is outside of them), and the method for all stages
+layers      the modules that are calibrated one after another
+targets     the weights to quantize in them
+attentions  the modules that write keys and values into caches
+stage       what is held at once (a layer, or all that is outside of them), and the method for all stages
+sharing     which rank decides about which group of a stage
 """

@@ -4,7 +4,7 @@ A stage is what is held at once: a layer, or all that is outside of the layers. 
 where column factors could go in the first of them, and only there, the others are probed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerwise.algorithms.algorithm import Algorithm
+from layerwise.formats.assignment import Formats
 from layerwise.stages.targets import Target
 from qtensor.recipes import Recipe
 
@@ -29,6 +30,8 @@ class Stage:
         without: modules inside it that do not belong to it: the layers, if it is the model.
         targets: the weights to quantize in it.
         shared: fqns of its modules with parameters that are used outside of it, too.
+        attentions: fqn in the model -> module, of those whose caches get scales.
+        recipes: of each target; none while formats are searched for.
     """
 
     index: int
@@ -37,6 +40,8 @@ class Stage:
     without: tuple[nn.Module, ...]
     targets: tuple[Target, ...]
     shared: frozenset[str] = frozenset()
+    attentions: Mapping[str, nn.Module] = field(default_factory=dict)
+    recipes: tuple[Recipe, ...] = ()
 
     @property
     def title(self) -> str:
@@ -63,9 +68,18 @@ class Stage:
         }
 
     def kind(self) -> Any:
-        """Equal for stages that are built alike: the class, and the names and shapes of the parameters."""
+        """Equal for stages that are built and quantized alike: class, names and shapes of parameters, targets."""
         shapes = tuple((name.removeprefix(self.prefix), tuple(param.shape)) for name, param in self.params().items())
-        return type(self.module), shapes
+        return (
+            type(self.module),
+            shapes,
+            tuple(one.name.removeprefix(self.prefix) for one in self.targets),
+            self.recipes,
+        )
+
+    def kinds(self) -> dict[str, Recipe]:
+        """Name of a target -> its recipe, as far as it is known."""
+        return dict(zip((target.name for target in self.targets), self.recipes, strict=False))
 
 
 class KnownPairs:
@@ -92,7 +106,7 @@ class Method:
 
     Attributes:
         algorithm: decides about weights and factors.
-        recipe: the format.
+        recipe: the format of all weights, or of each; or those to choose from.
         quantized_onward: the next stage gets the outputs of the quantized stage, not those from before.
         group: the ranks to reduce statistics over; None for a single process.
         watched: a callback, or a user's own algorithm, could write weights where no writes are expected.
@@ -100,8 +114,18 @@ class Method:
     """
 
     algorithm: Algorithm
-    recipe: Recipe
+    recipe: Formats
     quantized_onward: bool
     group: dist.ProcessGroup | None
     watched: bool = True
     known: KnownPairs = field(default_factory=KnownPairs)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the work."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This one's number among them."""
+        return 0 if self.group is None else self.group.rank()

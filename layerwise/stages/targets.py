@@ -4,9 +4,10 @@ A target is the weight [N, K] of an nn.Linear or a parameter [E, N, K] of a modu
 tree, never from what a forward happened to use, so that ranks agree even if their batches reach different experts.
 """
 
+import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dcp_adapters.hf.names import fused_key
 from fsdp_hooks.torch_private import local_of
+from layerwise.formats.assignment import Assignment, Formats, all_recipes, recipe_of
+from layerwise.formats.candidates import Menu
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, shared_amax, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
@@ -75,13 +78,13 @@ def linear_names(fqn: str, shape: Sequence[int]) -> tuple[str, ...]:
 
 
 def find_targets(
-    model: nn.Module, recipe: Recipe, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
+    model: nn.Module, recipe: Formats, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
 ) -> list[Target]:
     """The targets of a model, in the model's order; weights that are tied to others are left out.
 
     Args:
         model: sharded or not.
-        recipe: how they will be quantized.
+        recipe: how they will be quantized; what an assignment leaves dense, or does not name, is no target.
         include: globs over module fqns; every one must match a module with a weight to quantize.
         exclude: globs over the fqns of modules to leave out; one that matches nothing warns.
 
@@ -91,11 +94,13 @@ def find_targets(
         TypeError: a string instead of a list of patterns; a weight or a recipe that cannot be calibrated.
     """
     check_lists("calibrate", include=include, exclude=exclude)
-    registered(recipe)
-    if isinstance(recipe, Float8DelayedScaling):
-        raise TypeError(
-            "calibrate: Float8DelayedScaling takes its scales from training steps; calibrate with Float8CurrentScaling"
-        )
+    for one in all_recipes(recipe):
+        registered(one)
+        if isinstance(one, Float8DelayedScaling):
+            raise TypeError(
+                "calibrate: Float8DelayedScaling takes its scales from training steps; calibrate with "
+                "Float8CurrentScaling"
+            )
     candidates = _quantizable(model)
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
     free = {name for name, target in candidates.items() if uses[id(target.param)] == 1}
@@ -117,30 +122,42 @@ def find_targets(
         for name, target in candidates.items()
         if name in free and matches(target.module_name, include) and not matches(target.module_name, exclude)
     ]
+    if isinstance(recipe, Assignment):
+        _check_assigned(recipe, candidates, free)
+        chosen = [target for target in chosen if recipe.recipes.get(target.name) is not None]
     for target in chosen:
-        _check(target, recipe)
+        _check(target, None if isinstance(recipe, Menu) else recipe_of(recipe, target.name))
     return chosen
 
 
-def agreed_amaxes(targets: Iterable[Target], recipe: Recipe) -> dict[str, Tensor | None]:
+def agreed_amaxes(targets: Iterable[Target], recipe: Formats) -> dict[str, Tensor | None]:
     """The amax of every 2-D weight's shared scale, agreed between the weights that share it.
 
-    For recipes of blocks under a global scale, the weights that an engine fuses share one.
+    For recipes of blocks under a global scale, the weights that an engine fuses share one, if their recipe is the same.
     """
-    sets: dict[tuple[str, ...], list[Target]] = {}
-    by_fused = tensor_wide(recipe) == "global_scale"
+    sets: dict[tuple[Recipe, tuple[str, ...]], list[Target]] = {}
     for target in targets:
-        fused = fused_key(target.module_name) if by_fused else None
-        sets.setdefault(fused or (target.name,), []).append(target)
+        own_recipe = recipe_of(recipe, target.name)
+        fused = fused_key(target.module_name) if tensor_wide(own_recipe) == "global_scale" else None
+        sets.setdefault((own_recipe, fused or (target.name,)), []).append(target)
     found: dict[str, Tensor | None] = {}
-    for together in sets.values():
-        own = [shared_amax(target.param.detach().float(), recipe) for target in together]
+    for (shared, _), together in sets.items():
+        own = [_own_amax(target, shared) for target in together]
         for target, amax in zip(together, own, strict=True):
             agreed = torch.stack(own).amax() if len(own) > 1 else amax  # type: ignore[arg-type]
             for index, name in enumerate(target.linears()):
                 per_row = agreed is not None and agreed.ndim == 3  # [E, N, 1]
                 found[name] = agreed[index] if per_row and agreed is not None else agreed
     return found
+
+
+def _own_amax(target: Target, recipe: Recipe) -> Tensor | None:
+    """`shared_amax` of the whole target, one expert at a time."""
+    found = [shared_amax(matrix.float(), recipe) for _, matrix in target.matrices()]
+    if found[0] is None or len(target.shape) == 2:
+        return found[0]
+    stacked = torch.stack([amax for amax in found if amax is not None])  # [E] or [E, N, 1]
+    return stacked.amax() if stacked.ndim == 1 else stacked
 
 
 def _quantizable(model: nn.Module) -> dict[str, Target]:
@@ -157,12 +174,43 @@ def _quantizable(model: nn.Module) -> dict[str, Target]:
     return found
 
 
-def _check(target: Target, recipe: Recipe) -> None:
-    check_shape(target.shape, recipe, target.name)
+def _transposed(owner: nn.Module) -> bool:
+    """Whether experts are stored [E, K, N]: the module says so, or a fused gate and up beside its down shows it.
+
+    With I columns inside an expert and H outside, these are [2I, H] and [H, I], or else [H, 2I] and [I, H].
+    """
+    if getattr(owner, "is_transposed", False):
+        return True
+    shapes = [param.shape[1:] for param in owner._parameters.values() if param is not None and param.ndim == 3]
+    pairs = [*itertools.permutations(shapes, 2)]
+    upright = any(up[1] == down[0] and up[0] == 2 * down[1] for up, down in pairs)
+    return not upright and any(up[0] == down[1] and up[1] == 2 * down[0] for up, down in pairs)
+
+
+def _check_assigned(assignment: Assignment, candidates: Collection[str], free: Collection[str]) -> None:
+    """Raise ValueError where an assignment quantizes what is no weight of the model, or a tied one."""
+    for name, recipe in assignment.recipes.items():
+        if recipe is not None and name not in free:
+            what = "which is tied to another weight" if name in candidates else f"but the model has {NOTHING} there"
+            raise ValueError(
+                f"calibrate: the assignment gives {name!r} {recipe}, {what}; search formats for this model, or give "
+                "it None"
+            )
+
+
+def _check(target: Target, recipe: Recipe | None) -> None:
+    """Raise where a target cannot be calibrated; recipe None: it is not known yet."""
     local: Tensor = local_of(target.param)
+    if recipe is not None:
+        check_shape(target.shape, recipe, target.name)
+    elif isinstance(local, QuantizedTensor):
+        raise ValueError(
+            f"{target.name} is stored quantized under {local.recipe}: formats are searched for dense weights; load the "
+            "checkpoint into a dense model, or exclude it"
+        )
     if target.dtype not in APPEARANCE_DTYPES:
         raise TypeError(f"{target.name} is {target.dtype}; expected bfloat16, float16 or float32")
-    if isinstance(local, QuantizedTensor) and local.recipe.stored != recipe.stored:
+    if recipe is not None and isinstance(local, QuantizedTensor) and local.recipe.stored != recipe.stored:
         raise ValueError(
             f"{target.name} is stored quantized under {local.recipe}, expected {recipe}: quantized storage keeps its "
             "format; calibrate with that recipe, or load the checkpoint into dense weights"
@@ -172,7 +220,7 @@ def _check(target: Target, recipe: Recipe) -> None:
             f'{target.name} was built under quantized_model_init(storage="high_precision"), which quantizes it in '
             "every gather; calibrate the plain dense model"
         )
-    if target.experts > 1 and getattr(target.owner, "is_transposed", False):
+    if len(target.shape) == 3 and _transposed(target.owner):
         raise ValueError(
             f"{target.name} {tuple(target.shape)} is stored [experts, K, N]: its blocks would run along the output; "
             "exclude it, or store it [experts, N, K]"

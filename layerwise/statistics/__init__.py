@@ -1,6 +1,9 @@
 """What reaches linears.
 
 watching     sees which inputs are multiplied with which weights
-collector    statistics of these inputs over all batches of all ranks
+accumulated  statistics of one input in a batch, and of a group's inputs over this rank's batches
+key_values   the largest keys and values that come to caches
+collector    collects these for all groups of a layer
+statistics   the groups that all ranks have together, and their totals over all ranks, one at a time
 exact_sum    sums whose bits do not depend on order or ranks
 """

@@ -9,7 +9,7 @@ into other elements everywhere. So every tensor is first rounded to a grid that 
     bucket the fp64 sum of all tensors with the same E
 
 Values on the grid are integers of at most 38 bits times 2^(E - 38), and fp64 adds integers of up to 53 bits without
-rounding: 2^15 tensors can be added in any order, split in any way, by any all-reduce, to the same bits. In the end the
+rounding: 2^15 tensors can be added in any order, split in any way, by any reduction, to the same bits. In the end the
 buckets are added, smallest exponent first. Usually there is only one, since batches of the same data differ little;
 each further bucket costs as much memory again.
 
@@ -30,7 +30,7 @@ MAX_TENSORS = 2 ** (53 - BITS)
 STEP = 8  # between the exponents of buckets
 EXPONENTS = range(-144, 128 + STEP, STEP)  # fp32: the smallest subnormal is 2^-149, everything is below 2^128
 CHUNK = 2**20  # elements worked on at once, so that no second copy of a large sum is needed
-MESSAGE = 2**23  # elements of one all-reduce at most, unless a single bucket has more
+MESSAGE = 2**23  # elements of one reduce at most, unless a single bucket has more
 
 
 class ExactSum:
@@ -113,18 +113,23 @@ class ExactSum:
 
 
 def totals(
-    sums: Sequence[ExactSum], group: dist.ProcessGroup | None, factors: Sequence[float] | None = None
-) -> list[Tensor]:
-    """The total over all ranks of each sum, times its factor (`ExactSum.total`); the same bits on every rank.
+    sums: Sequence[ExactSum],
+    group: dist.ProcessGroup | None,
+    factors: Sequence[float] | None = None,
+    *,
+    owner: int = 0,
+) -> list[Tensor] | None:
+    """On one rank the total over all ranks of each sum, times its factor (`ExactSum.total`); None on the others.
 
     Call it on all ranks of the group, with sums of the same shapes in the same order; a rank that added nothing gives
-    empty sums. It costs one small all-reduce, and one for every 64 MiB of buckets. The sums are empty afterwards: the
-    memory of each is freed before the next total is made.
+    empty sums. It costs one small all-reduce, and a reduce for every 64 MiB of buckets; nothing without sums. The sums
+    are empty afterwards: the memory of each is freed before the next total is made.
 
     Args:
         sums: on the device that the group communicates from.
         group: None for no collectives: the totals of this process.
         factors: one for each sum; 1 by default.
+        owner: the rank in the group that gets the totals, the same bits whichever it is.
 
     Raises:
         RuntimeError: on all ranks alike, where a sum has no total; all sums keep their buckets.
@@ -134,14 +139,16 @@ def totals(
         for one in sums:
             one.check()
         for pack in _packs([one.bucket(exponent) for one, exponents in present for exponent in exponents]):
-            _all_reduce(pack, group)
+            _reduce(pack, group, owner)
     for one in sums:
         one.check()
     out = []
+    here = group is None or dist.get_rank(group) == owner
     for one, factor in zip(sums, factors or [1.0] * len(sums), strict=True):
-        out.append(one.total(factor))
+        if here:
+            out.append(one.total(factor))
         one.buckets, one.tensors = {}, 0
-    return out
+    return out if here else None
 
 
 def _agree(sums: Sequence[ExactSum], group: dist.ProcessGroup) -> list[tuple[ExactSum, list[int]]]:
@@ -173,13 +180,17 @@ def _packs(buckets: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield pack
 
 
-def _all_reduce(pack: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Make every bucket of the pack the sum over all ranks: exact in whatever order the group adds."""
+def _reduce(pack: Sequence[Tensor], group: dist.ProcessGroup, owner: int) -> None:
+    """Make every bucket of the pack the sum over all ranks, on one of them: exact in whatever order the group adds.
+
+    On the others the buckets may hold anything afterwards.
+    """
+    to = dist.get_global_rank(group, owner)
     if len(pack) == 1:
-        dist.all_reduce(pack[0], group=group)
+        dist.reduce(pack[0], to, group=group)
         return
     message = torch.cat([bucket.flatten() for bucket in pack])
-    dist.all_reduce(message, group=group)
+    dist.reduce(message, to, group=group)
     for bucket, part in zip(pack, message.split([bucket.numel() for bucket in pack]), strict=True):
         bucket.copy_(part.view(bucket.shape))
 

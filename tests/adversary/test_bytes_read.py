@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.adversary.attack import Found
 from tests.adversary.bytes_read.changes import as_text, changed_bytes, changed_json
+from tests.adversary.bytes_read.delta_checkpoints import DeltaCheckpoints
 from tests.adversary.bytes_read.outcomes import Canaries, Case, facts
 from tests.adversary.bytes_read.programs import archive_of, changed_archive, changed_pickle, records_of
 from tests.dcp_adapters import tampering
@@ -88,3 +89,10 @@ def test_changes_are_those_of_their_seed_and_say_what_they_are(tmp_path):
             assert make(Random(seed), []) == found[-1]
         assert all(told)
         assert len(set(found)) > 30
+
+
+def test_mutants_of_a_delta_are_refused_or_say_nothing_else(tmp_path):
+    """The first seeds, and those of what was found."""
+    its = DeltaCheckpoints(tmp_path)
+    ends = {seed: its.scenario(Random(seed)) for seed in (*range(12), 19, 112, 376, 487, 1886)}
+    assert {"refused", "told", "equal"} <= set(ends.values())

@@ -12,14 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.adversary.attack import Found
+from tests.adversary.ranks import running, saving
 from tests.adversary.ranks.cases import refused, simulated
 from tests.adversary.ranks.groups import threads_as_ranks
-from tests.adversary.ranks.world import Fault
+from tests.adversary.ranks.world import Fault, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 RANKS = 4
+RUNS = {10: "refused", 11: "saved", 13: "death"}  # seed -> how it ends
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +134,37 @@ def test_verdicts() -> None:
     ):
         with pytest.raises(Found, match=why):
             refused(errors, "x", alike=alike)
+
+
+def uploading(rank: int, *, without: int = -1) -> float:
+    """A collective in a thread beside the rank's own, and one of the rank meanwhile."""
+    group, own = dist.new_group(), torch.full((1,), 2.0**rank)
+    if rank == without:
+        return 0.0
+    future = World.here()[0].beside(lambda: dist.all_reduce(own, group=group))
+    if without < 0:
+        dist.all_reduce(torch.zeros(1))
+    future.result()
+    return float(own)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_beside_ranks_meet_in_groups_of_their_own(seed: int) -> None:
+    assert ended(uploading, seed=seed) == [15.0] * RANKS
+
+
+def test_a_thread_beside_that_waits_for_ever_is_found() -> None:
+    with pytest.raises(Found, match=r"all wait for ever: rank 0 in all_reduce .* Ended: rank 2: returned"):
+        ended(lambda rank: uploading(rank, without=2))
+
+
+def test_a_death_ends_the_threads_beside_a_rank_and_is_told_to_the_others() -> None:
+    found = ended(uploading, Fault(1, 0, after=False))
+    assert found[1] == "died"
+    assert set(found[:1] + found[2:]) == {"BrokenGroup: Connection closed by peer"}
+
+
+@pytest.mark.parametrize(("seed", "end"), RUNS.items())
+def test_runs_of_saves_and_deltas(seed: int, end: str) -> None:
+    with saving.caches_of_each_rank():
+        assert running.scenario(Random(seed)) == end

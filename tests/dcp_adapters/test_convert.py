@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -365,6 +366,30 @@ def test_a_rank_that_fails_behind_its_reads_leaves_no_other_waiting(saved: Path)
     for error in run_ranks_catching(2, a_rank_can_not_decode, saved, timeout=30):
         assert "rank 1 has no room" in error
         assert "another rank failed to read its part" in error
+
+
+def into_other_recipes(path: Path) -> list[str]:
+    """Rank 1 has another target than rank 0: one that needs no conversion, shares no scale, or shares another."""
+    errors = []
+    for kinds in (("nvfp4", "bfloat16"), ("nvfp4", "mxfp8"), ("nvfp4", "float8_tensor"), ("mxfp8", "int4_32")):
+        mesh = init_device_mesh("cpu", (2,))
+        kind = kinds[dist.get_rank()]
+        target = {"even.bfloat16": placed(empty_target(kind, 64), mesh, Shard(0))}
+        before = held(target)
+        with pytest.raises(CheckpointException) as caught:
+            load(target, path, on_mismatch="convert", allow_partial_load=True)
+        assert held(target) == before
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_rank_of_another_recipe_is_an_error_on_all(saved: Path) -> None:
+    """Before anything is written; the other ranks waited for its amaxes."""
+    for one, other in zip(*run_ranks(2, into_other_recipes, saved, timeout=60), strict=True):
+        for error in (one, other):
+            assert "the ranks' targets do not fit each other, nothing has been loaded" in error
+            assert "rank 0 converts to this, rank 1 does not" in error
+            assert "even.bfloat16: (64, 512) bfloat16 " in error
 
 
 def load_again(path: Path) -> None:

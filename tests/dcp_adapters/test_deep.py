@@ -17,9 +17,11 @@ from dcp_adapters import QuantizedSavePlanner, export_hf
 from dcp_adapters.cli.main import main
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
-from dcp_adapters.soundness import Masters
+from dcp_adapters.save.unsound import refuse_mixtures, refuse_unsound
+from dcp_adapters.soundness import BOTH, FRESH, WRITTEN, Masters
 from dcp_adapters.stored.deep import CONVERTED
 from dcp_adapters.stored.verify import verify
+from fsdp_hooks.torch_private import make_wrapper
 from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
@@ -328,6 +330,40 @@ def test_unknown_levels_are_refused(tmp_path: Path) -> None:
         verify(tmp_path, level="full")  # type: ignore[arg-type]
 
 
+class Elsewhere(Tensor):
+    """Values of another device, as far as an operation can see: they meet others only after a copy to the CPU."""
+
+    values: Tensor
+
+    @staticmethod
+    def of(values: Tensor) -> Elsewhere:
+        self = make_wrapper(Elsewhere, values.shape, values.dtype, torch.device("meta"))
+        self.values = values
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        assert sum(isinstance(arg, Tensor) for arg in args) == 1, f"{func} of tensors on two devices"
+        found = func(args[0].values, *args[1:], **(kwargs or {}))
+        return found if (kwargs or {}).get("device") == torch.device("cpu") else Elsewhere.of(found)
+
+
+def test_masters_may_be_on_another_device_than_their_weights(steps: list[dict[str, Any]]) -> None:
+    """Offloaded, say."""
+    for of, found in ((1, 0), (2, 20)):  # an error shows the first 20
+        weights = {f"model.{name}": value for name, value in steps[1]["model"].items()}
+        masters = {
+            f"optim.state.{name}.master_weight": Elsewhere.of(state["master_weight"])
+            for name, state in steps[of]["optim"]["state"].items()
+        }
+        try:
+            refuse_unsound({**weights, **masters}, "deep")
+            told = ""
+        except ValueError as error:
+            told = str(error)
+        assert told.count(": it is not what optim.state.") == found
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 SPREAD = ("float8_row", "float8_tensor", "mxfp8_square", "nvfp4", "int4_32")
@@ -362,6 +398,50 @@ def test_ranks_judge_what_they_hold(shared_tmp_path: Path) -> None:
     report = verify(shared_tmp_path / "c", level="own_scales")
     assert report.findings == ()
     assert report.judged == len(SPREAD)
+
+
+def saved_of_two_steps(path: Path) -> list[str]:
+    """Each rank's pieces fit their masters; those of rank 0 as a step wrote them, the others as they were made."""
+    state = trained()
+    weight, master = state["model"]["int4_32.weight"], state["optim"]["state"]["int4_32.weight"]["master_weight"]
+    if torch.distributed.get_rank():
+        master.to_local().copy_(weight.to_local().dequantize(torch.float32))
+    told = []
+    for caching in (False, True, True):
+        with pytest.raises(CheckpointException) as caught:
+            save(state, path, verify="deep", enable_plan_caching=caching)
+        told.append(str(caught.value))
+    assert not (path / ".metadata").exists()
+    save(state, path, enable_plan_caching=True)  # whoever does not ask for it is not refused
+    with pytest.raises(CheckpointException) as caught:
+        save(state, path / "again", verify="deep", enable_plan_caching=True)
+    return [*told, str(caught.value)]
+
+
+def test_ranks_whose_pieces_are_of_different_steps_are_refused(shared_tmp_path: Path) -> None:
+    master = "optim.state.int4_32.weight.master_weight"
+    for told in run_ranks(3, saved_of_two_steps, shared_tmp_path / "c"):
+        for error in told:
+            assert "what is to be saved is not sound, nothing has been written" in error, error
+            assert f"model.int4_32.weight: rank 0 holds what {master} requantizes to, rank 1 holds what" in error
+            assert f"rank 1 holds what {master} was made from, before a step wrote it: they are of different" in error
+    assert errors(verify(shared_tmp_path / "c", level="deep")) == {"model.int4_32.weight"}
+
+
+def test_one_tensor_beside_a_master_must_fit_on_all_ranks_in_one_way() -> None:
+    def refused(*ranks: dict[str, int]) -> bool:
+        try:
+            refuse_mixtures([{"m": rank} if rank else {} for rank in ranks], "deep")
+        except ValueError:
+            return True
+        return False
+
+    assert not refused({"w": WRITTEN}, {"w": WRITTEN}, {})
+    assert not refused({"w": FRESH}, {}, {"w": FRESH})
+    assert refused({"w": WRITTEN}, {"w": FRESH})
+    assert refused({"w": WRITTEN, "ema": 0}, {"w": 0, "ema": WRITTEN})
+    assert not refused({"w": WRITTEN, "ema": 0}, {"w": WRITTEN, "ema": FRESH})
+    assert not refused({"w": 0, "ema": BOTH}, {"w": BOTH, "ema": FRESH})
 
 
 def test_what_one_rank_finds_is_an_error_on_all(shared_tmp_path: Path) -> None:

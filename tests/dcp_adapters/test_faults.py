@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -302,7 +303,10 @@ def test_a_rank_that_fails_to_stage_is_not_waited_for_longer_than_the_group_allo
 
 @pool_only
 def test_checkpoints_survive_kills_during_saves() -> None:
-    """The soak, shorter: after each kill the old checkpoint loads, and the new one does or is refused."""
+    """The soak, shorter: after each kill the old checkpoint loads, and the new one does or is refused.
+
+    In full and as a delta; and one of the rounds is that of a weight stream.
+    """
     soak = subprocess.run(
         [sys.executable, "-m", "benchmarks.soak", "--kills", "5", "--seed", "2"],
         cwd=REPO,
@@ -313,6 +317,39 @@ def test_checkpoints_survive_kills_during_saves() -> None:
     )
     assert not soak.returncode, soak.stdout + soak.stderr
     summary = json.loads(soak.stdout)
-    assert summary["interrupted saves"] == 5
+    assert summary["interrupted saves"] + summary["interrupted streams"] == 5
+    assert {"versions received whole", "versions received as deltas"} <= summary["streams"].keys()
+    assert sum(summary["saved as"].values()) == summary["interrupted saves"]
     assert summary["losses"] == 0
-    assert sum(summary["interrupted directory"].values()) >= 5
+    assert sum(summary["interrupted directory"].values()) >= 4
+
+
+IN_A_PROCESS = """
+import json, tempfile
+from pathlib import Path
+from benchmarks.soak import PROCESS, Soak
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        soak = Soak(Path(directory), 1)
+        killed = [soak.save(PROCESS) for _ in range(2)]
+        print(json.dumps([killed, soak.failures, soak.summary()]))
+"""
+
+
+@pool_only
+@pytest.mark.slow
+def test_checkpoints_survive_kills_of_the_processes_that_write_them(tmp_path: Path) -> None:
+    (tmp_path / "soak_in_a_process.py").write_text(IN_A_PROCESS)
+    soak = subprocess.run(
+        [sys.executable, str(tmp_path / "soak_in_a_process.py")],
+        cwd=REPO,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert not soak.returncode, soak.stdout + soak.stderr
+    killed, failures, summary = json.loads(soak.stdout)
+    assert not failures
+    assert sum(killed) + summary.get("saves", {}).get("done before the kill", 0) >= 2

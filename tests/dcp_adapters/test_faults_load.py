@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_adapters.reading import order as read_items
 from tests import _rank_worker, ranks
 from tests.dcp_adapters.cases import load
-from tests.dcp_adapters.faulty import WORLD, assert_loads, fail_on, save_state, state
+from tests.dcp_adapters.faulty import WORLD, assert_holds, assert_loads, fail_on, full, save_state, state
 from tests.ranks import RankFailure, run_ranks
 
 
@@ -52,26 +52,44 @@ def unreadable(file: Path) -> None:
     file.symlink_to("/proc/self/mem")  # EIO wherever nothing is mapped
 
 
-def break_zip(file: Path) -> None:
-    """One bit among the end records of the zip archive that holds rank 1's piece of exp_avg."""
+def _archive(file: Path) -> Any:
+    """Where the zip archive is that holds rank 1's piece of exp_avg."""
     stored = dcp.FileSystemReader(file.parent).read_metadata().storage_data
-    info = next(info for index, info in stored.items() if index.fqn == "exp_avg" and index.offset[0])
-    data = bytearray(file.read_bytes())
+    return next(info for index, info in stored.items() if index.fqn == "exp_avg" and index.offset[0])
+
+
+def break_zip(file: Path) -> None:
+    """One bit among the end records of the archive."""
+    info, data = _archive(file), bytearray(file.read_bytes())
     data[info.offset + info.length - 30] ^= 0x10
     file.write_bytes(data)
 
 
+def erase_header(file: Path) -> None:
+    """Zeros in place of the pickle that says what the archive holds."""
+    info, data = _archive(file), bytearray(file.read_bytes())
+    data[info.offset : info.offset + 128] = bytes(128)
+    file.write_bytes(data)
+
+
+IN_A_CHUNK = "no header in an archive"  # which the rank that reads it notices before it loads anything, and it alone
+WHILE_LOADING = "a bit of a zip file's structure"  # which only torch notices, when it reads the chunk
 HARMS: dict[str, tuple[Callable[[Path], None], str]] = {
     "read error": (unreadable, r"Input/output error"),
-    "a bit of a zip file's structure": (break_zip, "PytorchStreamReader failed"),
+    WHILE_LOADING: (break_zip, "PytorchStreamReader failed"),
+    IN_A_CHUNK: (erase_header, r"(?s)exp_avg.*it can not be read: .*This rank has loaded nothing, others may have"),
     "truncated": (lambda file: os.truncate(file, 1000), r"__1_0\.distcp of the checkpoint is truncated"),
     "missing": (Path.unlink, r"No such file or directory: '.*__1_0\.distcp'"),
 }
 
 
-def load_harmed(path: Path, good: Path, error: str) -> None:
+def load_harmed(path: Path, good: Path, harm: str) -> None:
+    """All ranks raise, and what can be seen before anything is read leaves the target as it was."""
+    target, (_, error) = state(99), HARMS[harm]
     with pytest.raises(BaseException, match=error):
-        load(state(99), path)
+        load(target, path)
+    if harm != WHILE_LOADING and (harm != IN_A_CHUNK or dist.get_rank() == 1):
+        assert_holds(target, full(99))
     assert_loads(good, 0)
 
 
@@ -85,10 +103,9 @@ def harm_a_copy(good: Path, path: Path, harm: str) -> None:
 def test_a_harmed_file_fails_the_load_on_all_ranks(harm: str, good: Path, shared_tmp_path: Path) -> None:
     if harm == "read error" and not sys.platform.startswith("linux"):
         pytest.skip("needs /proc/self/mem")
-    _, error = HARMS[harm]
     path = shared_tmp_path / "checkpoint"
     run_ranks(1, harm_a_copy, good, path, harm)
-    run_ranks(WORLD, load_harmed, path, good, error)
+    run_ranks(WORLD, load_harmed, path, good, harm)
 
 
 @pytest.mark.parametrize(("most", "probed"), [(100_000, {"__0_0.distcp", "__1_0.distcp"}), (1, {"__1_0.distcp"})])

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from dcp_adapters import QuantizedSavePlanner
-from dcp_adapters.checksums import Verification
+from dcp_adapters.checksums import CHECKSUMS, Verification
 from qtensor import quantize
+from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import RECIPES, alone, assert_holds, load, models, placed, reference, save, values
 from tests.ranks import run_ranks, run_ranks_catching
 
@@ -132,6 +133,18 @@ def test_a_chunk_without_a_row_is_found(tmp_path: Path) -> None:
     with pytest.raises(BaseException, match=r"c: its chunk.* has no row in the checksum table"):
         load({"c": torch.zeros(64, 64, dtype=torch.bfloat16)}, None, reader=reader, verify_checksums=True,
              allow_partial_load=True)  # fmt: skip
+
+
+def test_a_table_without_rows_is_found(tmp_path: Path) -> None:
+    """Nothing of it is read, so it never arrives; until then chunks would wait for it."""
+    checkpoint = tampering.write(tmp_path / "step")
+    checkpoint.replace(CHECKSUMS, torch.empty(0, 16, dtype=torch.uint8), (0, 0))
+    with checkpoint.editing() as metadata:
+        entry = metadata.state_dict_metadata[CHECKSUMS]
+        entry.size = entry.chunks[0].sizes = torch.Size([0, 16])
+    target = {"bias": torch.zeros(8, dtype=torch.bfloat16)}
+    with pytest.raises(BaseException, match=r"bias: its chunk.* has no row in the checksum table"):
+        load(target, checkpoint.path, verify_checksums=True, allow_partial_load=True)
 
 
 def test_a_check_that_nothing_can_be_checked_against_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 
-from layerwise import Max, Mse, calibrate
+from layerwise import GPTQ, Max, Mse, calibrate
 from qtensor import NVFP4BlockScaling
 from tests.docs.pages import namespace, page
 from tests.layerwise import models, small_runs
@@ -77,7 +77,8 @@ def run_page(path: Path) -> None:
     assert (path / "report.png").read_bytes().startswith(b"\x89PNG")
 
     # An algorithm of your own
-    found = {name: fingerprints(names[name].state_dict()) for name in ("clipped", "smooth")}
+    found = {name: fingerprints(names[name].state_dict()) for name in ("clipped", "rounded", "smooth")}
+    assert found["rounded"] == calibrated(GPTQ(scales=names["RowClip"](part=0.8))) != calibrated(GPTQ())
     assert found["clipped"] != calibrated(Max())
     assert found["clipped"] == calibrated(names["RowClip"](part=0.8)) != calibrated(names["RowClip"](part=1.0))
     assert calibrated(names["RowClip"](part=1.0)) == calibrated(Max())

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import qtensor
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand, import_hf, read_manifest
-from layerwise import GPTQ, calibrate
+from layerwise import GPTQ, Assignment, calibrate
 from qtensor import MXFP8BlockScaling, QuantizedTensor
 from tests.docs import small_models
 from tests.docs.pages import namespace, page, pages
@@ -43,7 +43,11 @@ ELSEWHERE = {  # page: the test that runs it, in tests/
     "docs/quickstart.md": "docs/test_quickstart.py",
     "docs/speed.md": "docs/test_speed.py",
 }
-NOT_RUN = {"docs/coming_from.md": 3, "docs/export.md": 2}  # how many blocks each page marks so
+NOT_RUN = {
+    "docs/calibration.md": 1,
+    "docs/coming_from.md": 3,
+    "docs/export.md": 2,
+}  # how many blocks each page marks so
 
 
 def local(tensor: Any) -> Any:
@@ -121,6 +125,18 @@ def export(path: Path) -> None:
     exported = import_hf(path / "calibrated")
     assert exported.keys() == {*dense, "0.input_scale", "1.input_scale"}
     assert isinstance(local(names["model"][0].weight), QuantizedTensor)
+
+
+def format_search(path: Path) -> None:
+    names = namespace(build_model=lambda: small_runs.model_of(shard=False), path=path, batches=small_runs.batches())
+    page("format_search.md").run(names)
+    assignment, result = names["assignment"], names["result"].state_dict()
+    assert 5 < assignment.bits_per_weight <= 6
+    assert names["smaller"] == Assignment.load(path / "formats.json") == assignment.at(5.5)
+    served = {name: param for name, param in names["served"].named_parameters() if isinstance(param, QuantizedTensor)}
+    assert {name: param.recipe for name, param in served.items()} == {name: q.recipe for name, q in result.items()}
+    assert len({param.recipe for param in served.values()}) == 2
+    assert {q.recipe for name, q in names["mixed"].state_dict().items() if "down_proj" in name} == {MXFP8BlockScaling()}
 
 
 def engines(path: Path) -> None:
@@ -226,14 +242,25 @@ def index(path: Path) -> None:
 
 
 def qat(path: Path) -> None:
-    dots = ("shard(model); fill(model)", "train(model, optimizer)", "shard(deployed)")
-    names = namespace(build_model=Model, path=path, shard=shard, fill=fill, train=train)
+    def build_model() -> nn.Module:
+        model = Model()
+        for layer in model.layers:
+            layer.mlp.gate_proj = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)  # which engines fuse with up_proj
+        return model
+
+    dots = ("shard(model); fill(model)", "train(model, optimizer)")
+    names = namespace(build_model=build_model, path=path, shard=shard, fill=fill, train=train)
     names = page("qat.md").run(names, dots=dots)
     exported = import_hf(path / "exported", progress=False)
     trained = {name: value.full_tensor() for name, value in expand(names["model"].state_dict()).items()}
     for name, value in exported.items():
         assert isinstance(value, QuantizedTensor) == ("norm" not in name)
-        expected = qtensor.quantize(trained[name], value.recipe) if "norm" not in name else trained[name]
+        expected = trained[name]
+        if isinstance(value, QuantizedTensor):
+            other = {"up": "gate", "gate": "up"}.get(name.split("_proj")[0].rpartition(".")[2])
+            fused = [name] if other is None else [name, f"{name.split('mlp.')[0]}mlp.{other}_proj.weight"]
+            whole = qtensor.quantize(torch.cat([trained[one] for one in fused]), value.recipe)
+            expected = whole[: value.shape[0]]  # as rows of one weight
         for part, kept in qtensor_parts(expected).items():
             assert torch.equal(kept, qtensor_parts(value)[part]), name
 
@@ -265,11 +292,13 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/faults.md": (1, faults),
     "docs/engines.md": (2, engines),
     "docs/export.md": (1, export),
+    "docs/format_search.md": (1, format_search),
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),
     "docs/index.md": (2, index),
     "docs/qat.md": (2, qat),
 }
+YAML = ("docs/calibrate_command.md", "yaml")  # read by tests/layerwise/command/test_reference.py
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -288,5 +317,7 @@ def test_no_page_and_no_block_is_left_out() -> None:
     for one in pages().values():
         for block in one.blocks:
             assert block.language or "import " not in block.text, f"{one.name}:{block.line} is Python"
-            assert block.language in {"", "python", "json"}, f"{one.name}:{block.line}"
+            assert block.language in {"", "python", "json"} or (one.name, block.language) == YAML, (
+                f"{one.name}:{block.line}"
+            )
             assert not block.not_run or block.language == "python", f"{one.name}:{block.line}"

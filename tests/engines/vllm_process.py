@@ -28,6 +28,7 @@ os.environ.update(
 )
 
 import torch
+from safetensors import safe_open
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -38,6 +39,7 @@ from vllm.model_executor.kernels.linear import (
     register_linear_kernel,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.weight_utils import maybe_remap_kv_scale_name
 from vllm.platforms import PlatformEnum
 
 from dcp_adapters import SharedMemoryReceiver, WeightStream, apply_deltas, delta_from_bytes, import_hf
@@ -170,6 +172,15 @@ def linear(module: str, x: Tensor) -> Tensor:
     return _loaded[0].apply_model(run)[0]
 
 
+def cache_scales(path: str) -> dict[str, str]:
+    """Name in a directory's file -> name in a model of vLLM, of scales of its KV cache."""
+    with safe_open(f"{path}/model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if name.endswith(("k_scale", "v_scale"))]  # noqa: SIM118 - no mapping
+    held = {f"{name.rpartition('.self_attn.')[0]}.self_attn.attn.{name[-7:]}" for name in names}
+    found = {name: maybe_remap_kv_scale_name(name, dict.fromkeys(held)) for name in names}
+    return {name: its for name, its in found.items() if its is not None}
+
+
 def environment(name: str, value: str) -> None:
     """A switch that vLLM reads when it is used."""
     os.environ[name] = value
@@ -181,7 +192,8 @@ def serve(address: str) -> None:
     register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryTransfer)
     offered: dict[str, Callable[..., Any]] = {
-        each.__name__: each for each in (load, unload, generate, weights, update, update_by_delta, linear, environment)
+        each.__name__: each
+        for each in (load, unload, generate, weights, update, update_by_delta, linear, cache_scales, environment)
     }
     with Client(address, "AF_UNIX") as link:
         while True:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from fsdp_hooks import exchange, sync_scales
@@ -28,7 +29,7 @@ from qtensor import (
 )
 from qtensor.formats import tensor_wide
 from qtensor.loading import quantize_dense_entries
-from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local
+from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local, mesh_of
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import ROW, WITH_HISTORY, facts
 
@@ -201,6 +202,90 @@ def test_a_rank_that_lists_something_else_is_an_error_on_all(what: str) -> None:
     assert "only rank " in errors[0]
 
 
+def _lists_nothing(what: str) -> None:
+    """Rank 1 has nothing to say in a group in which rank 0 has."""
+    second = dist.get_rank() == 1
+    if what == "synced recipe":  # one shares a scale, the other does not
+        sync_scales(model(recipe=MXFP8BlockScaling() if second else TENSOR))
+    elif what == "synced dense":
+        sync_scales(model(enabled=not second))
+    elif what == "synced parameters":  # without names
+        sync_scales([*model(enabled=not second).parameters()])
+    elif what == "entries":
+        net = model()
+        state, dense = net.state_dict(), placed(value("a", 64), net.a.weight.device_mesh)
+        net.load_state_dict(state if second else state | {"a.weight": dense})
+    elif what == "recipe":
+        MasterWeightOptimizer(torch.optim.SGD, model(recipe=MXFP8BlockScaling() if second else TENSOR).parameters())
+    elif what == "dense":
+        MasterWeightOptimizer(torch.optim.SGD, model(enabled=not second).parameters())
+    elif what == "empty group":
+        net = model()
+        optimizer = MasterWeightOptimizer(torch.optim.SGD, net.a.parameters())
+        optimizer.add_param_group({"params": [] if second else [*net.b.parameters()]})
+    elif what == "steps":
+        net = model(recipe=MXFP8BlockScaling())
+        optimizer = MasterWeightOptimizer(torch.optim.SGD, net.parameters())
+        net(torch.ones(1, K, dtype=torch.bfloat16)).backward()
+        net.requires_grad_(not second)
+        optimizer.step()
+    elif what == "dense steps":
+        net = model(recipe=MXFP8BlockScaling(), enabled=not second)
+        optimizer = MasterWeightOptimizer(torch.optim.SGD, net.parameters())
+        optimizer.step()
+    elif what == "replicas":
+        mesh = mesh_of(1, 2)  # its groups stand beside the default one, in which replicas are compared
+        params = [distribute_tensor(value("a", 64), mesh, [Replicate(), Shard(0)]), value("b", 64)]
+        MasterWeightOptimizer(torch.optim.SGD, params[: 1 + (not second)], check_replicas=True).step()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "synced recipe",
+        "synced dense",
+        "synced parameters",
+        "entries",
+        "recipe",
+        "dense",
+        "empty group",
+        "steps",
+        "dense steps",
+        "replicas",
+    ],
+)
+def test_a_rank_that_lists_nothing_is_an_error_on_all(what: str) -> None:
+    """And none waits for it."""
+    errors = run_ranks_catching(2, _lists_nothing, what, timeout=60)
+    assert errors[0] == errors[1]
+    assert "do not list the same weights" in errors[0]
+    assert "only rank 0 has " in errors[0]
+
+
+def _stands_outside() -> None:
+    """Rank 2 is not in the mesh."""
+    mesh = DeviceMesh("cpu", torch.tensor([0, 1]))
+    fulls = value("a", 64), quantize(value("b", 64), TENSOR)
+    params = [distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None) for full in fulls]
+    assert sync_scales(params) == (dist.get_rank() < 2)
+
+
+def test_a_rank_outside_of_a_mesh_has_no_group_in_it() -> None:
+    run_ranks(3, _stands_outside)
+
+
+def _adds_twice() -> None:
+    net = model(recipe=MXFP8BlockScaling())
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, net.a.parameters())
+    optimizer.add_param_group({"params": net.a.parameters() if dist.get_rank() == 1 else net.b.parameters()})
+
+
+def test_a_group_that_torch_refuses_on_one_rank_is_an_error_on_all() -> None:
+    other, failed = run_ranks_catching(2, _adds_twice, timeout=60)
+    assert failed.startswith("ValueError: some parameters appear in more than one parameter group")
+    assert "MasterWeightOptimizer: rank 1 failed before the ranks could agree on scales" in other
+
+
 def _converts(path: Path, rows: int) -> None:
     values = {name: value(name, rows) for name in NAMES}
     saved = {"model": {f"{name}.weight": one for name, one in values.items()}}  # whose names dcp.load does not sort
@@ -275,24 +360,26 @@ def test_a_failure_behind_the_inner_optimizer_is_told_too() -> None:
     assert "MasterWeightOptimizer.step: rank 1 failed before the ranks could agree on scales" in other
 
 
-def _bad_entry() -> None:
-    net = model()
+def _bad_entry(where: str) -> None:
+    with torch.device(where):
+        net = model()
     mesh = net.a.weight.device_mesh
     rows = 64 if dist.get_rank() else 62
     state = {f"{name}.weight": placed(value(name, 64), mesh) for name in NAMES}
     part, shape = value("b", 64)[: rows // 2], torch.Size((64, K))
     state["b.weight"] = DTensor.from_local(part, mesh, [Shard(0)], shape=shape, stride=(K, 1))
-    net.load_state_dict(state)
+    net.load_state_dict(state, assign=where == "meta")
 
 
-def test_an_entry_that_one_rank_refuses_is_an_error_on_all() -> None:
-    failed, other = run_ranks_catching(2, _bad_entry, timeout=60)
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_an_entry_that_one_rank_refuses_is_an_error_on_all(where: str) -> None:
+    failed, other = run_ranks_catching(2, _bad_entry, where, timeout=60)
     assert "b.weight: this rank's part of the state dict's entry has shape (31, 32)" in failed
     assert "load_state_dict: rank 0 failed before the ranks could agree" in other
 
 
-def _bad_entry_beside_quantized_ones() -> None:
-    net = nn.ModuleList([model(), model(recipe=MXFP8BlockScaling())])
+def _bad_entry_beside_quantized_ones(first: Any) -> None:
+    net = nn.ModuleList([model(recipe=first), model(recipe=MXFP8BlockScaling())])
     net.register_load_state_dict_pre_hook(quantize_dense_entries)
     state = net.state_dict()
     if dist.get_rank() == 0:
@@ -303,11 +390,17 @@ def _bad_entry_beside_quantized_ones() -> None:
         try:
             net.load_state_dict(state)
         finally:
-            assert not comms.counts
+            assert comms.counts == ({"allreduce_": 1} if first == TENSOR else {})
 
 
-def test_where_nothing_is_exchanged_a_rank_that_fails_does_not_wait_to_tell() -> None:
-    failed, other = run_ranks_catching(2, _bad_entry_beside_quantized_ones, timeout=60)
+def test_a_rank_that_refuses_an_entry_tells_those_that_have_quantized_ones() -> None:
+    failed, other = run_ranks_catching(2, _bad_entry_beside_quantized_ones, TENSOR, timeout=60)
+    assert "1.b.weight: this rank's part of the state dict's entry has shape (31, 32)" in failed
+    assert "load_state_dict: rank 0 failed before the ranks could agree" in other
+
+
+def test_where_nothing_is_shared_a_rank_that_fails_does_not_wait_to_tell() -> None:
+    failed, other = run_ranks_catching(2, _bad_entry_beside_quantized_ones, MXFP8BlockScaling(), timeout=60)
     assert "1.b.weight: this rank's part of the state dict's entry has shape (31, 32)" in failed
     assert not other
 

@@ -85,9 +85,9 @@ def _trains_experts(case: tuple[str, str], experts: int) -> None:
     assert_gathers_exactly(net, "after training")
 
 
-@pytest.mark.parametrize(("world_size", "experts"), [(2, 4), (2, 5), (4, 5)])
+@pytest.mark.parametrize(("world_size", "experts"), [(2, 1), (2, 4), (2, 5), (4, 5)])
 def test_stacked_experts_train_like_one_process(world_size: int, experts: int) -> None:
-    """5 experts on 4 ranks: 2, 2, 1 and none. All products on each, and on 4 ranks all formats."""
+    """5 experts on 4 ranks: 2, 2, 1 and none; 1 on 2: all and none. All products, and on 4 ranks all formats."""
     hands = HANDS if world_size == 4 else [(name,) for name in TENSOR_WIDE]
     cases = [(name, product) for number, product in enumerate(PRODUCTS) for name in hands[number % 3]]
     run_ranks_each(world_size, cases, _trains_experts, experts)

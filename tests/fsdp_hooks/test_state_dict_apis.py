@@ -261,7 +261,49 @@ def refuses_to_broadcast(name: str) -> None:
 
 def test_quantized_values_are_not_broadcast_as_if_they_were_dense() -> None:
     errors = run_ranks_catching(1, refuses_to_broadcast, "mxfp8")  # others would wait for what rank 0 never sends
-    assert "give every rank the full state dict and leave broadcast_from_rank0=False" in errors[0]
+    assert "With broadcast_from_rank0=True: give every rank the full state dict and leave that option off" in errors[0]
+
+
+def refuses_to_replicate_over_all_ranks(name: str) -> None:
+    net = shard(build(RECIPES[name], rows_for(name)), mesh=mesh_of(2, 1))
+    set_full(net, dict(build(RECIPES[name], rows_for(name)).state_dict()), FULL)
+
+
+def test_a_mesh_dim_that_replicates_over_all_ranks_is_refused_with_the_way_out() -> None:
+    """torch broadcasts there as it does from rank 0; `test_a_whole_state_dict_fills_replicas` goes the way out."""
+    for error in run_ranks_catching(2, refuses_to_replicate_over_all_ranks, "mxfp8"):
+        assert "to all ranks is not defined, for they may expect dense values" in error
+        assert "distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)" in error
+
+
+def fills_replicas(name: str, storage: str) -> None:
+    source = build(RECIPES[name], rows_for(name), seed=5)
+    for shape, way_out in (((2, 2), False), ((4, 1), True)):
+        net = shard(build(RECIPES[name], rows_for(name), seed=11, storage=storage), mesh=mesh_of(*shape))
+        state: dict[str, Any] = dict(source.state_dict())
+        if way_out:
+            params: dict[str, Any] = dict(net.named_parameters())
+            for key, value in state.items():
+                param = params[key]
+                state[key] = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+            net.load_state_dict(state)
+        else:
+            set_full(net, state, FULL)
+        held = dict(net.named_parameters())
+        for fqn, param in source.named_parameters():
+            full = held[fqn].full_tensor().detach()
+            if isinstance(param, QuantizedTensor) and storage == "quantized":
+                for part, value in param.parts().items():
+                    assert_same_bytes(full.parts()[part], value, f"{fqn}.{part}")
+            else:
+                wanted = param.dequantize() if isinstance(param, QuantizedTensor) else param.detach()
+                assert_same_bytes(getattr(full, "dense", full), wanted, fqn)
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_a_whole_state_dict_fills_replicas(storage: str) -> None:
+    """HSDP; a shard with storage="high_precision" takes the values of a quantized entry."""
+    run_ranks_each(4, HANDS[1], fills_replicas, storage)
 
 
 def full_and_back(name: str, cpu_offload: bool) -> None:
@@ -302,7 +344,8 @@ def sharded_and_back(name: str, assign: bool) -> None:
             other.load_state_dict(get_model_state_dict(net), assign=True)
         else:
             set_model_state_dict(other, get_model_state_dict(net))
-    assert not comms.counts["allreduce_"], "quantized values need no agreement"
+    shared = name in TENSOR_WIDE or cuts_blocks(name)
+    assert comms.counts["allreduce_"] == shared, "quantized values need no agreement; ranks prove that they have them"
     full = gathered(net)
     for fqn, parts in gathered(other).items():
         for part, value in parts.items() if isinstance(parts, dict) else [("", parts)]:

@@ -23,6 +23,7 @@ from qtensor import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     quantize_,
+    quantized_model_init,
     stochastic_rounding,
 )
 from tests.dcp_adapters.cases import alone
@@ -122,6 +123,24 @@ def test_a_write_between_forward_and_backward_is_the_error_of_a_plain_weight(nam
         plain = outcome(model(), write, plain_path(tmp_path))
         assert STALE in plain, what
         assert STALE in outcome(model(RECIPES[name]), write, tmp_path), what
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+@pytest.mark.parametrize("name", ["add", "copy", "mul"])
+def test_writes_of_a_list_are_counted_for_plain_members_too(name: str, storage: str) -> None:
+    """A saved plain tensor that an update beside quantized ones changed would give wrong gradients."""
+    with alone(), quantized_model_init(MXFP8BlockScaling(), storage=storage):  # type: ignore[arg-type]
+        weight: Any = nn.Linear(K, K, bias=False).weight
+    plain = [torch.ones(K, K), torch.ones(K, K)]
+    with torch.no_grad():
+        for members, operands in (
+            ([weight, plain[0]], [plain[1], plain[1]]),
+            ([plain[0], weight], [plain[1], plain[1]]),
+            ([plain[0]], [weight.detach()]),
+        ):
+            before = [member._version for member in members]
+            getattr(torch, f"_foreach_{name}_")(members, operands)
+            assert all(member._version > old for member, old in zip(members, before, strict=True)), members
 
 
 def plain_path(path: Path) -> Path:

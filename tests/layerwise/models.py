@@ -31,8 +31,9 @@ ALGORITHMS: dict[str, Any] = {
     "SmoothQuant": SmoothQuant(),
     "AWQ": AWQ(alpha_step=0.25, clip_step=0.25),
     "GPTQ": GPTQ(),
+    "AWQ, then GPTQ": GPTQ(smoothing=AWQ(alpha_step=0.25), scales=LocalHessian(), descent=2),
 }
-WRITING = ("SmoothQuant", "AWQ", "GPTQ")
+WRITING = ("SmoothQuant", "AWQ", "GPTQ", "AWQ, then GPTQ")
 RECIPES = ROW
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -96,6 +96,9 @@ CASES = {
     "smoothquant": Case(algorithm=SmoothQuant(), recipe=ROW, stored=ROW, stop=("checkpoint", 1)),
     "awq": Case(algorithm=AWQ(), recipe=MXFP8BlockScaling(), dtype=torch.float32, stop=("metrics", 1)),
     "gptq": Case(algorithm=GPTQ(), stop=("checkpoint", 1)),
+    "awq, then gptq": Case(
+        algorithm=GPTQ(smoothing=AWQ(), scales=LocalHessian(), descent=2), recipe=MXFP8BlockScaling(), stop=("write", 2)
+    ),
     "gptq, on unquantized": Case(algorithm=GPTQ(), options={"layer_inputs": "unquantized"}, stop=("checkpoint", 2)),
 }
 

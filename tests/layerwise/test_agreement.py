@@ -52,7 +52,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "modules": lambda: model(turned=True),
     "layers": lambda: {"layers": ["0", "2", "1"]},
     "exclude": lambda: {"exclude": ["0.second"]},
-    "algorithm": lambda: {"algorithm": GPTQ(act_order=True)},
+    "algorithm": lambda: {"algorithm": GPTQ(act_order=False)},
     "save_every": lambda: {"save_every": 2},
 }
 WORDS = {

@@ -228,6 +228,31 @@ def of_ones_own() -> None:
     assert_usable(model)
 
 
+model_with_norm: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritesANorm(Algorithm):
+    """Scales of Max; and something that it was not given is changed on the way."""
+
+    writes_weights: ClassVar[bool] = False
+
+    def decide(self, group: Any, recipe: Any) -> Sequence[Any]:
+        if group.linears[0].name == LINEAR:
+            write_into(model_with_norm.get_parameter(NORM).data)
+        return Max().decide(group, recipe)
+
+
+def test_what_an_algorithm_inside_another_wrote_is_part_of_the_result() -> None:
+    global model_with_norm
+    case = Case(algorithm=GPTQ(scales=WritesANorm()), recipe=MXFP8BlockScaling())
+    model = model_with_norm = model_of(case)
+    before = model.get_parameter(NORM).detach().clone()
+    result = run(model, case, data=DATA)
+    model_with_norm = None
+    assert torch.equal(result.state_dict()[NORM], other(before))
+
+
 def test_an_algorithm_that_writes_says_so_or_is_refused() -> None:
     of_ones_own()
     run_ranks(2, of_ones_own)

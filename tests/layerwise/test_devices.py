@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from layerwise.calibrate import _this
+from layerwise.calibrate import this_device
 
 
 def test_a_device_is_the_one_that_tensors_there_name() -> None:
-    assert _this("cpu") == torch.device("cpu")
+    assert this_device("cpu") == torch.device("cpu")
     with FakeTensorMode():  # a fake tensor has a device that need not be there
-        assert _this("cuda") == torch.device("cuda:0") == torch.ones(1, device="cuda").device
-        assert _this(torch.device("cuda:1")) == torch.device("cuda:1")
+        assert this_device("cuda") == torch.device("cuda:0") == torch.ones(1, device="cuda").device
+        assert this_device(torch.device("cuda:1")) == torch.device("cuda:1")

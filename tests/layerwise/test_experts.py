@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from layerwise import GPTQ, Max
 from qtensor import QuantizedTensor, quantize
 from tests.layerwise.models import (
     ALGORITHMS,
@@ -33,12 +34,14 @@ from tests.ranks import run_ranks_each
 
 FLOAT8, FLOAT8_ROWS, NVFP4, MXFP8 = (RECIPES[n] for n in ("float8_tensor", "float8_row", "nvfp4", "mxfp8"))
 EXPERTS = 4
+ON_SCALES_OF_MAX = GPTQ(scales=Max())
 METHODS: dict[str, tuple[Any, Any]] = {
     "Max": (ALGORITHMS["Max"], NVFP4),
     "LocalHessian": (ALGORITHMS["LocalHessian"], FLOAT8_ROWS),
     "SmoothQuant": (ALGORITHMS["SmoothQuant"], MXFP8),
     "AWQ": (ALGORITHMS["AWQ"], FLOAT8),
     "GPTQ": (ALGORITHMS["GPTQ"], NVFP4),
+    "AWQ, then GPTQ": (ALGORITHMS["AWQ, then GPTQ"], MXFP8),
 }
 Outcome = dict[str, dict[str, str]]
 
@@ -101,7 +104,13 @@ def _lists(case: tuple[str, bool]) -> Outcome:
 
 def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
     """Two ranks with tokens for some of them, one with no batch; FSDP modules of their own are gathered on all."""
-    methods = ["Max", "SmoothQuant", "AWQ", "GPTQ"]  # Mse takes the statistics of Max; LocalHessian is below
+    methods = [
+        "Max",
+        "SmoothQuant",
+        "AWQ",
+        "GPTQ",
+        "AWQ, then GPTQ",
+    ]  # Mse takes the statistics of Max; LocalHessian is below
     cases = [(method, index % 2 == 1) for index, method in enumerate(methods)]
     expected = {}
     for method in methods:
@@ -114,11 +123,11 @@ def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
             assert_same(found, expected[method], f"{method} on rank {rank}, experts wrapped by themselves: {nested}")
 
 
-@pytest.mark.parametrize("name", ["Max", "GPTQ", "AWQ"])
-def test_a_starved_expert_is_quantized_from_its_weights_and_its_input_from_its_siblings(name: str) -> None:
+@pytest.mark.parametrize("algorithm", [Max(), ALGORITHMS["AWQ"], ON_SCALES_OF_MAX], ids=repr)
+def test_a_starved_expert_is_quantized_from_its_weights_and_its_input_from_its_siblings(algorithm: Any) -> None:
     model = expert_lists()
     weights = {starved: model.get_parameter(starved).detach().clone() for starved in STARVED}
-    result = run(model, DATA, FLOAT8, ALGORITHMS[name], inputs="static")
+    result = run(model, DATA, FLOAT8, algorithm, inputs="static")
     entries = result.state_dict()
     assert list(result.starved) == STARVED
     for starved, weight in weights.items():
@@ -205,7 +214,7 @@ def test_experts_in_one_parameter(implementation: str) -> None:
     model = BUILDS[implementation]()
     weights = {name: param.detach().clone() for name, param in model.named_parameters() if ".mlp.experts." in name}
     before = fingerprints(model.state_dict(), own)
-    result = run(model, IDS, FLOAT8_ROWS, ALGORITHMS["GPTQ"], inputs="static")
+    result = run(model, IDS, FLOAT8_ROWS, ON_SCALES_OF_MAX, inputs="static")
     assert list(result.starved) == STARVED_3D
     assert_model_is_result(model, result, before)
     entries = result.state_dict()
@@ -257,6 +266,7 @@ def test_experts_in_one_parameter_on_ranks() -> None:
     """Four experts on three ranks: two, two and none."""
     pytest.importorskip("transformers")
     cases = [("eager", "GPTQ"), ("eager", "SmoothQuant"), ("grouped_mm", "Max"), ("grouped_mm", "LocalHessian")]
+    cases += [("grouped_mm", "AWQ, then GPTQ")]
     expected = []
     for implementation, method in cases:
         algorithm, recipe = METHODS[method]

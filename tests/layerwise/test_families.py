@@ -114,6 +114,31 @@ def test_experts_stored_the_other_way_round_are_refused_by_name() -> None:
         calibrate(model, [], recipe=MXFP8BlockScaling(), progress=False)
 
 
+class Unsaid(nn.Module):
+    """Experts of I = 32 in H columns, as Llama 4 stores them, or upright; fused, or gate and up apart."""
+
+    def __init__(self, *, turned: bool, fused: bool, hidden: int = 64) -> None:
+        super().__init__()
+        shapes = {"gate_up_proj": (64, hidden)} if fused else {"gate_proj": (32, hidden), "up_proj": (32, hidden)}
+        for name, (rows, columns) in {**shapes, "down_proj": (hidden, 32)}.items():
+            shape = (columns, rows) if turned else (rows, columns)
+            self.register_parameter(name, nn.Parameter(torch.randn(2, *shape)))
+
+
+@pytest.mark.parametrize("hidden", [32, 64, 96])
+def test_experts_stored_the_other_way_round_are_known_by_their_shapes(hidden: int) -> None:
+    """Also where H is I, or 2 I. Gate and up apart do not show it: their shapes are those of a down the other way."""
+    for turned, fused in ((True, True), (False, True), (False, False)):
+        model = nn.ModuleDict({"experts": Unsaid(turned=turned, fused=fused, hidden=hidden)})
+        if turned:
+            with pytest.raises(
+                ValueError, match=r"experts\.gate_up_proj .* is stored \[experts, K, N\]: .* exclude it"
+            ):
+                calibrate(model, None, recipe=MXFP8BlockScaling(), layers=(), progress=False)
+        else:
+            calibrate(model, None, recipe=MXFP8BlockScaling(), layers=(), progress=False)
+
+
 def test_a_linear_too_small_for_a_block_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"layers\.0\.altup\.correction_coefs\.weight: shape .* has K=4"):
         _calibrated("gemma3n", recipe=MXFP8BlockScaling(), exclude=())

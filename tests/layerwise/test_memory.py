@@ -25,7 +25,7 @@ RECIPE = MXFP8BlockScaling()
 LAYER = 4 * (2 * DIM * ROWS + ROWS + 3 * DIM)  # bytes of a block in fp32
 STORED = 2 * DIM * ROWS * 33 // 32  # of its two weights in MXFP8, scales and all
 OUTSIDE = 4 * (2 * VOCABULARY * DIM + VOCABULARY)
-ALGORITHMS = {"max": Max(), "awq": AWQ(variant="lite"), "gptq": GPTQ(scales="max")}
+ALGORITHMS = {"max": Max(), "awq": AWQ(variant="lite"), "gptq": GPTQ(scales=Max())}
 
 
 class Block(nn.Module):

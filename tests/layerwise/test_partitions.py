@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerwise import GPTQ
+from layerwise import GPTQ, Max, SmoothQuant
 from tests.layerwise.models import ALGORITHMS, RECIPES, assert_same, batches, outcome, reference, run, shard, toy
 from tests.ranks import run_ranks_each
 
@@ -25,7 +25,8 @@ METHODS: dict[str, tuple[Any, Any, str]] = {
     "SmoothQuant": (ALGORITHMS["SmoothQuant"], NVFP4, "static"),
     "AWQ": (ALGORITHMS["AWQ"], MXFP8, "dynamic"),
     "GPTQ": (ALGORITHMS["GPTQ"], NVFP4, "static"),
-    "GPTQ, one Hessian at a time": (GPTQ(hessians="one_at_a_time", act_order=True), NVFP4, "dynamic"),
+    "GPTQ, one Hessian at a time": (GPTQ(hessians="one_at_a_time", smoothing=SmoothQuant()), NVFP4, "dynamic"),
+    "AWQ, then GPTQ": (ALGORITHMS["AWQ, then GPTQ"], NVFP4, "static"),
 }
 Deal = Callable[[list[Tensor], int, int], list[Tensor]]
 DEALS: dict[str, Deal] = {
@@ -112,7 +113,7 @@ def test_which_factors_are_folded_does_not_depend_on_who_has_which_batch() -> No
 
 
 def _none_anywhere(method: str) -> dict[str, dict[str, str]]:
-    algorithm, recipe, _ = METHODS[method]
+    algorithm, recipe, _ = {**METHODS, "GPTQ on the scales of Max": (GPTQ(scales=Max()), NVFP4, "")}[method]
     model = shard(two_layers())
     data = None if dist.get_rank() else []
     if method == "Max":
@@ -122,8 +123,8 @@ def _none_anywhere(method: str) -> dict[str, dict[str, str]]:
 
 
 def test_no_data_on_any_rank_leaves_scales_that_come_from_the_weights() -> None:
-    """For GPTQ as for Max: what Max makes of the weights, every one of them named."""
-    methods = ["Max", "GPTQ", "SmoothQuant"]
+    """What the scales of the algorithm are without inputs, here those of Max; every linear is named."""
+    methods = ["Max", "GPTQ on the scales of Max", "SmoothQuant"]
     model = two_layers()
     result = run(model, None, NVFP4, ALGORITHMS["Max"])
     linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerwise import GPTQ, Max, Mse, calibrate
+from layerwise import GPTQ, Max, Mse, SmoothQuant, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.layerwise.small_runs import (
     LAYERS,
@@ -91,7 +91,19 @@ OTHERS: dict[str, tuple[dict[str, Any], list[Tensor], Any, str]] = {
         {"algorithm": GPTQ(damping=0.02)},
         DATA,
         None,
-        "another algorithm: damping was 0.01, now 0.02",
+        "another algorithm: damping was null, now 0.02",
+    ),
+    "the algorithm of its scales": (
+        {"algorithm": GPTQ(scales=Max())},
+        DATA,
+        None,
+        'another algorithm: scales was {"type": "Mse"}, now {"type": "Max"}',
+    ),
+    "the algorithm of its factors": (
+        {"algorithm": GPTQ(smoothing=SmoothQuant())},
+        DATA,
+        None,
+        'another algorithm: smoothing was null, now {"type": "SmoothQuant", "alpha": 0.5}',
     ),
     "include": (
         {"include": ["layers.*"]},

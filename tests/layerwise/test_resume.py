@@ -7,12 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from layerwise import GPTQ, Event
+from layerwise.resume.progress import BACKUP, PROGRESS, _record_digest
 from tests.layerwise.killed_runs import at_event
 from tests.layerwise.small_runs import (
     CASES,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 REPO = Path(__file__).resolve().parent.parent.parent
 STAGES = LAYERS + 1  # the head is one more
 ON_THREE = ("max, static", "smoothquant")
-ON_ONE = ("max, quantized storage", "mse", "awq", "gptq")
+ON_ONE = ("max, quantized storage", "mse", "awq", "gptq", "awq, then gptq")
 
 
 def saved(case: Case) -> int:
@@ -207,6 +208,46 @@ def test_what_a_checkpoint_holds(tmp_path: Path, name: str) -> None:
         assert not [entry for entry in held if "payload" in entry]
         scales = [numel for entry, numel in held.items() if entry.startswith((*quantized,))]
         assert sum(scales) <= sum(value.numel() for value in quantized.values()) / 16 + len(quantized)
+
+
+FORGED: dict[str, tuple[Any, str]] = {  # what becomes of the second window's record, and what is said of it
+    "no list": (lambda window: window.update(extra=None), "the notes are None, expected a list of 1"),
+    "two notes": (lambda window: window["extra"].append({}), "the notes are a list, expected a list of 1"),
+    "too many layers": (lambda window: window.update(last=9), "9 is not what .*: there are 4 stages"),
+    "a number": (lambda window: window.update(extra=[7]), "its note is 7, expected dense, input_amax, gathered"),
+    "a key": (lambda window: window["extra"][0].pop("pairs"), "its note is a dict, expected dense"),
+    "dense": (lambda window: window["extra"][0].update(dense=["w"]), "dense is a list, expected names of its param"),
+    "amax": (lambda window: window["extra"][0].update(input_amax={}), "input_amax is a dict, expected a number or n"),
+    "dtype": (
+        lambda window: window["extra"][0]["gathered"].update({"layers.1.spare.weight": "Tensor"}),
+        "gathered is a dict, expected a dtype for each of layers.1",
+    ),
+    "records": (lambda window: window["extra"][0].update(records=[{"x": 1}]), "linears can not be read .TypeError"),
+    "no records": (lambda window: window["extra"][0].update(records=5), "linears can not be read .TypeError"),
+    "a record": (lambda window: window["extra"][0]["records"][0].update(tokens="many"), "can not be read .ValueError"),
+    "snr": (lambda window: window["extra"][0].update(output_snr=[]), "output_snr is a list, expected a number or none"),
+    "pairs": (lambda window: window["extra"][0].update(pairs=[[["x"], "y"]]), "pairs are a list, expected lists of"),
+}
+
+
+def test_forged_notes_are_refused_by_name_and_nothing_is_changed(tmp_path: Path) -> None:
+    """Their digest fits, so they are no damage; a run would end in the middle with a KeyError."""
+    case = CASES["smoothquant"]
+    stopped(model_of(case), case, tmp_path)
+    sound = (tmp_path / PROGRESS).read_text()
+    model = model_of(case)
+    for change, words in FORGED.values():
+        record = json.loads(sound)["progress"]
+        change(record["windows"][1])
+        text = json.dumps({"version": 1, "digest": _record_digest(1, record), "progress": record})
+        for name in (PROGRESS, BACKUP):
+            (tmp_path / name).write_text(text)
+        told = rf"{PROGRESS}: what it notes of layers 1\.\..*{words}.*\. Nothing has been changed; give an empty"
+        with pytest.raises(ValueError, match=told):
+            run(model, case, checkpoint_dir=tmp_path)
+        assert (tmp_path / PROGRESS).read_text() == text
+    (tmp_path / PROGRESS).write_text(sound)
+    assert found(run(model, case, checkpoint_dir=tmp_path), model).resumed == (0, 1)
 
 
 def test_nothing_is_written_without_a_checkpoint_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,22 +107,40 @@ def test_tensor_parallelism_alone_is_refused_by_name() -> None:
 
 
 class Differs(Max):
-    """Decides by itself on each rank."""
+    """Would decide by itself on each rank."""
 
     def decide(self, group: Any, recipe: Any) -> Any:
         decisions = super().decide(group, recipe)
-        if dist.get_rank():
-            decisions[0].quantizer["amax"].mul_(2)
+        for decision in decisions:
+            decision.quantizer["amax"].mul_(1 + dist.get_rank())
         return decisions
 
 
-def decided_apart() -> None:
-    run(model_of(), Case(algorithm=Differs(), recipe=Float8CurrentScaling()))
+def decided_apart() -> dict[str, str]:
+    result = run(model_of(), Case(algorithm=Differs(), recipe=Float8CurrentScaling()))
+    scales = {name: entry.to_local().scale for name, entry in result.state_dict().items()}
+    return {name: bytes_of(scale.contiguous()) for name, scale in scales.items() if "spare" in name}
 
 
-def test_ranks_that_come_to_different_weights_are_refused() -> None:
-    message = "RuntimeError: calibrate: layers.0 came out differently on different ranks, so shards of one weight would"
-    assert all(error.startswith(message) for error in run_ranks_catching(2, decided_apart))
+def test_one_rank_decides_for_all() -> None:
+    """Whatever ranks would come to by themselves, the rows of one weight on all ranks are from one decision."""
+    plain = run(model_of(), Case(recipe=Float8CurrentScaling())).state_dict()
+    for rank, scales in enumerate(run_ranks(2, decided_apart)):
+        for name, scale in scales.items():
+            own = plain[name].scale.chunk(2)[rank]
+            assert scale in (bytes_of(own.clone()), bytes_of(own * 2)), name
+
+
+def begun_apart() -> None:
+    def prepare(model: Any) -> None:
+        model.layers[0].spare.weight[3, 5] += dist.get_rank()
+
+    run(model_of(shard=False, prepare=prepare))
+
+
+def test_ranks_that_hold_different_weights_are_refused() -> None:
+    message = "RuntimeError: calibrate: the weights of layers.0 differ between ranks, so what one rank decides about"
+    assert all(error.startswith(message) for error in run_ranks_catching(2, begun_apart))
 
 
 def in_mixed_precision(*excluded: str) -> list[str]:

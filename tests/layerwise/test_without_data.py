@@ -28,7 +28,9 @@ def test_max_and_mse_come_to_the_same_without_data(algorithm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "equal"), [(LocalHessian(), Mse()), (SmoothQuant(), Max()), (AWQ(), Max()), (GPTQ(), Max())], ids=repr
+    ("algorithm", "equal"),
+    [(LocalHessian(), Mse()), (SmoothQuant(), Max()), (AWQ(), Max()), (GPTQ(), Mse()), (GPTQ(scales=Max()), Max())],
+    ids=repr,
 )
 def test_others_quantize_from_the_weights_alone_and_name_every_linear(algorithm: Any, equal: Any) -> None:
     with pytest.warns(UserWarning, match=f"{type(algorithm).__name__} fits weights to data, and no rank has a batch"):

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, QuantizedTensor, quantize, stochastic_rounding
+from qtensor import (
+    MasterWeightOptimizer,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+    stochastic_rounding,
+)
 from tests.qtensor.recipes_under_test import main_recipes, same_bytes, same_parts, weight
 from tests.recipes import facts
 
@@ -295,6 +302,53 @@ def test_a_gradient_takes_a_weight_as_its_decay_and_sums_of_weights_are_refused(
             "is not defined for quantized tensors (got MXFP8Tensor); call .dequantize() on them first if a dense "
             "result is what you want"
         )
+
+
+QUANTIZED_OPERANDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add_": lambda own, other: own.add_(other, alpha=0.5),
+    "sub_": lambda own, other: own.sub_(other),
+    "mul_": lambda own, other: own.mul_(other),
+    "lerp_": lambda own, other: own.lerp_(other, 0.75),
+    "_foreach_add_": lambda own, other: torch._foreach_add_([own], [other], alpha=0.5),
+    "_foreach_sub_": lambda own, other: torch._foreach_sub_([own], [other]),
+    "_foreach_mul_": lambda own, other: torch._foreach_mul_([own], [other]),
+    "_foreach_lerp_": lambda own, other: torch._foreach_lerp_([own], [other], 0.75),
+    "_foreach_addcmul_": lambda own, other: torch._foreach_addcmul_([own], [other], [other], value=0.5),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_OPERANDS)
+@main_recipes()
+def test_a_quantized_operand_counts_as_its_values(recipe: Any, name: str) -> None:
+    """As with dense operands of these values: the same bytes in a quantized tensor, and in a dense one."""
+    update, other = QUANTIZED_OPERANDS[name], quantize(weight(seed=1), recipe)
+    by_quantized, by_dense = quantize(weight(), recipe), quantize(weight(), recipe)
+    update(by_quantized, other)
+    update(by_dense, other.dequantize())
+    assert same_parts(by_quantized, by_dense)
+    dense, expected = weight(), weight()
+    update(dense, other)
+    update(expected, other.dequantize())
+    assert same_bytes(dense, expected)
+
+
+@main_recipes()
+def test_a_copy_of_a_list_is_that_of_each(recipe: Any) -> None:
+    """Bytes where recipes are equal, though quantizing the values again would make others; values everywhere else."""
+    source = quantize(weight(seed=1), recipe)
+    other = quantize(weight(seed=2), MXFP8 if recipe != MXFP8 else NVFP4BlockScaling())
+    one = [quantize(weight(), recipe), quantize(weight(), recipe), quantize(weight(), recipe), weight()]
+    each = [quantize(weight(), recipe), quantize(weight(), recipe), quantize(weight(), recipe), weight()]
+    sources = [source, weight(seed=3), other, source]
+    versions = [own._version for own in one]
+    torch._foreach_copy_(one, sources)
+    for own, value in zip(each, sources, strict=True):
+        own.copy_(value)
+    assert same_parts(one[0], source)
+    for own, expected in zip(one[:3], each, strict=False):
+        assert same_parts(own, expected)
+    assert same_bytes(one[3], source.dequantize())
+    assert all(own._version > version for own, version in zip(one, versions, strict=True))
 
 
 # -- averages of the weights -----------------------------------------------------------------------------------------

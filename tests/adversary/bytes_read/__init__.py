@@ -6,6 +6,8 @@
     programs.py       changes of pickles and of the zip files around them
 
     checkpoints.py    .metadata, archives, the manifest, checksums and digests of DCP checkpoints
+    delta_checkpoints.py   deltas to another checkpoint: marks, coded chunks, the base; a directory of saves
+    checkpoint_readers.py  all that reads a checkpoint
     directories.py    safetensors, their index, config.json and hf_quant_config.json of Hugging Face directories
     deltas.py         patches and their chain
     progress.py       the files of a calibration, interrupted or finished

@@ -22,8 +22,10 @@ from dcp_adapters.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.inspect import inspect_checkpoint
 from dcp_adapters.stored.verify import verify
+from dcp_adapters.torch_private import is_marked
 from tests.adversary.bytes_read.changes import EXTREMES, TEXTS, changed_bytes, changed_json
-from tests.adversary.bytes_read.outcomes import TOUCHED, Canaries, Case, facts
+from tests.adversary.bytes_read.checkpoint_readers import READERS, stored
+from tests.adversary.bytes_read.outcomes import Canaries, Case, facts
 from tests.adversary.bytes_read.programs import changed_archive, changed_pickle
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import alone
@@ -31,6 +33,7 @@ from tests.dcp_adapters.tampering import FILES
 from tests.dcp_adapters.test_hostile import places, put, target
 
 DATA = ".distcp"
+Change = Callable[[Random, dict[str, bytes], Case], None]
 
 
 class Checkpoints:
@@ -38,54 +41,57 @@ class Checkpoints:
 
     def __init__(self, root: Path) -> None:
         self.root, self.canaries = root, Canaries(root)
+        self.path, self.readers = root / "checkpoint", dict(READERS)
+        self.values = self.make(root)
+        for name in self.originals:
+            shutil.copyfile(root / name / FILES[0], root / f"outside{DATA}")
+        self.expected = {name: self._of_original(name) for name in self.originals}
+
+    def make(self, root: Path) -> dict[str, Any]:
+        """Save the originals; returns the facts of what a load gives."""
         tampering.write(root / "by two ranks")
         state = target()
         with alone():
             dcp.load(state, storage_reader=SafeFileSystemReader(root / "by two ranks"), planner=QuantizedLoadPlanner())
             dcp.save(state | {"step": 7}, checkpoint_id=root / "by one", planner=QuantizedSavePlanner(digest=True))
-        self.originals = {
-            name: {path.name: path.read_bytes() for path in (root / name).iterdir()}
-            for name in ("by two ranks", "by one")
-        }
-        for name in self.originals:
-            shutil.copyfile(root / name / FILES[0], root / f"outside{DATA}")
-        self.values = facts(state)
-        self.path = root / "checkpoint"
-        self.expected = {name: self._of_original(name) for name in self.originals}
+        self.originals = {name: files_of(root / name) for name in ("by two ranks", "by one")}
+        return facts(state)
 
     def scenario(self, rng: Random) -> str:
         """One mutant, read in one way."""
         name = rng.choice(list(self.originals))
         case = Case([name], (str(self.path), "checkpoint", ".metadata", MANIFEST))
         files = self._mutant(rng, name, case)
-        self._write(files)
-        reader = rng.choice(list(READERS))
+        write(self.path, files)
+        reader = rng.choice(list(self.readers))
         try:
-            return READERS[reader](self, case, self.expected[name])
+            return self.readers[reader](self, case, self.expected[name])
         finally:
             self.canaries.check(case.told)
 
     def _of_original(self, name: str) -> dict[str, Any]:
-        self._write(self.originals[name])
+        write(self.path, self.originals[name])
         assert verify(self.path).ok
         return {
-            "stored": _stored(self.path),
+            "stored": stored(self.path),
             "manifest": read_manifest(self.path),
             "digests": source_digests(StoredCheckpoint(self.path)),
             "inspection": inspect_checkpoint(StoredCheckpoint(self.path)).to_json(),
         }
 
-    def _write(self, files: dict[str, bytes]) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir()
-        for name, data in files.items():
-            (self.path / name).write_bytes(data)
-
     # -- mutants -------------------------------------------------------------------------------------------------------
 
     def _mutant(self, rng: Random, name: str, case: Case) -> dict[str, bytes]:
         files = dict(self.originals[name])
-        kinds: dict[str, Callable[[Random, dict[str, bytes], Case], None]] = {
+        kinds = self.kinds()
+        kind = rng.choice(list(kinds))
+        case.told.append(kind)
+        kinds[kind](rng, files, case)
+        return files
+
+    def kinds(self) -> dict[str, Change]:
+        """What is done to the files of a checkpoint, by name."""
+        return {
             "bytes of a file": self._bytes,
             "operations of .metadata": self._operations,
             "records of .metadata": self._records,
@@ -94,10 +100,6 @@ class Checkpoints:
             "the checksums": self._checksums,
             "an archive": self._archive,
         }
-        kind = rng.choice(list(kinds))
-        case.told.append(kind)
-        kinds[kind](rng, files, case)
-        return files
 
     def _bytes(self, rng: Random, files: dict[str, bytes], case: Case) -> None:
         name = rng.choice((".metadata", *files))
@@ -115,7 +117,7 @@ class Checkpoints:
             value = _other_value(rng, holder[key] if isinstance(holder, dict | list) else vars(holder)[key], metadata)
             case.told.append(f"{type(holder).__name__}.{key} is {value!r:.200}")
             put(place, value)
-        _put_metadata(files, metadata, rng)
+        put_metadata(files, metadata, rng)
 
     def _places(self, rng: Random, files: dict[str, bytes], case: Case) -> None:
         """Chunks exchanged, in another file, overlapping, or under another name."""
@@ -145,7 +147,7 @@ class Checkpoints:
                 del records[one.fqn]
         elif hasattr(records[one.fqn], "chunks"):
             records[one.fqn].chunks.pop()
-        _put_metadata(files, metadata, rng)
+        put_metadata(files, metadata, rng)
 
     def _manifest(self, rng: Random, files: dict[str, bytes], case: Case) -> None:
         """Other JSON in one or both of its copies; checksums and digests of the tensors stay."""
@@ -164,7 +166,7 @@ class Checkpoints:
             except ValueError:  # more digits than Python writes
                 text = b"{}"
             _replace(files, metadata, MANIFEST, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        _put_metadata(files, metadata, rng)
+        put_metadata(files, metadata, rng)
 
     def _checksums(self, rng: Random, files: dict[str, bytes], case: Case) -> None:
         metadata = pickle.loads(files[".metadata"])
@@ -185,16 +187,28 @@ class Checkpoints:
             "empty": lambda: table[:0],
         }
         _replace(files, metadata, CHECKSUMS, changes[kind]().contiguous())
-        _put_metadata(files, metadata, rng)
+        put_metadata(files, metadata, rng)
 
     def _archive(self, rng: Random, files: dict[str, bytes], case: Case) -> None:
         """Another archive behind the others, and its place in `.metadata`; the checksum is that of the original."""
         metadata = pickle.loads(files[".metadata"])
-        index = rng.choice(list(metadata.storage_data))
+        index = rng.choice([index for index, info in metadata.storage_data.items() if not is_marked(info)])
         case.told.append(f"{index.fqn} {index.offset}")
-        archive = changed_archive(rng, _raw(files, metadata, index), case.told, self.canaries.path())
-        _append(files, metadata, index, archive)
-        _put_metadata(files, metadata, rng)
+        archive = changed_archive(rng, raw(files, metadata, index), case.told, self.canaries.path())
+        append(files, metadata, index, archive)
+        put_metadata(files, metadata, rng)
+
+
+def write(path: Path, files: dict[str, bytes]) -> None:
+    """The files of a directory, and nothing else."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def _other_value(rng: Random, value: Any, metadata: Metadata) -> Any:
@@ -219,23 +233,23 @@ def _other_value(rng: Random, value: Any, metadata: Metadata) -> Any:
     )
 
 
-def _put_metadata(files: dict[str, bytes], metadata: Any, rng: Random) -> None:
+def put_metadata(files: dict[str, bytes], metadata: Any, rng: Random) -> None:
     try:
         files[".metadata"] = pickle.dumps(metadata, protocol=rng.choice((2, 4)))
     except (RuntimeError, TypeError, AttributeError, UnicodeEncodeError):  # records of nonsense refuse to be written
         files[".metadata"] = files[".metadata"][:-1]
 
 
-def _raw(files: dict[str, bytes], metadata: Any, index: MetadataIndex) -> bytes:
+def raw(files: dict[str, bytes], metadata: Any, index: MetadataIndex) -> bytes:
     info = metadata.storage_data[index]
     return files[info.relative_path][info.offset : info.offset + info.length]
 
 
 def _tensor(files: dict[str, bytes], metadata: Any, index: MetadataIndex) -> Any:
-    return torch.load(io.BytesIO(_raw(files, metadata, index)), weights_only=True)
+    return torch.load(io.BytesIO(raw(files, metadata, index)), weights_only=True)
 
 
-def _append(files: dict[str, bytes], metadata: Any, index: MetadataIndex, data: bytes) -> None:
+def append(files: dict[str, bytes], metadata: Any, index: MetadataIndex, data: bytes) -> None:
     info = metadata.storage_data[index]
     info.offset, info.length = len(files[info.relative_path]), len(data)
     files[info.relative_path] += data
@@ -252,93 +266,4 @@ def _replace(files: dict[str, bytes], metadata: Any, name: str, tensor: torch.Te
     info = metadata.storage_data.pop(index)
     index = MetadataIndex(name, torch.Size([0] * tensor.ndim))
     metadata.storage_data[index] = info
-    _append(files, metadata, index, held.getvalue())
-
-
-# -- readers -----------------------------------------------------------------------------------------------------------
-
-
-def _stored(path: Path, *, check: bool = True) -> dict[str, Any]:
-    opened = StoredCheckpoint(path, check=check)
-    parts = {
-        entry.key(part): tensor for name, entry in opened.entries.items() for part, tensor in opened.parts(name).items()
-    }
-    return facts(parts) | {name: opened.read_blob(name) for name in opened.blobs}
-
-
-def _read_stored(its: Checkpoints, case: Case, expected: dict[str, Any]) -> str:
-    """All that is stored, compared with the checksums; where there are none any more, nothing could tell."""
-    case.forged |= not _has_checksums(its.path)
-    return case.read("StoredCheckpoint", lambda: _stored(its.path), expected["stored"])
-
-
-def _read_verified(its: Checkpoints, case: Case, expected: dict[str, Any]) -> str:
-    """The report finds whatever makes values others."""
-    report = verify(its.path)
-    if not report.ok or any(finding.severity == "warning" for finding in report.findings):
-        if any(len(str(finding)) > 20000 for finding in report.findings):
-            raise case.found("verify", "a finding of more than 20,000 characters")
-        return "told"
-    return case.read("verify, then StoredCheckpoint", lambda: _stored(its.path, check=False), expected["stored"])
-
-
-def _read_loaded(its: Checkpoints, case: Case, expected: dict[str, Any], *, convert: bool = False) -> str:
-    """A load into tensors; after an error they are as they were, or the error says otherwise."""
-    state = target()
-    before = facts(state)
-
-    def load() -> dict[str, Any]:
-        planner = QuantizedLoadPlanner(verify_checksums=True, on_mismatch="convert" if convert else "raise")
-        try:
-            with alone():
-                dcp.load(state, storage_reader=SafeFileSystemReader(its.path), planner=planner)
-        except BaseException as error:
-            if facts(state) != before and TOUCHED not in str(error):
-                raise case.found("dcp.load", f"{error!r:.1500} and the target has changed without a word") from error
-            raise
-        return facts(state)
-
-    return case.read("dcp.load", load, its.values)
-
-
-def _read_converted(its: Checkpoints, case: Case, expected: dict[str, Any]) -> str:
-    return _read_loaded(its, case, expected, convert=True)
-
-
-def _read_manifest(its: Checkpoints, case: Case, expected: dict[str, Any]) -> str:
-    case.forged = True  # nothing protects the manifest but its other copy, which verify compares
-    return case.read("read_manifest", lambda: read_manifest(its.path), expected["manifest"])
-
-
-def _read_digests(its: Checkpoints, case: Case, expected: dict[str, Any]) -> str:
-    case.forged = True  # they are of what is there
-    return case.read("digests", lambda: source_digests(StoredCheckpoint(its.path)), expected["digests"])
-
-
-def _read_inspected(its: Checkpoints, case: Case, expected: dict[str, Any]) -> str:
-    case.forged = True
-
-    def inspected() -> dict[str, Any]:
-        found = inspect_checkpoint(StoredCheckpoint(its.path))
-        found.render()
-        return json.loads(json.dumps(found.to_json()))  # type: ignore[no-any-return]
-
-    return case.read("inspect", inspected, expected["inspection"])
-
-
-def _has_checksums(path: Path) -> bool:
-    try:
-        return StoredCheckpoint(path).has_checksums
-    except Exception:
-        return True
-
-
-READERS: dict[str, Callable[[Checkpoints, Case, dict[str, Any]], str]] = {
-    "stored": _read_stored,
-    "verified": _read_verified,
-    "loaded": _read_loaded,
-    "converted": _read_converted,
-    "manifest": _read_manifest,
-    "digests": _read_digests,
-    "inspected": _read_inspected,
-}
+    append(files, metadata, index, held.getvalue())

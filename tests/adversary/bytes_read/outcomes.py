@@ -25,7 +25,7 @@ from tests.adversary.attack import Found
 
 KINDS = (ValueError, EOFError, FileNotFoundError, OSError, RuntimeError, CheckpointUnusable, WeightStreamError)
 WAYS_OUT = re.compile(
-    r"\b(use|take|get|give|load|export|send|save|update|start|make|run|receive|build|let|remove|put|dequantize|choose|"
+    r"\b(use|takes?|get|give|load|export|send|save|update|start|make|run|receive|build|let|remove|put|dequantize|choose|"
     r"download|rename|import|expected|needs|does not read|does not fit)\b",
     re.IGNORECASE,
 )

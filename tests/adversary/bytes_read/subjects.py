@@ -7,6 +7,7 @@ from random import Random
 from typing import Protocol
 
 from tests.adversary.bytes_read.checkpoints import Checkpoints
+from tests.adversary.bytes_read.delta_checkpoints import DeltaCheckpoints
 from tests.adversary.bytes_read.deltas import Deltas
 from tests.adversary.bytes_read.directories import Directories
 from tests.adversary.bytes_read.progress import Progresses, Reports
@@ -25,7 +26,7 @@ class Subjects:
 
     def __init__(self, root: Path) -> None:
         self.all: dict[str, Subject] = {}
-        for kind in (Checkpoints, Deltas, Directories, Progresses, Reports, Streams):
+        for kind in (Checkpoints, DeltaCheckpoints, Deltas, Directories, Progresses, Reports, Streams):
             name = kind.__name__.lower()
             (root / name).mkdir()
             self.all[name] = kind(root / name)

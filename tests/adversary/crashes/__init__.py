@@ -2,7 +2,9 @@
 
 tape.c, tape.py   what a process and torch's writers do to files: written down, broken on demand (preloaded)
 disk.py           what may be left of it: what was not synced is lost, torn, or in another order
-operations.py     saves, exports, conversions, deltas, calibrations, and what may be seen of each when
+operations.py     saves and calibrations, and what may be seen of each when
+runs.py           full saves and deltas to them, and what removes those that are not needed
+making.py         exports, conversions, deltas
 explore.py        records one, opens the states; or breaks single calls and looks at what is left
 host.py           the process in which this runs
 """

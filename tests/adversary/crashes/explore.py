@@ -19,6 +19,7 @@ from tests.adversary.attack import Found
 from tests.adversary.crashes.disk import ORDERS, Disk, Tree
 from tests.adversary.crashes.making import Apply, ApplyFiles, Convert, Export, MakeDelta
 from tests.adversary.crashes.operations import Calibration, Operation, Saves
+from tests.adversary.crashes.runs import Run
 from tests.adversary.crashes.tape import Break, Op, Record, Tape
 
 SETTLED = "settled"
@@ -32,8 +33,8 @@ ERRORS = {
     Break.DEAD: (errno.EIO,),
 }
 TRIES = 10
-OPERATIONS: tuple[type[Operation], ...] = (Saves, Calibration, Export, Convert, MakeDelta, Apply, ApplyFiles)
-WEIGHTS = (6, 3, 1, 1, 1, 1, 1)
+OPERATIONS: tuple[type[Operation], ...] = (Saves, Run, Calibration, Export, Convert, MakeDelta, Apply, ApplyFiles)
+WEIGHTS = (6, 4, 3, 1, 1, 1, 1, 1)
 
 
 @dataclass
@@ -98,7 +99,7 @@ def scenario(seed: int, base: Path) -> Told:
     shutil.rmtree(base, ignore_errors=True)
     scene = Scene(base, draw.choices(OPERATIONS, WEIGHTS)[0](draw))
     try:
-        return draw.choices((crashes, _errors, _reads), (6, 3, 1))[0](scene, draw)
+        return draw.choices((crashes, errors, _reads), (6, 3, 1))[0](scene, draw)
     finally:
         shutil.rmtree(base, ignore_errors=True)
 
@@ -155,7 +156,7 @@ def judge(scene: Scene, see: Callable[[], Any], allowed: list[Any], where: str, 
     return found
 
 
-def _errors(scene: Scene, draw: random.Random) -> Told:
+def errors(scene: Scene, draw: random.Random) -> Told:
     operation, told = scene.operation, Told(f"errors in {scene.operation.name}")
     scene.recorded()
     before = scene.tape.calls  # with those of preparing: some errors come too late

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,9 @@ class Appearing(Operation):
             self.wanted = self.held(other)
             shutil.rmtree(other) if other.is_dir() else other.unlink()
         out = root / "out"
-        if not os.path.lexists(out):
+        try:
+            out.lstat()  # os.path.lexists would take an error for an answer
+        except FileNotFoundError:
             return NOTHING
         if (found := self.held(out)) != self.wanted:
             raise Found(f"{out} is there and not what was written: {_difference(found, self.wanted)}")

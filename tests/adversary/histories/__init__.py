@@ -4,6 +4,7 @@ stage.py   processes that wait in front of each file operation; who goes next is
 model.py   what may be seen: a register that saves write and loads read
 play.py    one history of a seed: saves into one directory, or several who make the same export, delta or
            calibration
+runs.py    histories of a run: full saves, deltas to them, removal of what is old, and loads of the newest
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from tests.adversary.crashes.explore import SETTLED, Told
 from tests.adversary.crashes.making import Appearing, Convert, Export, MakeDelta
 from tests.adversary.crashes.operations import NAMES, NOTHING, RUN, full, loaded, quiet
 from tests.adversary.crashes.tape import Op, Tape
+from tests.adversary.histories import runs
 from tests.adversary.histories.model import may_be_seen, may_fail, write_of
 from tests.adversary.histories.stage import KILLED, Actor, Stage
 from tests.dcp_adapters.cases import assert_holds
@@ -35,7 +36,7 @@ def scenario(seed: int, base: Path) -> Told:
     draw = random.Random(seed)
     shutil.rmtree(base, ignore_errors=True)
     try:
-        kind = draw.choices((_saves, _makers, _calibrations), (6, 2, 2))[0]
+        kind = draw.choices((_saves, runs.scenario, _makers, _calibrations), (6, 4, 2, 2))[0]
         return kind(draw, base)
     finally:
         shutil.rmtree(base, ignore_errors=True)

@@ -7,7 +7,7 @@ numerics.py    the formats in numpy
 twin.py        the reference: weights, masters, plain optimizers
 life.py        both side by side, and what is compared after each step
 on_ranks.py    lives of sharded models
-training.py, writes.py, checkpoints.py, outgoing.py    the steps
+training.py, writes.py, checkpoints.py, deltas.py, outgoing.py    the steps
 """
 
 from __future__ import annotations

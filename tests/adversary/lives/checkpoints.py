@@ -31,7 +31,7 @@ from tests.adversary.lives.writes import fits
 
 def resume(life: Life, random: Random) -> None:
     """Saved, and loaded into another model of the same kind, with its optimizer or without."""
-    with_optimizer = random.random() < 0.6 and _complete(life)
+    with_optimizer = random.random() < 0.6 and complete(life)
     path = saved(life, random, with_optimizer=with_optimizer)
     check_stored(life, path)
     other, weights = fresh(life, random, life.layers)
@@ -62,7 +62,7 @@ def resume(life: Life, random: Random) -> None:
     life.optimizer, life.twin, life.left = optimizer, twin, []
 
 
-def _complete(life: Life) -> bool:
+def complete(life: Life) -> bool:
     """Whether each parameter has a state, and all are in one group: what torch can describe by names."""
     states = life.twin.states()
     whole = all(weight.requires_grad for weight in life.weights.values()) and len(life.twin.groups) == 1

@@ -83,6 +83,7 @@ class Life:
     twin: Any = None
     left: list[str] = field(default_factory=list)  # names that no group has yet
     saves: int = 0
+    bases: list[Path] = field(default_factory=list)  # full saves, to which deltas may be made
     change: Any = None  # a step that writes something
     uploads: Any = None  # the process group of saves in the background
 

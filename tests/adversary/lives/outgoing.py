@@ -108,6 +108,14 @@ def stream(life: Life, random: Random) -> Any:
     with life.under():
         apply_deltas(held, [delta])
     same_tensors(held, again, "a receiver of deltas", "a stream")
+    weights = life.weights.values()
+    if any(weight.gathered for weight in weights) or (
+        layout == "compressed-tensors" and any("global_scale" in (weight.parts or {}) for weight in weights)
+    ):
+        return None  # a stream has other bytes than the model: those that are gathered, and reciprocals
+    with life.under():
+        if digest(held, config=made.json["config.json"], like=life.net) != digest(life.net):
+            raise Found(f"what a receiver of {layout} holds after a delta, and the model, have different digests")
     return None
 
 
@@ -140,11 +148,17 @@ def delta(life: Life, random: Random) -> None:
         _same_weights(life)
     finally:
         life.net = own
+    with life.under():
+        value = digest(life.net)
+        if digest(other) != value:
+            raise Found("the digests of a model and of one that deltas have brought to it differ")
     if life.first:
         file, out = life.path / f"delta-{life.saves}", life.path / f"patched-{life.saves}"
         with life.under():
             write_delta(first, second, file)
             patched_copy(first, [file], out)
+            if digest(out, prefix="model.") != value:
+                raise Found("the digests of a model and of the checkpoint that deltas lead to differ")
         check_stored(life, out)
 
 

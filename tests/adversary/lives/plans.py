@@ -32,6 +32,8 @@ OFTEN = {
     "stream": 2,
     "delta": 2,
     "digests": 1,
+    "since_base": 3,
+    "audited": 2,
     "calibrated": 1,
 }
 

@@ -10,13 +10,13 @@ from random import Random
 from typing import Any
 
 from tests.adversary.attack import Found
-from tests.adversary.lives import calibrating, checkpoints, on_ranks, outgoing, training, writes
+from tests.adversary.lives import calibrating, checkpoints, deltas, on_ranks, outgoing, training, writes
 from tests.adversary.lives.life import Failure, Plan, live
 from tests.adversary.lives.on_ranks import Era, eras
 from tests.adversary.lives.plans import planned, shortened, smaller
 from tests.ranks import run_ranks
 
-TABLE = training.STEPS | writes.STEPS | checkpoints.STEPS | outgoing.STEPS | calibrating.STEPS
+TABLE = training.STEPS | writes.STEPS | checkpoints.STEPS | outgoing.STEPS | deltas.STEPS | calibrating.STEPS
 SHARDED = 0.1  # of the lives
 MOST = 60  # shorter lives that are tried
 

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint.state_dict as dcp_state
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_hooks import unsharded
-from qtensor import QuantizedTensor, quantize
-from tests.adversary.lives import checkpoints, models, outgoing, training, twin, writes
+from qtensor import quantize
+from tests.adversary.lives import checkpoints, deltas, models, outgoing, training, twin, writes
 from tests.adversary.lives.cutting import direction, styles
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ def alone(weight: Weight) -> bool:
 
 def load_state_dict(life: Any, random: Random) -> None:
     """A full state dict on every rank, or shards of it."""
-    full = random.random() < 0.5
-    partly = random.random() < 0.4 or (full and any(weight.gathered for weight in life.weights.values()))
+    full = random.random() < 0.5 and not replicated_by_all(life)
+    partly = random.random() < 0.4
     state: dict[str, Any] = {}
     done = []
     params = life.named()
@@ -122,8 +122,6 @@ def load_state_dict(life: Any, random: Random) -> None:
             continue
         entry, finish = writes.entry_for(weight, random, assign=False, same=len(weight.shape) == 3)
         param = params[name]
-        if full and weight.gathered and isinstance(entry, QuantizedTensor):
-            continue  # torch's broadcast of such an entry is refused, by name
         if isinstance(param, DTensor) and not full:
             entry = distribute_tensor(entry, param.device_mesh, param.placements, src_data_rank=None)
         state[name] = entry
@@ -177,6 +175,11 @@ def gathered(life: Any, random: Random) -> None:
     life.agree()
 
 
+def replicated_by_all(life: Any) -> bool:
+    """Whether full values would be broadcast to all ranks, which quantized ones refuse."""
+    return bool(life.style.kind == "hsdp" and life.style.mesh[0] == dist.get_world_size())
+
+
 def fsdp(life: Any) -> bool:
     return "fsdp" in life.style.kind or life.style.kind == "hsdp"
 
@@ -205,6 +208,8 @@ STEPS = {
     "stream": outgoing.stream,
     "delta": outgoing.delta,
     "digests": outgoing.digests,
+    "since_base": deltas.since_base,
+    "audited": deltas.audited,
 }
 OFTEN = {
     "train": 8,
@@ -224,4 +229,6 @@ OFTEN = {
     "stream": 1,
     "delta": 1,
     "digests": 1,
+    "since_base": 2,
+    "audited": 1,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ ALWAYS = {  # asked last, whatever they name: what all of a package's code is be
     "qtensor": ("tests/qtensor/test_contract.py", "tests/qtensor/test_golden.py", "tests/fsdp_hooks/test_matrix.py"),
     "dcp_adapters": ("tests/dcp_adapters/test_format.py", "tests/dcp_adapters/test_reshard.py"),
 }
+RARE = 3  # test files: a name that no more of them say tells much
 MOST = 10  # files; the last ones of a long list seldom notice what the first did not
 
 
@@ -28,20 +30,35 @@ def modules(root: Path) -> list[str]:
 
 
 def files_for(root: Path, module: str) -> list[str]:
-    """Test files, those first that name most of the module for what they cost."""
+    """Test files, those of its name first, then those that name most of it for what they cost."""
     package = module.split("/", 1)[0]
-    names = _defined(root / module)
     dotted = module.removesuffix(".py").replace("/", ".")
-    ranked = []
-    for place in PLACES[package]:
-        for path in sorted((root / place).rglob("test_*.py")):
-            text = _text(path)
-            hits = sum(bool(re.search(rf"\b{name}\b", text)) for name in names) + 5 * (dotted in text)
-            own = path.stem.removeprefix("test_") in dotted
-            if hits or own:
-                ranked.append((_cost(text), -hits - 3 * own, str(path.relative_to(root))))
-    chosen = [file for _, _, file in sorted(ranked, key=lambda each: (each[0] + each[1], each[2]))][:MOST]
-    return list(dict.fromkeys([*chosen, *ALWAYS[package]]))
+    paths = [path for place in PLACES[package] for path in sorted((root / place).glob("test_*.py"))]
+    said = {path: _said(_text(path), _defined(root / module)) for path in paths}
+    often = Counter(name for names in said.values() for name in names)
+    own: list[tuple[float, str]] = []
+    others: list[tuple[float, str]] = []
+    for path, names in said.items():
+        text, name = _text(path), str(path.relative_to(root))
+        hits = sum(RARE / max(often[one], RARE) for one in names) + 5 * (dotted in text)  # `items` says nothing
+        if _is_of(path.stem.removeprefix("test_"), dotted):
+            own.append((_cost(text), name))
+        elif hits:
+            others.append((_cost(text) - 3 * hits, name))
+    first = [name for _, name in sorted(own)]
+    return list(
+        dict.fromkeys([*first, *(name for _, name in sorted(others)[: max(MOST - len(first), 0)]), *ALWAYS[package]])
+    )
+
+
+def _said(text: str, names: frozenset[str]) -> set[str]:
+    return {name for name in names if re.search(rf"\b{name}\b", text)}
+
+
+def _is_of(stem: str, dotted: str) -> bool:
+    """Whether a test file is named after the module, as test_merging_shards.py is after merging."""
+    words = {word[:6] for word in dotted.rpartition(".")[2].replace("all_", "").split("_")}
+    return stem in dotted or any(stem.startswith(word) for word in words if len(word) > 3)
 
 
 def _cost(text: str) -> int:

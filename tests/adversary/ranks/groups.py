@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint import _async_thread_executor
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from tests.adversary.ranks.world import NAME, Call, World
+from tests.adversary.ranks.world import NAME, Beside, Call, World
 
 
 class Work(dist._Work):  # type: ignore[name-defined,misc]
@@ -57,6 +59,10 @@ class Group(dist.ProcessGroup):
         self._waits = waits
         self._key, self._place, self._size, self._number = key, place, size, 0
         self._world, _ = World.here()
+
+    @property
+    def _device_types(self) -> list[torch.device]:  # asynchronous saves ask for a CPU among them
+        return [torch.device("cpu")]
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return NAME
@@ -170,6 +176,21 @@ class Group(dist.ProcessGroup):
             to=True,
         )
 
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """To one rank; what the others gave is in no state that counts afterwards, as in gloo."""
+        opts = opts or dist.ReduceOptions()
+        (own,), combine = tensors, _REDUCES[_op(opts)]
+
+        def move(given: dict[int, Any], place: int) -> None:
+            into = given[place][0].detach()
+            if place == opts.rootRank:
+                into.copy_(combine(torch.stack([given[each][1] for each in sorted(given)])))
+            else:
+                into.fill_(77)
+
+        sign = (tuple(own.shape), own.dtype, _op(opts))
+        return self._call("reduce", (own, own.detach().clone()), sign, move, opts.rootRank, to=True)
+
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         (out,), (own,) = outputs, inputs
@@ -208,6 +229,19 @@ _REDUCES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class _Executor:
+    """The thread in which an asynchronous save uploads: one beside that of its rank."""
+
+    def __init__(self, **_: Any) -> None:
+        """One thread for each save, whatever is asked for."""
+
+    def submit(self, work: Callable[..., Any], **given: Any) -> Beside:
+        return World.here()[0].beside(partial(work, **given))
+
+    def shutdown(self, *, wait: bool) -> None:
+        """Its thread ends by itself."""
+
+
 def _made(options: Any, _: Any) -> Group:
     """The group of these ranks; its name tells it among those of its world."""
     ranks = options.global_ranks_in_group
@@ -223,8 +257,9 @@ def threads_as_ranks() -> Iterator[None]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
         plugins = mock.patch.dict(dist.Backend._plugins, {NAME.upper(): plugin})
+        uploads = mock.patch.object(_async_thread_executor, "ThreadPoolExecutor", _Executor)
         logging.disable()  # torch's traces of errors that are meant
-        with plugins, torch.autograd.set_multithreading_enabled(False):
+        with plugins, uploads, torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         logging.disable(logging.NOTSET)

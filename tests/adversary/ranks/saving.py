@@ -151,8 +151,8 @@ def _verdict(errors: list[list[str]], visible: list[int | None], trouble: str, a
 
 
 def _saved(state: dict[str, Any], path: Path, trouble: str, options: dict[str, Any], seed: int) -> str:
-    writer = _Writer(path, trouble) if seed % 2 else _AtomicWriter(path, trouble)
-    planner = _Planner(trouble, **{key: value for key, value in options.items() if key != "group"})
+    writer = Writer(path, trouble) if seed % 2 else AtomicWriter(path, trouble)
+    planner = Planner(trouble, **{key: value for key, value in options.items() if key != "group"})
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=options["group"])
     except (Exception, CheckpointException) as error:
@@ -160,7 +160,7 @@ def _saved(state: dict[str, Any], path: Path, trouble: str, options: dict[str, A
     return ""
 
 
-class _Faulty:
+class Faulty:
     """A writer that fails where it is told to."""
 
     def __init__(self, path: Path, trouble: str) -> None:
@@ -182,15 +182,15 @@ class _Faulty:
         super().finish(metadata, results)  # type: ignore[misc]
 
 
-class _Writer(_Faulty, FileSystemWriter):
+class Writer(Faulty, FileSystemWriter):
     pass
 
 
-class _AtomicWriter(_Faulty, AtomicFileSystemWriter):
+class AtomicWriter(Faulty, AtomicFileSystemWriter):
     pass
 
 
-class _Planner(QuantizedSavePlanner):
+class Planner(QuantizedSavePlanner):
     def __init__(self, trouble: str, **options: Any) -> None:
         super().__init__(**options)
         self.trouble = trouble

@@ -92,7 +92,7 @@ def scenario(random: Random) -> str:
         mesh = placed.device_mesh()
         own = trouble if rank == who else "none"
         values = {each.name: placed.piece(each, each.full(), mesh) for each in given}
-        _spoil(values, own, [each for each in given if _has_company(each, training, placed)], Random(training.seed))
+        _spoil(values, own, [each for each in given if own != "absent" or _leaves_others(each, placed)], training.seed)
         params = training.params(values)
         made: list[Any] = []
         errors = _told(lambda: made.append(training.optimizer(params, rank)))
@@ -187,23 +187,22 @@ def _flip(params: dict[str, nn.Parameter]) -> str | None:
     return None
 
 
-def _has_company(weight: Weight, training: _Training, placed: Layout) -> bool:
-    """Whether another weight has all ranks meet in the same groups; a rank without any meets nobody there."""
-    return any(
-        each is not weight
-        and each.facts is not None
-        and each.facts.tensor_wide is not None
-        and each.name not in training.frozen
-        and placed.placements[each.name] == placed.placements[weight.name]
-        for each in training.given
-    )
+def _leaves_others(weight: Weight, placed: Layout) -> bool:
+    """Whether a rank without a weight still knows the groups that cut it, by others that they cut."""
+    cut = _dims_cut(placed, weight.name)
+    return any(name != weight.name and cut <= _dims_cut(placed, name) for name in placed.placements)
 
 
-def _spoil(values: dict[str, Tensor], trouble: str, given: list[Weight], random: Random) -> None:
+def _dims_cut(placed: Layout, name: str) -> set[int]:
+    """The mesh dims that cut a weight."""
+    return {number for number, placement in enumerate(placed.placements[name] or ()) if placement.is_shard()}
+
+
+def _spoil(values: dict[str, Tensor], trouble: str, given: list[Weight], seed: int) -> None:
     """Give this rank something else than the others have."""
     if not given:
         return
-    weight = random.choice(given)
+    weight = Random(seed).choice(given)
     name, value = weight.name, values[weight.name]
     if trouble == "absent":
         del values[name]

@@ -1,6 +1,7 @@
 """Merges, loads of dense entries and agreements on scales by simulated ranks; the bytes are those of one process.
 
-A rank may die, have other updates than the others, one that fails or is not finite, or a weight on the meta device.
+A rank may die, have other updates than the others, one that fails or is not finite, or a weight on the meta device or
+dense where the others' is quantized.
 All ranks that wait for each other raise, then, and nothing was written.
 """
 
@@ -110,15 +111,16 @@ def _synced(random: Random, size: int) -> str:
     """Shards quantized each for itself come to one scale; who held that keeps its bytes."""
     given = weights(random, 5, choose=lambda facts: not facts.square)
     placed = layout(random, size, given)
-    meta, who = random.random() < 0.3, random.randrange(size)
+    trouble, who = random.choice(("none", "none", "meta", "dense")), random.randrange(size)
 
     def body(rank: int) -> tuple[str, dict[str, float | None]]:
         mesh = placed.device_mesh()
         params: dict[str, Tensor] = {}
         for each in given:
             piece = placed.piece(each, each.dense() * (1 + rank % 3), mesh)
-            params[each.name] = piece if each.facts is None else _map(piece, _quantizer(each))
-            if meta and rank == who and each.facts is not None:
+            own = trouble if rank == who and each.facts is not None else "none"
+            params[each.name] = piece if each.facts is None or own == "dense" else _map(piece, _quantizer(each))
+            if own == "meta":
                 params[each.name] = _map(params[each.name], lambda local: local.to("meta"))
         before = {name: _wide(param) for name, param in params.items()}
         held = {name: b"" if param.is_meta else bits(param) for name, param in params.items()}
@@ -142,7 +144,7 @@ def _synced(random: Random, size: int) -> str:
         if len(held) > 1 and any(place.is_shard() for place in placements) and len(placed.mesh) == 1:
             raise Found(f"{each.name}: scales are not agreed: {held}")
     errors = [error for error, _ in values]
-    if any(errors) and not meta:
+    if any(errors) and trouble == "none":
         raise Found(f"sync_scales failed without a reason: {errors}")
     return "synced" if not any(errors) else "sync refused" if all(errors) else "sync refused by some"
 

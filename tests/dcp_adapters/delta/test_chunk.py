@@ -63,7 +63,9 @@ def test_more_changes_than_a_frame_holds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_does_not_compress_is_given_up_at_the_first_full_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And after a look at the rest."""
     monkeypatch.setattr(chunk_module, "MOST_CHANGES", 1000)
+    monkeypatch.setattr(chunk_module, "LOOK", 20)
     tried: list[int] = []
     encoded = chunk_module.encoded
 
@@ -74,7 +76,36 @@ def test_what_does_not_compress_is_given_up_at_the_first_full_frame(monkeypatch:
     monkeypatch.setattr(chunk_module, "encoded", counted)
     old, new = (noise(40_000, seed).view(torch.int32).view(torch.float32) for seed in (0, 1))
     assert kind(coded_chunk(old, new)) == "whole"
-    assert tried == [1000]
+    assert tried == [1000, *[20] * chunk_module.LOOKS]
+
+
+@pytest.mark.parametrize("look", [40, 2**15])  # the rest is judged by pieces, or so small that it is coded
+def test_a_chunk_that_begins_dense_and_goes_on_sparse_is_stored_as_changes(
+    look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_module, "MOST_CHANGES", 1000)
+    monkeypatch.setattr(chunk_module, "LOOK", look)
+    old = noise(80_000, 0).view(torch.int32).view(torch.float32)
+    new = old.clone()
+    for part in (slice(0, 2500), slice(12_000, 13_500)):  # a fifth of it, also in full runs behind the first
+        new[part] = noise(80_000, 1).view(torch.int32).view(torch.float32)[part]
+    data = coded_chunk(old, new)
+    assert kind(data) == "changes"
+    assert len(data) < 0.3 * new.nbytes
+    assert same_bytes(again(data, old, new), new)
+
+
+def test_a_chunk_that_is_dense_is_stored_whole_whatever_the_pieces_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of the bytes holds all the same: here the pieces, of one unit each, see few changes."""
+    monkeypatch.setattr(chunk_module, "MOST_CHANGES", 1000)
+    monkeypatch.setattr(chunk_module, "LOOK", 1)
+    old, new = (noise(40_000, seed).view(torch.int32).view(torch.float32) for seed in (0, 1))
+    for number in range(chunk_module.LOOKS):
+        at = 1000 + number * (9000 - 1) // (chunk_module.LOOKS - 1)
+        new[at] = old[at]
+    data = coded_chunk(old, new)
+    assert kind(data) == "whole"
+    assert same_bytes(again(data, old, new), new)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -127,6 +128,23 @@ def test_what_is_equal_is_free_and_what_does_not_compress_is_whole(tmp_path: Pat
     target = {"w": torch.zeros(1000), "same": values((100, 100), 1)}
     load(target, tmp_path / "delta")
     assert held(target) == held(noise)
+
+
+def test_a_file_that_is_gone_is_named_with_what_is_in_it(tmp_path: Path) -> None:
+    """Though all that it holds is coded, and no archive is looked into."""
+    save({"w": values((100, 100), 0)}, tmp_path / "full")
+    save({"w": values((100, 100), 0)}, tmp_path / "delta", delta_to=tmp_path / "full")
+    assert marked(tmp_path / "delta").keys() == {"w"}
+    path = tmp_path / "delta" / "gone.distcp"
+    metadata = dcp.FileSystemReader(path.parent).read_metadata()
+    next(info for index, info in metadata.storage_data.items() if index.fqn == "w").relative_path = path.name
+    (path.parent / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException) as error:
+        load({"w": values((100, 100), 1)}, path.parent, reader=SafeFileSystemReader(path.parent))
+    assert (
+        f"No such file or directory: '{path}', where w at (0, 0) is stored. This rank has loaded nothing, others may "
+        "have; use another checkpoint"
+    ) in str(error.value)
 
 
 def test_tensors_that_the_base_has_not_are_stored_as_in_full(tmp_path: Path) -> None:
@@ -303,7 +321,8 @@ def test_a_changed_byte_of_the_base_is_found_by_load_and_verify(reader: Any, pai
 def test_a_changed_byte_of_the_delta_is_found_by_load_and_verify(reader: Any, at: int, pair: Path) -> None:
     damaged(pair, "model.norm", at)
     target = small(5)
-    with pytest.raises(CheckpointException, match=r"model.norm at \(0,\)"):
+    told = r"model.norm at \(0,\).*Some tensors of the target may be loaded already"
+    with pytest.raises(CheckpointException, match=told):
         load(target, pair, reader=reader(pair))
     assert held(target)["model.norm"] == held(small(5))["model.norm"]
     assert [found.entry for found in verify(pair).findings] == ["model.norm at (0,)"]
@@ -359,6 +378,16 @@ def test_a_writer_of_safetensors_is_refused(pair: Path) -> None:
     planner = QuantizedSavePlanner(delta_to=pair.parent / "full")
     with pytest.raises(CheckpointException, match="delta_to needs a writer that keeps bytes"), alone():
         dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=planner)
+
+
+def test_a_base_that_cannot_be_read_is_an_error_that_says_so(pair: Path) -> None:
+    full = pair.parent / "full"
+    (full / ".metadata").unlink()
+    (full / ".metadata").mkdir()
+    text = rf"{full}: the .metadata of the base of a delta cannot be read \(.*\); make it readable, or use another"
+    refused(pair, text)
+    with pytest.raises(CheckpointException, match=text):
+        save(small(1), pair.parent / "third", delta_to=full)
 
 
 class Meanwhile(QuantizedSavePlanner):

@@ -299,7 +299,14 @@ def test_files_are_written_once_and_read_lazily(tmp_path: Any, monkeypatch: pyte
     assert sorted(file.name for file in tmp_path.iterdir()) == ["delta", "text"]
 
 
-def test_a_file_that_another_makes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_another_makes_meanwhile_stays(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system has no hard links, too: there a rename would replace it."""
+    if not links:
+        monkeypatch.setattr(os, "link", unsupported)
+
     def meanwhile(file: Path) -> None:
         sync(file)
         (tmp_path / "delta").write_text("another's")
@@ -310,10 +317,31 @@ def test_a_file_that_another_makes_meanwhile_stays(tmp_path: Path, monkeypatch: 
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("delta", "another's")]
 
 
-def test_a_file_system_without_links_takes_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
+def unsupported(*_: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
 
+
+def test_of_writers_of_one_name_one_gets_it_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", unsupported)
+    replaced = Path.replace
+
+    def late(file: Path, final: Path) -> Path:
+        """Another writer comes before the name leads to the first one's bytes."""
+        monkeypatch.setattr(Path, "replace", replaced)
+        with pytest.raises(FileExistsError, match=r"delta exists already|delta was made by another"):
+            save_delta(between(small(1), small(0)), final)
+        return replaced(file, final)
+
+    monkeypatch.setattr(Path, "replace", late)
+    made = between(small(0), small(1))
+    assert save_delta(made, tmp_path / "delta").read_bytes() == delta_to_bytes(made)
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_delta(made, tmp_path / "other")
+    assert [file.name for file in tmp_path.iterdir()] == ["delta"]
+
+
+def test_a_file_system_without_links_takes_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", unsupported)
     made = between(small(0), small(1))
     assert save_delta(made, tmp_path / "delta").read_bytes() == delta_to_bytes(made)

@@ -300,7 +300,7 @@ def test_a_name_that_is_taken_meanwhile_is_left_alone(
     monkeypatch.setattr(
         export, "_write_tensors", lambda *args: (written(*args), (tmp_path / "out.gguf").write_text("mine"))
     )
-    with pytest.raises(FileExistsError, match=r"out\.gguf exists already"):
+    with pytest.raises(FileExistsError, match=r"out\.gguf was made by another"):
         export_gguf(quantized("MXFP4"), tmp_path / "out.gguf", like=like, progress=False)
     assert (tmp_path / "out.gguf").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["like.gguf", "out.gguf"]

@@ -72,7 +72,7 @@ def stored_as(layout: str, schemes: Mapping[str, Scheme], weights: Mapping[str, 
         parts = {**weights[module].parts(), INPUT_SCALE: torch.tensor(0.5**number), SHAPE: shape}
         for stored in its.entry(scheme, module).stored:
             tensors[stored.of(module)] = stored.form.write(parts[stored.part])
-    linears = Linears(schemes, ["lm_head"], kv_cache=False, producer={"name": "test", "version": "0"})
+    linears = Linears(schemes, ["lm_head"], kv_cache=None, producer={"name": "test", "version": "0"})
     return tensors, its.json(its, linears)
 
 

@@ -21,17 +21,20 @@ pytest.importorskip("transformers")
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dcp_adapters import export_hf
+from dcp_adapters import export_hf, fused_linears
+from fsdp_hooks import sync_scales
 from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Int4GroupScaling,
+    MasterWeightOptimizer,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
     quantize,
     quantized_model_init,
+    share_scales,
 )
 from qtensor.high_precision import HighPrecisionWeight
 from tests.dcp_adapters.hf.exports import assert_equal, linears, llama, loaded, raw
@@ -56,7 +59,17 @@ def built(recipe: Any, storage: str, dtype: torch.dtype) -> LlamaForCausalLM:
     config: LlamaConfig = llama(tied=True).config
     config.dtype = dtype
     with quantized_model_init(recipe, storage=storage):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    share_scales(model, fused_linears(model))
+    return model
+
+
+def start(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights to begin with: those of k and up are smaller than those of what engines fuse them with."""
+    return {
+        name: value.to(dtype) * (0.75 if name.endswith(("k_proj.weight", "up_proj.weight")) else 1)
+        for name, value in llama(tied=True).state_dict().items()
+    }
 
 
 def loss_of(model: Any) -> Tensor:
@@ -66,7 +79,8 @@ def loss_of(model: Any) -> Tensor:
 def trained(recipe: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[LlamaForCausalLM, list[float]]:
     """A model after three steps of its linear weights, through their quantization, and the losses."""
     model = built(recipe, "high_precision", dtype)
-    model.load_state_dict({name: value.to(dtype) for name, value in llama(tied=True).state_dict().items()})
+    model.load_state_dict(start(dtype))
+    assert sync_scales(model) == 0  # in one process, only fused linears have something to agree on
     weights = [param for param in model.parameters() if isinstance(param, HighPrecisionWeight)]
     assert len(weights) == 2 * 7
     optimizer = torch.optim.SGD(weights, lr=0.02)
@@ -76,13 +90,14 @@ def trained(recipe: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[LlamaForC
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        sync_scales(model)
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     return model, losses
 
 
 def exported(model: LlamaForCausalLM, recipe: Any, path: Path, **options: Any) -> LlamaForCausalLM:
-    """Writes the bytes that the model's forwards use; returns the model that holds them."""
+    """Writes the bytes that the model's forwards use; returns the model with quantized storage that holds them."""
     quantized = built(recipe, "quantized", model.dtype)
     quantized.load_state_dict(model.state_dict())
     for module in linears(model):
@@ -90,7 +105,7 @@ def exported(model: LlamaForCausalLM, recipe: Any, path: Path, **options: Any) -
             weight, used = quantized.get_submodule(module).weight, model.get_submodule(module).weight.quantized()
             for name, part in used.parts().items():
                 assert torch.equal(raw(weight.parts()[name]), raw(part)), (module, name)
-    export_hf(quantized, path, progress=False, **options)
+    export_hf(model, path, progress=False, **options)
     return quantized
 
 
@@ -99,8 +114,6 @@ def test_the_loss_of_trained_weights_is_that_of_the_exported_ones(name: str, tmp
     """Bit for bit: transformers dequantizes to the bf16 numbers that training multiplied by."""
     recipe = WEIGHTS[name]
     model, losses = trained(recipe)
-    if recipe == NVFP4:  # q, k and v, and gate and up, must have one global scale; see the test below
-        share_largest_elements(model)
     quantized = exported(model, recipe, tmp_path / "out")
     client = loaded(tmp_path / "out", dequantize=True)
     for module in linears(model):
@@ -118,28 +131,40 @@ def test_the_loss_of_trained_weights_is_that_of_the_exported_ones(name: str, tmp
         assert not torch.equal(found, loss_of(dense)), "the loss of the dense weights would be as good"
 
 
-def share_largest_elements(model: LlamaForCausalLM) -> None:
-    """One largest magnitude for each group that engines fuse."""
-    for layer in model.model.layers:
-        for group in (
-            (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-            (layer.mlp.gate_proj, layer.mlp.up_proj),
-        ):
-            largest = max(float(linear.weight.dense.abs().max()) for linear in group)
-            with torch.no_grad():
-                for linear in group:
-                    linear.weight[0, 0] = largest
+def trained_with_masters(recipe: Any) -> tuple[LlamaForCausalLM, list[float]]:
+    """A model with quantized storage after three steps of its linear weights' masters, and the losses."""
+    model = built(recipe, "quantized", torch.bfloat16)
+    model.load_state_dict(start(torch.bfloat16))
+    weights = [(name, param) for name, param in model.named_parameters() if isinstance(param, QuantizedTensor)]
+    optimizer, losses = MasterWeightOptimizer(torch.optim.SGD, weights, lr=0.02), []
+    for _ in range(3):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return model, losses
 
 
-def test_nvfp4_of_fused_linears_is_refused_or_rounded_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["nvfp4", "float8_tensor"])
+def test_the_loss_of_quantized_storage_is_that_of_its_export(name: str, tmp_path: Path) -> None:
+    """Fused linears have one scale behind every step, and are exported as they are."""
+    model, losses = trained_with_masters(WEIGHTS[name])
+    export_hf(model, tmp_path / "out", progress=False)
+    with torch.no_grad():
+        found, expected = loss_of(loaded(tmp_path / "out", dequantize=True)), loss_of(model)
+    assert torch.equal(found, expected)
+    assert found < losses[-1]
+
+
+def test_nvfp4_of_fused_linears_that_share_no_scale_is_refused_or_rounded_again(tmp_path: Path) -> None:
     """The one case in which the loss is another one: global scales that training gave to q, k and v one by one."""
     model, _ = trained(NVFP4)
-    share_largest_elements(model)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight[0, 0] *= 1.5
+    assert share_scales(model, []) == []
     with pytest.raises(ValueError, match="global scale"):
-        exported(model, NVFP4, tmp_path / "refused")
-    exported(model, NVFP4, tmp_path / "out", fused_scales="requantize")
+        export_hf(model, tmp_path / "refused", progress=False)
+    export_hf(model, tmp_path / "out", progress=False, fused_scales="requantize")
     with torch.no_grad():
         found, expected = loss_of(loaded(tmp_path / "out", dequantize=True)), loss_of(model)
     assert not torch.equal(found, expected)

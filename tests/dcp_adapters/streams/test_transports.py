@@ -464,6 +464,34 @@ def test_an_address_is_taken_once_and_left_behind_by_the_dead(tmp_path: Path) ->
     SharedMemorySender(address).close()
     with pytest.raises(ValueError, match="longer than the 100 bytes that a socket's path may have"):
         SharedMemorySender(tmp_path / ("x" * 100))
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path / 'no'}: no such directory; create it first")):
+        SharedMemorySender(tmp_path / "no" / "weights")
+    address.write_text("mine")
+    with pytest.raises(FileExistsError, match="weights exists already, and is no socket; choose another address"):
+        SharedMemorySender(address)
+    assert address.read_text() == "mine"
+
+
+@pytest.mark.parametrize("option", ["receivers", "slots", "timeout"])
+def test_numbers_that_would_wait_for_ever_or_for_nobody_are_refused(option: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"SharedMemorySender: {option}=0, expected a positive number"):
+        SharedMemorySender(tmp_path / "weights", **{option: 0})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_without_a_peer_is_refused() -> None:
+    for made in (GroupSender, GroupReceiver):
+        with pytest.raises(ValueError, match=f"{made.__name__}: group=None is no process group that this rank is in"):
+            made(None)
+    port = free_port()
+    alone = join_group(f"127.0.0.1:{port}", 0, 1, timeout=SOON)
+    with pytest.raises(ValueError, match=r"GroupSender: there is nobody else in the group; it needs the receivers, to"):
+        GroupSender(alone)
+    with pytest.raises(ValueError, match=r"GroupReceiver: sender=0 is this rank itself; expected the sender's rank"):
+        GroupReceiver(alone)
+    for rank, ranks in ((2, 2), (-1, 2)):
+        with pytest.raises(ValueError, match=f"join_group: rank={rank} of ranks={ranks}; expected a rank from 0 to 1"):
+            join_group(f"127.0.0.1:{port}", rank, ranks, timeout=NOW)
 
 
 def test_a_receiver_that_was_lost_may_come_back(ends: Ends) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -25,6 +25,7 @@ from qtensor import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
+    kernels,
     quantize,
     quantize_,
 )
@@ -106,10 +107,26 @@ def test_every_pass_is_a_version_with_the_values_of_its_time() -> None:
 
 def test_a_model_that_became_another_one_is_refused() -> None:
     model = quantized("mxfp8")
-    stream = WeightStream(model, config=CONFIG)
-    model.layers[0].o_proj.bias = None
-    with pytest.raises(ValueError, match=r"WeightStream: layers\.0\.\S+ is new, or has another dtype or shape than"):
-        next(iter(stream))
+    linear = model.layers[0].o_proj
+    stream, bias = WeightStream(model, config=CONFIG), linear.bias
+
+    def refusal() -> str:
+        with pytest.raises(ValueError, match=r"; make another stream$") as caught:
+            next(iter(stream))
+        return str(caught.value)
+
+    linear.bias = None
+    assert refusal().startswith("WeightStream: since the stream was made, layers.0.o_proj.bias has gone;")
+    linear.bias = nn.Parameter(bias.detach()[:3].float())
+    assert f"layers.0.o_proj.bias changed from bfloat16 [{len(bias)}] to float32 [3];" in refusal()
+    linear.bias = bias
+    model.scale = nn.Parameter(torch.ones(2))
+    assert "made, scale has come;" in refusal()
+    del model.scale
+    layers, model.layers = model.layers, nn.ModuleDict()
+    del model.layers
+    model.register_module("layers", layers)
+    assert refusal().startswith("WeightStream: since the stream was made, the order of the tensors has changed;")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +136,10 @@ def test_a_model_that_became_another_one_is_refused() -> None:
         ({"bucket_bytes": 0}, "WeightStream: bucket_bytes=0, expected a positive number of bytes"),
         ({"fused_scales": "no"}, 'WeightStream: fused_scales=\'no\' is not one of "raise", "requantize"'),
         ({"layout": "gguf"}, "layout='gguf' is not one of"),
+        (
+            {"include": ["layers.*"]},
+            "WeightStream: include= and exclude= say which dense linears recipe= quantizes, and",
+        ),
         ({"recipe": MXFP8, "include": ["norms.*"]}, "include pattern 'norms.*' matches no dense linear of the source"),
     ],
 )
@@ -168,11 +189,13 @@ def test_defaults_of_the_caller_do_not_matter() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("name", [each.name for each in TABLE if each.tensor_wide and not each.history])
+SHARING = {each.name: each for each in TABLE if kernels.shares_amax(each.recipe) and not each.history}
+
+
+@pytest.mark.parametrize("name", SHARING)
 def test_the_scale_that_a_plan_reads_is_that_of_the_gathered_weight(name: str) -> None:
-    weight = HighPrecisionWeight(values((32, 64), 3), next(each.recipe for each in TABLE if each.name == name))
-    wide = next(each.tensor_wide for each in TABLE if each.name == name)
-    assert torch.equal(weight.tensor_wide_scale(), weight.quantized().parts()[wide])
+    weight = HighPrecisionWeight(values((32, 64), 3), SHARING[name].recipe)
+    assert torch.equal(weight.shared_scale(), weight.quantized().parts()[SHARING[name].tensor_wide or "scale"])
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
@@ -345,11 +368,11 @@ def quantize_layers(model: Model) -> Model:
 
 
 def test_memory_is_that_of_groups_and_a_bucket_whatever_the_size_of_the_model() -> None:
-    """On the rank that receives: this group, the next one, their own shards, a bucket, and a tensor in the making."""
+    """On the rank that receives: this group, the next one, a bucket, and a tensor in the making."""
     (small, group, _), helper = run_ranks(2, _most_bytes, 4)
     (large, _, nbytes), _ = run_ranks(2, _most_bytes, 12)
-    # two groups and half of each as this rank's shards; the bucket and its last tensor (256 x 128), twice in the making
-    bound = 3 * group + 10_000 + 3 * 256 * 128
+    # two groups, the bucket and its last tensor (256 x 128), twice in the making
+    bound = 2 * group + 10_000 + 3 * 256 * 128
     assert nbytes > 2 * bound  # so the bound says something
     assert small <= bound
     assert large <= bound

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dcp_adapters import import_hf
 from qtensor import QuantizedTensor, quantize
+from tests.dcp_adapters.hf.exports import layers_of, members
 from tests.qtensor.recipes_under_test import same_parts
 
 
@@ -24,11 +25,18 @@ def stored(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def weights_as_trained(out: Path, recipe: Any) -> dict[str, bool]:
-    """Whether each quantized weight of OUT/exported has the bytes of quantizing that of OUT/trained."""
+    """Whether each quantized weight of OUT/exported has the bytes of quantizing that of OUT/trained.
+
+    What engines run as one linear must have those of one weight, with the rows of all.
+    """
     dense, found = stored(out / "trained"), import_hf(out / "exported", progress=False)
     assert all(value.dtype == torch.float32 for value in dense.values())
-    return {
-        name: same_parts(value, quantize(dense[name], recipe.stored))
-        for name, value in found.items()
-        if isinstance(value, QuantizedTensor)
-    }
+    quantized = {name: value for name, value in found.items() if isinstance(value, QuantizedTensor)}
+    same = {}
+    for layer in layers_of([name.removesuffix(".weight") for name in quantized]):
+        names = [f"{module}.weight" for module in members(layer)]
+        as_one = quantize(torch.cat([dense[name] for name in names]), recipe.stored)
+        rows = as_one.split([dense[name].shape[0] for name in names])
+        same |= {name: same_parts(quantized[name], own) for name, own in zip(names, rows, strict=True)}
+    assert same.keys() == quantized.keys()
+    return same

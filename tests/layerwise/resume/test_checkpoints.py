@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from layerwise.resume import window_files
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint
 from layerwise.resume.progress import BACKUP, PROGRESS, read_progress
@@ -292,6 +294,41 @@ def test_the_name_of_a_new_directory_is_durable_before_anything_is_in_it(
     monkeypatch.setattr(os, "fsync", fsync)
     CalibrationCheckpoint(tmp_path / "a" / "run").open(RUN)
     assert synced[:2] == [(".", ["a"]), ("a", ["run"])]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_window_that_can_not_be_read_now_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    save_dense(tmp_path)
+    before = contents(tmp_path)
+    data = tmp_path / "layers-00001-00001" / "__0_0.distcp"
+
+    def summary(file: Path) -> str:
+        if file == data:
+            raise OSError(number, os.strerror(number), str(file))
+        return sound(file)
+
+    sound = window_files._summary
+    with monkeypatch.context() as patch:
+        patch.setattr(window_files, "_summary", summary)
+        told = f"{data} can not be read ({os.strerror(number)}), so it is not known to be damaged. Nothing has been"
+        with pytest.raises(type(OSError(number, "")), match=re.escape(told)):
+            CalibrationCheckpoint(tmp_path).open(RUN)
+    assert contents(tmp_path) == before
+    assert CalibrationCheckpoint(tmp_path).open(RUN) is not None
+    assert_loads(tmp_path, 3)
+
+
+def test_a_window_whose_place_holds_something_else_is_damaged(tmp_path: Path) -> None:
+    save_dense(tmp_path)
+    shutil.rmtree(tmp_path / "layers-00001-00001")
+    (tmp_path / "layers-00001-00001").write_bytes(b"no directory")
+    resumed, again = None, CalibrationCheckpoint(tmp_path)
+    with pytest.warns(UserWarning, match=r"layers-00001-00001/\S+ is missing\. The calibration restarts from layer 1"):
+        resumed = again.open(RUN)
+    assert resumed is not None
+    assert resumed.next_layer == 1
 
 
 def flip(file: Path, place: int | None = None) -> None:

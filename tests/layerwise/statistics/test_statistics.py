@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from fsdp_hooks import unsharded
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Inputs
-from layerwise.statistics.collector import SAMPLE_ROWS, Collector, partition
+from layerwise.statistics import accumulated
+from layerwise.statistics.accumulated import SAMPLE_ROWS
+from layerwise.statistics.collector import Collector, partition
 from tests.ranks import run_ranks, run_ranks_catching
 
 ALL = frozenset({COLUMNS, LOCAL_HESSIAN, HESSIAN})
@@ -30,6 +32,20 @@ def _targets(module: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in module.named_parameters() if param.ndim >= 2 and "norm" not in name}
 
 
+def _everything(collector: Collector, group: dist.ProcessGroup | None = None) -> dict[tuple[str, ...], Inputs | None]:
+    """All groups with their statistics, on every rank in turn; each total is asked for on all ranks."""
+    statistics = collector.agree(group)
+    found = {}
+    for index, facts in enumerate(statistics.facts):
+        for owner in range(1 if group is None else group.size()):
+            inputs = statistics.total(index, owner, keep=owner + 1 < (1 if group is None else group.size()))
+            if group is None or group.rank() == owner:
+                found[facts.names] = inputs
+            else:
+                assert inputs is None
+    return found
+
+
 def _collect(
     targets: Mapping[str, Tensor],
     batches: Iterable[Any],
@@ -42,7 +58,7 @@ def _collect(
         for batch in batches:
             with collector.batch():
                 run(batch)
-    return dict(collector.reduce(group))
+    return _everything(collector, group)
 
 
 def _bytes(groups: Mapping[tuple[str, ...], Inputs | None]) -> list[Any]:
@@ -109,7 +125,7 @@ def test_the_forward_computes_what_it_computes_without(dtype: torch.dtype) -> No
         with collector.batch():
             got = net(x)
     assert got.view(torch.uint8).numpy().tobytes() == expected.view(torch.uint8).numpy().tobytes()
-    _assert_describes(dict(collector.reduce(None))["q.weight", "k.weight", "v.weight"], [x])
+    _assert_describes(_everything(collector)["q.weight", "k.weight", "v.weight"], [x])
 
 
 def test_only_what_is_asked_for() -> None:
@@ -146,7 +162,7 @@ def test_samples_are_rows_as_they_came() -> None:
     spaced = [index * 100 // SAMPLE_ROWS for index in range(SAMPLE_ROWS)]
     assert torch.equal(samples, torch.cat([batches[0].view(-1, K), batches[1].view(-1, K)[spaced]]))
     assert collector.samples("unused.weight") is None
-    collector.reduce(None)
+    collector.agree(None)
     assert collector.samples("k.weight") is not None
 
 
@@ -192,6 +208,68 @@ def test_batches_that_group_differently_are_complete_for_every_name() -> None:
     assert _bytes(again) == _bytes(_collect(_targets(net), [x, y], run))
 
 
+def _kept(collector: Collector) -> int:
+    """Bytes of the statistics of all groups, before any total is asked for."""
+    found = [one for own in collector._accumulated.values() for one in own.rows]
+    found += [
+        bucket for own in collector._accumulated.values() for s in own.sums.values() for bucket in s.buckets.values()
+    ]
+    return sum(one.nbytes for one in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_wait_in_place_of_a_larger_hessian(dtype: torch.dtype) -> None:
+    """Whoever has few tokens keeps them; the bits are those of the products of every batch, made at once."""
+    w = _randn(N, K, dtype=dtype)
+    itemsize = dtype.itemsize
+    few, many = 4 * K // itemsize // 4, 4 * K // itemsize  # rows whose bytes are a quarter of fp32 [K, K], and all
+    batches = [_randn(few, K, seed=seed, dtype=dtype) for seed in range(6)]
+    expected = sum(2 / (6 * few) * (x.float().T @ x.float()).double() for x in batches)
+    for order in (batches, batches[::-1]):
+        collector = Collector({"w": w}, frozenset({HESSIAN}))
+        for number, x in enumerate(order, 1):
+            with torch.no_grad(), collector.batch():
+                F.linear(x, w)
+            # four batches are as large as the product in fp32; then there is a sum of them in fp64
+            assert _kept(collector) == (number * few * K * itemsize if number <= 4 else 8 * K * K)
+        (inputs,) = _everything(collector).values()
+        assert inputs is not None
+        np.testing.assert_allclose(inputs.hessian, expected, rtol=0, atol=float(expected.abs().max()) * 2**-20)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(accumulated, "SAFE", 0.0)
+            at_once = _collect({"w": w}, order, lambda x: F.linear(x, w), needs=frozenset({HESSIAN}))
+        assert _bytes(at_once) == _bytes({("w",): inputs})
+    large = Collector({"w": w}, frozenset({HESSIAN}))
+    with torch.no_grad(), large.batch():
+        F.linear(_randn(many + 1, K, dtype=dtype), w)
+    assert _kept(large) == 8 * K * K
+
+
+def test_rows_that_wait_are_copies() -> None:
+    """A layer may write into its hidden states once it has used them."""
+    w, x = _randn(N, K), _randn(5, K)
+
+    def run(batch: Tensor) -> None:
+        F.linear(batch, w)
+        batch.fill_(torch.nan)
+
+    groups = _collect({"w": w}, [x.clone()], run)
+    _assert_describes(groups["w",], [x])
+
+
+def test_a_total_can_be_asked_for_again_where_it_is_kept() -> None:
+    net = Attention()
+    for rows in (5, 100):  # kept as rows, and as sums
+        collector = Collector(_targets(net), ALL)
+        with torch.no_grad(), collector.batch():
+            net(_randn(rows, K))
+        statistics = collector.agree(None)
+        first, again, last = (statistics.total(0, 0, keep=keep) for keep in (True, True, False))
+        names = statistics.facts[0].names
+        assert _bytes({names: first}) == _bytes({names: again}) == _bytes({names: last})
+        assert not statistics._accumulated.keys() & {names}, "it is used up"
+
+
 def test_partition() -> None:
     names = ["a", "b", "c", "d"]
     assert partition([], names) == []
@@ -207,7 +285,7 @@ def test_a_batch_that_raises_leaves_nothing() -> None:
     with pytest.raises(RuntimeError, match="shapes"), collector.batch():
         net.o(net(_randn(5, K)))
     assert collector.samples("q.weight") is None
-    assert all(inputs is None for _, inputs in collector.reduce(None))
+    assert all(inputs is None for inputs in _everything(collector).values())
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, nullcontext])
@@ -219,7 +297,7 @@ def test_with_gradients_and_under_inference_mode(mode: Callable[[], AbstractCont
         net(_randn(5, K))
     with mode(), collector.batch():
         net(_randn(5, K, seed=1))
-    assert _bytes(dict(collector.reduce(None))) == _bytes(expected)
+    assert _bytes(_everything(collector)) == _bytes(expected)
 
 
 def test_the_layers_precision_is_not_that_of_statistics() -> None:
@@ -423,10 +501,10 @@ def test_all_ranks_raise_for_the_data_of_one() -> None:
 
 
 def _count_collectives(batches: int) -> int:
-    """How many calls into the group one reduction makes."""
+    """How many calls into the group it takes to agree, and to have every total once on each of two ranks."""
     net = Attention()
     calls = 0
-    patched = [name for name in ("all_reduce", "all_gather", "all_gather_object") if callable(getattr(dist, name))]
+    patched = ["all_reduce", "reduce", "all_gather", "all_gather_object"]
     with pytest.MonkeyPatch.context() as patch:
         for name in patched:
             original = getattr(dist, name)
@@ -442,7 +520,9 @@ def _count_collectives(batches: int) -> int:
 
 
 def test_collectives_do_not_grow_with_batches() -> None:
-    assert run_ranks(2, _count_collectives, 1) == run_ranks(2, _count_collectives, 3) == [4, 4]
+    assert (
+        run_ranks(2, _count_collectives, 1) == run_ranks(2, _count_collectives, 3) == [10, 10]
+    )  # 2 + 2 groups * 2 * 2
 
 
 def _llama() -> tuple[nn.Module, Callable[[Tensor], Any]]:

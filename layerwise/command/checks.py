@@ -1,0 +1,290 @@
+"""Does it all fit together? The config, the model, the files, the data, the layout: answered before a weight is read.
+
+The model is built on the meta device; of files only names, shapes and headers are read; the export is planned with the
+scales that it will have. What is wrong is collected from all ranks and told at once, alike on every rank.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dcp_adapters.entry import Entry
+from dcp_adapters.gguf.like import open_like, read_like
+from dcp_adapters.gguf.plan import GGUF, tensors_of
+from dcp_adapters.hf.config import model_config, shard_size
+from dcp_adapters.hf.directory import read_directory
+from dcp_adapters.hf.importing import check_import
+from dcp_adapters.hf.layout import layout_named
+from dcp_adapters.hf.plan import Request, plan_export
+from dcp_adapters.hf.prepare import check_names
+from dcp_adapters.hf.schemes import is_quantized
+from dcp_adapters.stored.durable import refuse_taken
+from fsdp_hooks.across_ranks import on_all, on_first, ranks_of
+from layerwise.command.config import PICTURES, Config
+from layerwise.command.data import read_samples
+from layerwise.command.model import built, longest_of, vocabulary_of
+from layerwise.command.record import Record
+from layerwise.command.yaml_text import ConfigError
+from layerwise.running.plan import Options
+from layerwise.stages.attentions import find_attentions
+from layerwise.stages.layers import find_layers
+from layerwise.stages.targets import Target, find_targets
+from layerwise.weights.on_disk import OnDisk
+from qtensor.formats import tensor_wide
+
+T = TypeVar("T")
+NO_PICTURES = "pictures are drawn by matplotlib, which is not installed: pip install 'qtensor[calibration]'"
+REFUSALS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitting:
+    """What the checks have built.
+
+    model: on the meta device. layers: of it. targets: the weights that will be quantized. samples: int64 [samples,
+    tokens], None without data. dense: whether the model's directory is dense.
+    """
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    targets: Sequence[Target]
+    samples: Tensor | None
+    dense: bool
+
+
+def checked(config: Config, now: Record, before: Record | None) -> Fitting:
+    """What a run needs, once everything about it is known to fit. All ranks call it alike.
+
+    Args:
+        config: of the run.
+        now: its record.
+        before: that of an earlier run in the same checkpoint_dir.
+
+    Raises:
+        ConfigError: on all ranks, a line for each thing that does not fit.
+        ImportError: transformers, or what an output needs, is not installed.
+    """
+    problems = _Problems()
+    with problems.of("output"):
+        _check_outputs(config, now, before)
+        _check_pictures(config.output.report)
+    with problems.of("model.device"):
+        device_of(config.model.device)
+    model = problems.value("model", lambda: built(config.model))
+    layers: list[nn.Module] = []
+    targets: list[Target] = []
+    if model is not None:
+        with problems.of("calibration.layers"):
+            layers += layers_of(config, model)
+        with problems.of("calibration"):
+            _check_options(config)
+            targets += find_targets(
+                model, config.recipe, list(config.calibration.include), list(config.calibration.exclude)
+            )
+            if not targets:
+                raise ValueError("no weight is left to quantize; see include and exclude")
+            if config.calibration.kv_cache is not None:
+                find_attentions(model)
+        with problems.of("model.path"):
+            _check_files(config, model)
+    dense = _is_dense(config.model.path)
+    if targets and not problems.found:
+        with problems.of("output"):
+            _check_export(config, model, targets, dense=dense)
+    problems.raise_on_all()
+    assert model is not None
+    return Fitting(model, layers, targets, of_first(lambda: _samples(config, model)), dense)
+
+
+def of_first(step: Callable[[], T]) -> T:
+    """What `step` returns on rank 0, on all ranks. Raises ConfigError on all ranks where it raises that on rank 0."""
+
+    def tried() -> tuple[Any, str | None]:
+        try:
+            return step(), None
+        except ConfigError as error:
+            return None, str(error)
+
+    value, refusal = on_first(None, tried)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return value  # type: ignore[no-any-return]
+
+
+class _Problems:
+    """What is wrong, in the order in which it was found."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """A step; what it refuses is kept under this key, unless the refusal names one."""
+        try:
+            yield
+        except ConfigError as error:
+            self.found.append(str(error))
+        except REFUSALS as error:
+            text = str(error).removeprefix("calibrate: ").removeprefix(f"{key.rpartition('.')[2]}: ")
+            self.found.append(f"{key}: {text}")
+
+    def value(self, key: str, step: Callable[[], Any]) -> Any:
+        """What a step returns; None where it was refused."""
+        found: list[Any] = []
+        with self.of(key):
+            found.append(step())
+        return found[0] if found else None
+
+    def raise_on_all(self) -> None:
+        """Raise on all ranks where some rank has found something."""
+        told = on_all(None, lambda: self.found)
+        if all(found == told[0] for found in told):
+            lines = told[0]
+        else:
+            lines = [f"rank {rank}: {line}" for rank, found in enumerate(told) for line in found]
+        if lines:
+            raise ConfigError("\n".join(lines))
+
+
+def device_of(name: str) -> torch.device:
+    """Where this rank computes. Raises ValueError where there is no such device."""
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(name if name != "auto" else there or "cpu")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if there is None or there.type != device.type:
+        raise ValueError(f"there is no {name} here; expected auto, cpu{'' if there is None else f' or {there.type}'}")
+    numbered = ":" in name
+    if numbered and ranks_of(None) > 1:
+        raise ValueError(f"{name} would be that of all ranks; say {device.type}, and each takes its own")
+    index = device.index if numbered else torch.accelerator.current_device_index()
+    if index >= torch.accelerator.device_count():
+        raise ValueError(f"there is no {name} here; there are {torch.accelerator.device_count()}, counted from 0")
+    return torch.device(device.type, index)
+
+
+def layers_of(config: Config, model: nn.Module) -> list[nn.Module]:
+    """The layers that the config names; none where the whole model is calibrated at once."""
+    asked: Any = config.calibration.layers
+    return [] if asked == () else [layer for _, layer in find_layers(model, asked)]
+
+
+def _check_outputs(config: Config, now: Record, before: Record | None) -> None:
+    """Refuse names that are taken, unless an earlier run of this config has begun to write there."""
+    ours = now.same_run(before)
+    directories = ["output.checkpoint", *(["output.path"] if config.output.like is None else [])]
+    for key, path in config.outputs().items():
+        try:
+            if not path.absolute().parent.is_dir():
+                raise FileNotFoundError(f"{path.absolute().parent}: no such directory; create it first")
+            if not ours and key in directories:
+                refuse_taken(path)
+            elif not ours and path.exists():
+                raise FileExistsError(f"{path} exists already; choose another name, nothing is overwritten")
+        except OSError as error:
+            changed = None if before is None else now.changed(before)
+            why = "" if changed is None else f" (an earlier run of this config has read another {changed})"
+            raise ConfigError(f"{key}: {error}{why}") from None
+
+
+def _check_pictures(paths: Sequence[Path]) -> None:
+    """Refuse pictures where nothing can draw them: now, and not when all is done."""
+    if any(path.suffix in PICTURES for path in paths) and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"output.report: {NO_PICTURES}")
+
+
+def _check_options(config: Config) -> None:
+    keys = config.calibration
+    Options(
+        recipe=config.recipe,
+        algorithm=config.algorithm,
+        inputs=keys.inputs,
+        kv_cache=keys.cache,
+        layer_inputs=keys.layer_inputs,
+        inputs_on=keys.inputs_on,
+        save_every=keys.save_every,
+    )
+
+
+def _check_files(config: Config, model: nn.Module) -> None:
+    """Refuse files that lack tensors of the model, or have others."""
+    if config.model.weights_on == "disk":
+        OnDisk(config.model.path, model)
+    else:
+        check_import(config.model.path, model, on_mismatch="convert")
+
+
+def _is_dense(path: Path) -> bool:
+    try:
+        return not is_quantized(read_directory(path))
+    except REFUSALS:  # told by _check_files
+        return True
+
+
+def _samples(config: Config, model: nn.Module) -> Tensor | None:
+    """On rank 0: the samples."""
+    if config.data is None:
+        return None
+    longest = longest_of(model)
+    if longest is not None and config.data.sequence_length > longest:
+        raise ConfigError(
+            f"data.sequence_length: the model takes {longest} tokens at most, got {config.data.sequence_length}"
+        )
+    return read_samples(config.data, config.model.path, vocabulary_of(model))
+
+
+# -- the export --------------------------------------------------------------------------------------------------------
+
+
+def _check_export(config: Config, model: nn.Module, targets: Sequence[Target], *, dense: bool) -> None:
+    """Refuse what the layout cannot hold, by planning the export: names, formats and shapes are known by now."""
+    output = config.output
+    if output.path is None:
+        return
+    if config.model.weights_on == "disk" and not dense:
+        raise ConfigError(
+            "model.weights_on: the model's files are quantized, so what is not calibrated must be loaded; "
+            "say device or cpu, not disk"
+        )
+    described = model_config(config.model.path, None)
+    entries, scales = _entries(config, model, targets)
+    if output.like is None:
+        layout, tied, told = layout_named(output.layout), described.tied, None
+        check_names(entries, described, layout)
+    else:
+        told = read_like(output.like, open_like(output.like))
+        layout, tied = GGUF, told.tied
+    producer = {"name": "qtensor", "version": ""}
+    plan = plan_export(entries, Request(layout, scales, producer, shard_size(output.max_shard_size), tied))
+    if told is not None:
+        tensors_of([made for file in plan.files for made in file.outputs], told)
+
+
+def _entries(config: Config, model: nn.Module, targets: Sequence[Target]) -> tuple[dict[str, Entry], dict[str, float]]:
+    """What the export will consist of, and its tensor-wide scales, which fused linears share: 1 for all of them."""
+    quantized = {target.name for target in targets}
+    recipe = config.recipe.stored
+    entries = {
+        name: Entry(name, recipe if name in quantized else None, tuple(value.shape), value.dtype)
+        for name, value in model.state_dict().items()
+    }
+    scaled = list(quantized) if tensor_wide(recipe) is not None else []
+    if config.calibration.inputs == "static":
+        for target in targets:
+            name = f"{target.module_name if len(target.shape) == 2 else target.name}.input_scale"
+            entries[name] = Entry(name, None, (), torch.float32)
+            scaled.append(name)
+    if config.calibration.kv_cache is not None:
+        # how many heads there are shows in a forward; a layout has scales of all numbers of them or of none
+        shape = (2,) if config.calibration.kv_cache == "head" else ()
+        for attention in find_attentions(model):
+            for name in (f"{attention}.k_scale", f"{attention}.v_scale"):
+                entries[name] = Entry(name, None, shape, torch.float32)
+                scaled.append(name)
+    return entries, dict.fromkeys(scaled, 1.0)

@@ -1,0 +1,262 @@
+"""The command line, `python -m layerwise CONFIG.yaml`.
+
+    read        rank 0 reads the config, all ranks parse the same text
+    finished?   where checkpoint_dir says so, that is told, and nothing else happens
+    check       everything that can be refused is refused (checks.py)
+    load        each rank its shards
+    calibrate   layer by layer, from the checkpoint_dir on
+    write       reports, checkpoint, directory (outputs.py)
+
+Exit status: 0, it is done, now or by an earlier run; 1, it failed while it ran, and with a checkpoint_dir the same
+command goes on where it stopped; 2, the config, or what it names, is refused, and nothing was changed.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fsdp_hooks.across_ranks import is_first, on_first, rank_of, ranks_of
+from layerwise.calibrate import calibrate
+from layerwise.command.checks import Fitting, checked, device_of, of_first
+from layerwise.command.config import Config
+from layerwise.command.data import batches_of
+from layerwise.command.model import load
+from layerwise.command.outputs import write_outputs
+from layerwise.command.parsing import Algorithms, parse
+from layerwise.command.record import FINISHED, WRITING, Record, read_record, record_of, write_record
+from layerwise.command.reference import example
+from layerwise.command.yaml_text import ConfigError
+
+PROGRAM = "python -m layerwise"
+DONE, FAILED, REFUSED = 0, 1, 2
+RUN_ERRORS = (OSError, ValueError, TypeError, RuntimeError, ImportError, EOFError, CheckpointException)
+TELL_BEFORE_LEAVING = timedelta(seconds=10)
+ABOUT = """\
+Calibrate a model by a config: from a Hugging Face directory to quantized weights in one that engines load, in one
+command, on one process or several (torchrun). Everything is checked before the first weight is read. With a
+checkpoint_dir a run that was stopped goes on where it was, on any number of ranks, to the same bytes."""
+EXAMPLES = """\
+examples:
+  %(prog)s --example > config.yaml              every key, with comments
+  %(prog)s config.yaml --check                  does it all fit together?
+  %(prog)s config.yaml
+  torchrun --nproc-per-node 8 -m layerwise config.yaml
+
+exit status: 0 done; 1 it failed while it ran; 2 the config, or what it names, is refused (torchrun has its own)"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad usage as any other refusal: a message of two lines."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\n(see {self.prog} --help)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    found = _Parser(
+        prog=PROGRAM,
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    found.add_argument("config", metavar="CONFIG", nargs="?", help="the config, a YAML file")
+    found.add_argument("--check", action="store_true", help="only check that everything fits; read no weight")
+    found.add_argument("--example", action="store_true", help="print a config with every key and comments")
+    found.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar on a terminal")
+    return found
+
+
+def main(argv: Sequence[str] | None = None, *, algorithms: Algorithms) -> int:
+    """Run the command; returns the exit status.
+
+    Args:
+        argv: the arguments, without the program's name; None: those of the process.
+        algorithms: those that a config may name.
+    """
+    try:
+        arguments = parser().parse_args(argv)
+        if arguments.example == (arguments.config is not None):
+            raise ConfigError(f"expected a config, or --example without one\n(see {PROGRAM} --help)")
+    except ConfigError as error:
+        _tell(f"error: {error}", everywhere=True)
+        return REFUSED
+    if arguments.example:
+        sys.stdout.write(example(algorithms))
+        return DONE
+    with _process_group(), _warnings_told():
+        status = _status(lambda: _run(arguments, algorithms), arguments.config)
+        if status != DONE:
+            _let_rank_0_tell()
+        return status
+
+
+def _status(run: Callable[[], None], config: str) -> int:
+    """The exit status; an error is told on rank 0."""
+    try:
+        run()
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        _tell(f"error: {config}: {lines[0]}" if len(lines) == 1 else f"error: {config}:\n  " + "\n  ".join(lines))
+        return REFUSED
+    except RUN_ERRORS as error:
+        _tell(f"error: {error}")
+        return FAILED
+    except KeyboardInterrupt:
+        _tell("interrupted; with a checkpoint_dir the same command goes on behind the last saved layer")
+        return FAILED
+    return DONE
+
+
+def _run(arguments: argparse.Namespace, algorithms: Algorithms) -> None:
+    config = parse(of_first(lambda: _text_of(Path(arguments.config))), algorithms)
+    directory = config.calibration.checkpoint_dir
+    now, before = on_first(None, lambda: (record_of(config), read_record(directory)))
+    if _is_finished(config, now, before):
+        _tell(f"finished already, by an earlier run of this config: {_outputs_in_words(config)}")
+        return
+    fitting = checked(config, now, before)
+    _tell(f"{arguments.config}: {_plan_in_words(config, fitting)}")
+    if arguments.check:
+        return
+    show = arguments.progress
+    device = device_of(config.model.device)
+    load(fitting.model, fitting.layers, config.model, device, show=show)
+    result = _calibrated(config, fitting, device, show=show)
+    ours = now.same_run(before)
+    if directory is not None and not ours:
+        on_first(None, lambda: write_record(directory, now, WRITING))
+    write_outputs(config, result, fitting.model, dense=fitting.dense, ours=ours, show=show)
+    if directory is not None:
+        on_first(None, lambda: write_record(directory, now, FINISHED))
+    if is_first(None):
+        print(result.report.table(worst=5))
+        sys.stdout.flush()
+    _tell(f"done: {_outputs_in_words(config)}")
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"it cannot be read: {error}") from None
+
+
+def _is_finished(config: Config, now: Record, before: Record | None) -> bool:
+    """Whether an earlier run of this config, with these files, has written everything, and it is there."""
+    if before is None or before.state != FINISHED or not now.same_run(before):
+        return False
+    return on_first(None, lambda: all(path.exists() for path in config.outputs().values()))
+
+
+def _calibrated(config: Config, fitting: Fitting, device: torch.device, *, show: bool) -> Any:
+    """The calibration's result; what `calibrate` refuses before it begins is a config that does not fit."""
+    keys, unsharded = config.calibration, not (dist.is_available() and dist.is_initialized())
+    on_disk = config.model.weights_on == "disk"
+    data = None
+    if config.data is not None and fitting.samples is not None:
+        data = batches_of(fitting.samples, config.data.batch_size, rank_of(None), ranks_of(None), device)
+    try:
+        return calibrate(
+            fitting.model,
+            data,
+            recipe=config.recipe,
+            algorithm=config.algorithm,
+            layers=keys.layers,
+            include=keys.include,
+            exclude=keys.exclude,
+            inputs=keys.inputs,
+            kv_cache=keys.cache,
+            layer_inputs=keys.layer_inputs,
+            inputs_on=keys.inputs_on,
+            checkpoint_dir=keys.checkpoint_dir,
+            save_every=keys.save_every,
+            progress=show,
+            device=device if unsharded or on_disk else None,
+            weights=config.model.path if on_disk else None,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error).removeprefix("calibrate: ")) from error
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _plan_in_words(config: Config, fitting: Fitting) -> str:
+    samples = fitting.samples
+    data = "no data" if samples is None else f"{samples.shape[0]} samples of {samples.shape[1]} tokens"
+    ranks = f"{ranks_of(None)} rank{'s' if ranks_of(None) > 1 else ''}"
+    what = f"{len(fitting.targets)} weights in {len(fitting.layers)} layers to {config.recipe}"
+    return f"{what} by {config.algorithm}, on {data}, {ranks}; {_outputs_in_words(config)}"
+
+
+def _outputs_in_words(config: Config) -> str:
+    words = [f"{path}" for path in config.outputs().values()]
+    return ", ".join(words)
+
+
+def _tell(text: str, *, everywhere: bool = False) -> None:
+    """A line on stderr, of rank 0."""
+    if everywhere or is_first(None):
+        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Inside, warnings are lines like other messages, each text once, of rank 0."""
+    seen: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        text = str(message).removeprefix("calibrate: ")
+        if text not in seen:
+            seen.add(text)
+            _tell(f"warning: {text}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """Under torchrun, its process group; one that is there already is taken as it is."""
+    if dist.is_initialized() or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+        yield
+        return
+    backend = "gloo"
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+        assert kind is not None
+        backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind)}"
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _let_rank_0_tell() -> None:
+    """Wait for the others, a moment: torchrun stops all processes when the first one has failed, also that which tells.
+
+    Where the others did not fail they do not come, and this gives up.
+    """
+    if ranks_of(None) > 1:
+        with suppress(Exception):
+            work = dist.barrier(async_op=True)
+            if work is not None:
+                work.wait(TELL_BEFORE_LEAVING)

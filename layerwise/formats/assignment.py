@@ -1,0 +1,206 @@
+"""An assignment: the recipe of each weight. `search_formats` returns one, and `calibrate` takes it as its recipe."""
+
+import dataclasses
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Self
+
+from dcp_adapters.tables import table
+from dcp_adapters.words import short
+from layerwise.formats.candidates import Candidate, LinearGroup, Menu
+from layerwise.formats.solver import choose
+from qtensor.recipes import Recipe
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which weight is quantized how.
+
+    One that was written by hand has `recipes` alone.
+
+    Attributes:
+        recipes: fqn of a weight, such as "layers.0.mlp.up_proj.weight" -> its recipe; None: it stays as it is, and so
+            does a weight that is not named.
+        groups: what it was chosen from.
+        bits: of all weights in `recipes`, with their scales.
+        error: the sum of the errors of all groups.
+        bound: no assignment of the same budget has a smaller error.
+
+    Raises:
+        TypeError: a recipe is none.
+    """
+
+    recipes: Mapping[str, Recipe | None]
+    groups: tuple[LinearGroup, ...] = ()
+    bits: int | None = None
+    error: float | None = None
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        given: Mapping[Any, Any] = self.recipes
+        for name, recipe in given.items():
+            if not isinstance(name, str) or not isinstance(recipe, Recipe | None):
+                raise TypeError(
+                    f"Assignment: expected names of weights, each with a recipe or None, got {name!r}: {recipe!r}"
+                )
+
+    def __str__(self) -> str:
+        counts = Counter("dense" if recipe is None else str(recipe) for recipe in self.recipes.values())
+        return ", ".join(f"{count} weights {kind}" for kind, count in counts.items()) or "no weights"
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """The mean over all elements of the weights in `recipes`; None where it was written by hand."""
+        return None if self.bits is None else self.bits / sum(group.weights for group in self.groups)
+
+    def at(self, bits_per_weight: float) -> "Assignment":
+        """The assignment for another budget, from the same measurements.
+
+        Raises:
+            ValueError: the budget is below what the cheapest candidates take; or this was written by hand.
+        """
+        if not self.groups:
+            raise ValueError(
+                "Assignment.at chooses among what search_formats has measured; this assignment has no measurements"
+            )
+        return assigned(self.groups, bits_per_weight)
+
+    def modules(self) -> dict[Recipe, list[str]]:
+        """Each recipe -> the fqns of the modules of its weights, as `quantize_(model, recipe, include=...)` takes them.
+
+        Experts in one parameter [E, N, K] are left out, which quantize_ does not know.
+        """
+        found: dict[Recipe, list[str]] = {}
+        for name, recipe in self.recipes.items():
+            if recipe is not None and name.endswith(".weight"):
+                found.setdefault(recipe, []).append(name.removesuffix(".weight"))
+        return found
+
+    def table(self) -> str:
+        """A line for each group, as text: its format, its bits, and its error in dB."""
+        rows = []
+        for group in self.groups:
+            taken = next(one for one in group.candidates if one.recipe == self.recipes[group.names[0]])
+            more = f" and {len(group.names) - 1} more" if len(group.names) > 1 else ""
+            error = f"{10 * math.log10(taken.error):.1f}" if taken.error > 0 else "-"
+            kind = "dense" if taken.recipe is None else str(taken.recipe)
+            rows.append([group.names[0] + more, kind, f"{taken.bits / group.weights:.3f}", error])
+        return table(["weights", "format", "bits", "error dB"], rows, right=["bits", "error dB"])
+
+    def to_json(self) -> dict[str, Any]:
+        """What decides bytes, as the fingerprint of a calibration compares it."""
+        named = {name: recipe and recipe.to_json() for name, recipe in self.recipes.items()}
+        return {**named, "type": type(self).__name__}
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to a JSON file; returns its path."""
+        recipes = list(dict.fromkeys([*self.recipes.values(), *(c.recipe for g in self.groups for c in g.candidates)]))
+        record = {
+            "version": VERSION,
+            "recipes": [recipe and {**recipe.to_json(), "activations": recipe.activations} for recipe in recipes],
+            "weights": {name: recipes.index(recipe) for name, recipe in self.recipes.items()},
+            "groups": [
+                {
+                    "names": group.names,
+                    "weights": group.weights,
+                    "candidates": [[recipes.index(one.recipe), one.bits, one.error] for one in group.candidates],
+                }
+                for group in self.groups
+            ],
+            **{key: getattr(self, key) for key in ("bits", "error", "bound")},
+        }
+        path = Path(path)
+        path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The assignment that `save` wrote. Raises ValueError, with the path, for anything else."""
+        try:
+            record = json.loads(Path(path).read_bytes())
+            if record["version"] != VERSION:
+                raise ValueError(f"version {short(record['version'])}; this library reads {VERSION}")
+            recipes = [one and _recipe(one) for one in record["recipes"]]
+            groups = tuple(
+                LinearGroup(
+                    tuple(map(str, one["names"])),
+                    int(one["weights"]),
+                    tuple(Candidate(recipes[at], int(bits), float(error)) for at, bits, error in one["candidates"]),
+                )
+                for one in record["groups"]
+            )
+            named = {str(name): recipes[at] for name, at in record["weights"].items()}
+            return cls(named, groups, record["bits"], record["error"], record["bound"])
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise ValueError(
+                f"{path} can not be read ({type(error).__name__}: {error}); give a file that Assignment.save wrote"
+            ) from error
+
+
+# How weights are quantized: all by one recipe, each by its own, or not yet decided.
+Formats = Recipe | Assignment | Menu
+
+
+def recipe_of(formats: Formats, name: str) -> Recipe:
+    """The recipe of a weight, or of one of its linears, that is quantized."""
+    if isinstance(formats, Recipe):
+        return formats
+    assert isinstance(formats, Assignment), "a menu has no recipe for a weight yet"
+    recipe = formats.recipes[re.sub(r"\[\d+\]$", "", name)]
+    assert recipe is not None, f"{name} is not quantized"
+    return recipe
+
+
+def all_recipes(formats: Formats) -> list[Recipe]:
+    """Each recipe once."""
+    if isinstance(formats, Recipe):
+        return [formats]
+    found: Sequence[Recipe | None] = [*formats.recipes.values()] if isinstance(formats, Assignment) else formats.recipes
+    return list(dict.fromkeys(recipe for recipe in found if recipe is not None))
+
+
+def budget_of(bits_per_weight: float, weights: int, least: int) -> int:
+    """The bits that so many elements may take.
+
+    Raises:
+        TypeError, ValueError: it is no positive number, or below `least`, the bits of the cheapest candidates.
+    """
+    if isinstance(bits_per_weight, bool) or not isinstance(bits_per_weight, int | float):
+        raise TypeError(f"search_formats: bits_per_weight={bits_per_weight!r}; expected a number, such as 5.0")
+    if not math.isfinite(bits_per_weight) or bits_per_weight <= 0:
+        raise ValueError(
+            f"search_formats: bits_per_weight={bits_per_weight!r}; expected a positive number, such as 5.0"
+        )
+    budget = math.floor(Fraction(bits_per_weight) * weights)
+    if budget < least:
+        needed = math.ceil(Fraction(least, max(weights, 1)) * 10**4) / 10**4
+        raise ValueError(
+            f"search_formats: bits_per_weight={bits_per_weight!r} is less than the cheapest recipes take, scales "
+            f"included; give {needed} or more, or add a smaller format to recipes"
+        )
+    return budget
+
+
+def assigned(groups: Sequence[LinearGroup], bits_per_weight: float) -> Assignment:
+    """The assignment of least error within a budget. Raises as `budget_of` does."""
+    weights = sum(group.weights for group in groups)
+    least = sum(min(one.bits for one in group.candidates) for group in groups)
+    choice = choose([group.candidates for group in groups], budget_of(bits_per_weight, weights, least))
+    recipes = {
+        name: group.candidates[one].recipe
+        for group, one in zip(groups, choice.picked, strict=True)
+        for name in group.names
+    }
+    return Assignment(recipes, tuple(groups), choice.bits, choice.error, choice.bound)
+
+
+def _recipe(record: dict[str, Any]) -> Recipe:
+    return dataclasses.replace(Recipe.from_json(record), activations=record["activations"])

@@ -1,0 +1,105 @@
+"""Decides about all groups of a stage, each on one rank, and hands the quantized weights to all ranks.
+
+    for each round    the statistics of its groups are reduced, each to its owner
+                      each rank decides about its own groups and rounds them; statistics and dense values are freed
+                      each owner's parts and quantizers go to all ranks
+
+So beside what it has collected, a rank holds the statistics of one round and quantized weights, but no dense copy of
+the stage. The number of collectives follows from the groups, their shapes and the algorithm.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_hooks.across_ranks import raise_together
+from layerwise.algorithms.algorithm import Group, Inputs, Linear
+from layerwise.algorithms.arithmetic import full_precision
+from layerwise.folding.folds import transformed
+from layerwise.folding.smoothing import Smoothed
+from layerwise.formats.assignment import recipe_of
+from layerwise.inputs.replay import Replay
+from layerwise.running.exchange import Entries, Exchange, entries_of
+from layerwise.stages.sharing import naming, owned, rounds_of
+from layerwise.stages.stage import Method, Stage
+from layerwise.stages.targets import agreed_amaxes
+from layerwise.statistics.collector import Collector
+from layerwise.statistics.statistics import Statistics
+from qtensor.tensor import QuantizedTensor
+
+Notes = dict[str, Mapping[str, float | str]]
+
+
+def decide(
+    stage: Stage, replay: Replay, statistics: Statistics, smoothed: Smoothed, method: Method
+) -> tuple[dict[str, QuantizedTensor], dict[str, dict[str, Tensor]], Notes]:
+    """The quantized weight and quantizer of every target, and the notes of every linear, the same on all ranks.
+
+    Raises:
+        Exception: of the algorithm, on all ranks; a note tells the linears.
+    """
+    weights = {name: weight for target in stage.targets for name, weight in target.matrices()}
+    amaxes = agreed_amaxes(stage.targets, method.recipe)
+    groups = [tuple(Linear(name, weights[name], amaxes[name]) for name in facts.names) for facts in statistics.facts]
+    exchange = Exchange(stage.targets, method.recipe, method.group)
+    notes: Notes = {}
+
+    def total(index: int, owner: int) -> Inputs | None:
+        facts = statistics.facts[index]
+        if facts.tokens and method.algorithm.one_at_a_time:
+            return collected_again(stage, replay, method, facts.names, owner)
+        found, factors = statistics.total(index, owner), smoothed.factors.get(facts.names[0])
+        return found if found is None or factors is None else transformed(found, factors)
+
+    for turn in rounds_of(method, [(facts.tokens, groups[i]) for i, facts in enumerate(statistics.facts)]):
+        inputs = owned(method, turn, total)
+        rounded: dict[str, Entries] = {}
+        with raise_together(method.group):
+            for index in turn[method.rank]:
+                with naming(groups[index]):
+                    rounded |= _decided(Group(groups[index], inputs.pop(index)), method, notes)
+        for owner, indices in enumerate(turn):
+            exchange.take([linear.name for index in indices for linear in groups[index]], rounded, owner)
+    if method.group is not None:
+        everyone: list[Any] = [None] * method.group.size()
+        dist.all_gather_object(everyone, notes, group=method.group)
+        notes = {name: found for theirs in everyone for name, found in theirs.items()}
+    return *exchange.finished(), notes
+
+
+def collected_again(stage: Stage, replay: Replay, method: Method, names: tuple[str, ...], owner: int) -> Inputs | None:
+    """The statistics of one group's input, from all batches once more, with its Hessian."""
+    collector = Collector(
+        {target.name: target.param for target in stage.targets},
+        method.algorithm.needs,
+        only=names,
+        apart=stage.kinds(),
+    )
+    with raise_together(method.group):
+        for batch in range(len(replay)):
+            with collector.batch():
+                replay.run(batch)
+    statistics = collector.agree(method.group)
+    index = next(index for index, facts in enumerate(statistics.facts) if names[0] in facts.names)
+    return statistics.total(index, owner)
+
+
+def _decided(group: Group, method: Method, notes: Notes) -> dict[str, Entries]:
+    """Name of each linear -> its rounded weight; `notes` gets what its decision notes."""
+    algorithm, names = method.algorithm, [linear.name for linear in group.linears]
+    recipe = recipe_of(method.recipe, names[0])  # statistics keep linears of different recipes apart
+    with full_precision(group.linears[0].weight.device):  # only the layer itself runs in the precision the user chose
+        decisions = list(algorithm.decide(group, recipe))
+    if len(decisions) != len(names):
+        raise ValueError(
+            f"{type(algorithm).__name__}.decide returned {len(decisions)} decisions for the {len(names)} linears "
+            f"{', '.join(names)}; expected one for each"
+        )
+    rounded = {}
+    for linear in group.linears:
+        decision = decisions.pop(0)
+        rounded[linear.name] = entries_of(linear.name, linear.weight, decision.weight, decision.quantizer, recipe)
+        notes[linear.name] = decision.notes
+    return rounded

@@ -1,0 +1,198 @@
+"""Measures a stage: what each recipe of a menu would do to the output of each of its linears. No weight is changed.
+
+    statistics   every batch through the stage, its linears watched      (the outputs are the next stage's inputs)
+    measure      each rank some groups: rounds their weights under each recipe, and weighs the errors by the Hessian
+
+    noise = tr((Q - W) H (Q - W)^T)        signal = tr(W H W^T)        H = E[x x^T], all batches of all ranks
+
+The whole H, not its diagonal E[x^2]: inputs have means and directions, along which errors of single columns add up, so
+that the diagonal alone can be far off, for the signal above all. It is what GPTQ collects, too, and takes as long.
+Inputs are those of the unquantized model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_hooks.across_ranks import raise_together
+from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Group, Inputs, Linear
+from layerwise.algorithms.arithmetic import full_precision
+from layerwise.formats.candidates import LinearErrors, Menu, fits
+from layerwise.inputs.replay import Replay
+from layerwise.report.measure import Yardstick
+from layerwise.running.calibrate_stage import check_alike, observe
+from layerwise.running.decide import collected_again
+from layerwise.running.exchange import QUANTIZER, entries_of
+from layerwise.stages.sharing import naming, owned, rounds_of
+from layerwise.stages.stage import Method, Stage
+from layerwise.stages.targets import agreed_amaxes
+from layerwise.statistics.key_values import KeyValues
+from layerwise.weights.snapshot import Snapshot
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+PIECE = 2**24  # elements at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring(Algorithm):
+    """Rounds weights as `algorithm` decides, to see how large the errors are; folds nothing, writes nothing."""
+
+    writes_weights: ClassVar[bool] = False
+    algorithm: Algorithm
+    recipes: int = 1  # how many each weight is rounded under
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the algorithm needs, and the Hessian."""
+        return self.algorithm.needs | {HESSIAN}
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """As the algorithm says."""
+        return self.algorithm.one_at_a_time
+
+    def cost(self, rows: int, columns: int, tokens: int) -> float:
+        """Each recipe takes a decision and a product with the Hessian."""
+        return self.recipes * (self.algorithm.cost(rows, columns, tokens) + rows * columns**2)
+
+
+@dataclass(frozen=True)
+class StageErrors:
+    """What is kept of a measured stage: a record for each of its linears."""
+
+    linears: tuple[LinearErrors, ...]
+
+    def saved(self) -> Mapping[str, Tensor]:
+        """No tensors: a checkpoint's notes have it all."""
+        return {}
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Python's JSON brings floats back exactly."""
+        return [asdict(linear) for linear in self.linears]
+
+    def once_saved(self) -> Self:
+        """All of it."""
+        return self
+
+    def apply(self, stage: Stage, /) -> None:
+        """The model stays as it is."""
+
+    def install(self, stage: Stage, /) -> None:
+        """The model stays as it is."""
+
+
+@torch.no_grad()
+def measure_stage(stage: Stage, replay: Replay, method: Method, menu: Menu, tell: Callable[[str], None]) -> StageErrors:
+    """The errors of a stage whose weights are held, the same on all ranks.
+
+    Args:
+        stage: what is measured.
+        replay: runs it on its batches.
+        method: its algorithm is `Measuring`.
+        menu: the recipes.
+        tell: called with "layer_start", "capture" and "calibrate".
+
+    Raises:
+        RuntimeError: somebody wrote into weights.
+        Exception: of the algorithm, on all ranks; a note tells the linears.
+    """
+    before = Snapshot(stage, watched=method.watched)
+    tell("layer_start")
+    tell("capture")
+    collector, _ = observe(stage, replay, method, Yardstick(()), KeyValues({}))
+    statistics = collector.agree(method.group)
+    tell("calibrate")
+    check_alike(stage, method)
+    weights = {name: weight for target in stage.targets for name, weight in target.matrices()}
+    options = [_Option(stage, recipe) for recipe in menu.recipes]
+    groups = [tuple(Linear(name, weights[name]) for name in facts.names) for facts in statistics.facts]
+
+    def total(index: int, owner: int) -> Inputs | None:
+        facts = statistics.facts[index]
+        if facts.tokens and method.algorithm.one_at_a_time:
+            return collected_again(stage, replay, method, facts.names, owner)
+        return statistics.total(index, owner)
+
+    found: dict[str, LinearErrors] = {}
+    for turn in rounds_of(method, [(facts.tokens, groups[i]) for i, facts in enumerate(statistics.facts)]):
+        inputs = owned(method, turn, total)
+        with raise_together(method.group):
+            for index in turn[method.rank]:
+                with naming(groups[index]):
+                    found |= _measured(Group(groups[index], inputs.pop(index)), options, method)
+    if method.group is not None:
+        everyone: list[Any] = [None] * method.group.size()
+        dist.all_gather_object(everyone, found, group=method.group)
+        found = {name: one for theirs in everyone for name, one in theirs.items()}
+    with raise_together(method.group):
+        before.check_unwritten(method.algorithm)
+    return StageErrors(tuple(found[name] for name in weights))
+
+
+@dataclass(eq=False)
+class _Option:
+    """A recipe, with the amaxes that the weights of a stage would agree on under it."""
+
+    stage: Stage
+    recipe: Recipe | None
+    amaxes: Mapping[str, Tensor | None] = field(init=False)  # of the linears that it fits
+
+    def __post_init__(self) -> None:
+        fitting = [target for target in self.stage.targets if fits(target.shape, self.recipe)]
+        self.amaxes = {} if self.recipe is None else agreed_amaxes(fitting, self.recipe)
+
+
+def _measured(group: Group, options: Sequence[_Option], method: Method) -> dict[str, LinearErrors]:
+    """The errors of a group's linears."""
+    algorithm, inputs = method.algorithm, group.inputs
+    assert isinstance(algorithm, Measuring)
+    hessian = None if inputs is None else inputs.hessian
+    with full_precision(group.linears[0].weight.device):
+        signal = {linear.name: _energy(_copied(linear.weight), hessian) for linear in group.linears}
+        noise: dict[str, list[float | None]] = {linear.name: [] for linear in group.linears}
+        for option in options:
+            if option.recipe is None:
+                for errors in noise.values():
+                    errors.append(0.0)
+                continue
+            linears = tuple(
+                Linear(one.name, one.weight, option.amaxes[one.name])
+                for one in group.linears
+                if one.name in option.amaxes
+            )
+            own = _noise(Group(linears, inputs), option.recipe, algorithm.algorithm, hessian) if linears else {}
+            for name, errors in noise.items():
+                errors.append(own.get(name))
+    tokens = 0 if inputs is None else inputs.tokens
+    return {name: LinearErrors(name, tokens, signal[name], tuple(errors)) for name, errors in noise.items()}
+
+
+def _noise(group: Group, recipe: Recipe, algorithm: Algorithm, hessian: Tensor | None) -> dict[str, float]:
+    """The noise of each linear under one recipe."""
+    decisions = list(algorithm.decide(group, recipe))
+    found = {}
+    for linear, decision in zip(group.linears, decisions, strict=True):
+        entries = entries_of(linear.name, linear.weight, decision.weight, decision.quantizer, recipe)
+        parts = {name: part for name, part in entries.items() if not name.startswith(QUANTIZER)}
+        error = QuantizedTensor.from_parts(parts, recipe, torch.float32).dequantize() - linear.weight.float()
+        found[linear.name] = _energy(error, hessian)
+    return found
+
+
+def _copied(weight: Tensor) -> Tensor:
+    """In fp32, and in memory of its own: kernels may add in another order where a tensor is aligned otherwise."""
+    return weight.detach().to(torch.float32, copy=True)
+
+
+def _energy(weight: Tensor, hessian: Tensor | None) -> float:
+    """tr(W H W^T) of fp32 W [N, K], with H half of the fp32 `hessian` [K, K]; without one |W|^2."""
+    energy = 0.0
+    for rows in weight.split(max(PIECE // max(weight.shape[1], 1), 1)):
+        seen = rows if hessian is None else rows @ hessian
+        energy += float((seen.double() * rows.double()).sum())
+    return max(energy if hessian is None else energy / 2, 0.0)

@@ -1,0 +1,90 @@
+"""Which rank decides about which group of a stage, and in which rounds.
+
+    round r    every rank takes part in reducing the statistics of the groups in it, each to its owner
+               every rank decides about its own groups
+               every rank gets the results of all
+
+Every rank computes the same from shapes and the algorithm alone. The longest group goes first, to the rank that has the
+least so far. A rank's groups in one round take no more memory together than the largest group of the stage, and no
+longer than the longest: so a round that holds a large group on one rank may hold several small ones on another, and few
+ranks wait.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+
+from layerwise.algorithms.algorithm import HESSIAN, Inputs, Linear
+from layerwise.stages.stage import Method
+
+_SHOWN = 5  # linears that one message names
+
+Round = Sequence[Sequence[int]]  # for each rank the indices of its groups
+
+
+def rounds_of(method: Method, groups: Sequence[tuple[int, Sequence[Linear]]]) -> list[Round]:
+    """The rounds of some groups, each given as the tokens of its input and its linears."""
+    costs, sizes = [], []
+    for tokens, linears in groups:
+        rows, columns = sum(len(one.weight) for one in linears), linears[0].weight.shape[1]
+        hessian = HESSIAN in method.algorithm.needs and tokens > 0
+        costs.append(method.algorithm.cost(rows, columns, tokens))
+        sizes.append(4 * rows * columns + (8 * columns**2 if hessian else 0))
+    shares = shared(costs, method.ranks)
+    return [list(turn) for turn in zip_longest(*(_pieces(own, sizes, costs) for own in shares), fillvalue=())]
+
+
+def owned(method: Method, turn: Round, total: Callable[[int, int], Inputs | None]) -> dict[int, Inputs | None]:
+    """The statistics of the groups that this rank has in a round. Call it on all ranks alike.
+
+    Args:
+        method: has the ranks.
+        turn: the round.
+        total: (group, owner) -> its statistics on the owner; called on all ranks.
+    """
+    own: dict[int, Inputs | None] = {}
+    for owner, indices in enumerate(turn):
+        for index in indices:
+            found = total(index, owner)
+            if owner == method.rank:
+                own[index] = found
+    return own
+
+
+def shared(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """The indices that each rank takes, the longest first."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += costs[index]
+    return shares
+
+
+def _pieces(indices: Sequence[int], *amounts: Sequence[float]) -> Iterator[list[int]]:
+    """The indices in order, in lists that together have no more of each amount than the index that has most of it."""
+    most = [max(amount, default=0) for amount in amounts]
+    piece: list[int] = []
+    held: list[float] = []
+    for index in indices:
+        own = [amount[index] for amount in amounts]
+        more = [before + one for before, one in zip(held, own, strict=True)] if piece else own
+        if any(one > limit for one, limit in zip(more, most, strict=True)):
+            yield piece
+            piece, more = [], own
+        piece.append(index)
+        held = more
+    if piece:
+        yield piece
+
+
+@contextmanager
+def naming(linears: Sequence[Linear]) -> Iterator[None]:
+    """What is raised inside gets a note that names the linears."""
+    try:
+        yield
+    except BaseException as error:
+        more = f" and {len(linears) - _SHOWN} more" if len(linears) > _SHOWN else ""
+        error.add_note(f"while calibrating {', '.join(linear.name for linear in linears[:_SHOWN])}{more}")
+        raise

@@ -1,0 +1,132 @@
+"""What is known of one input after a batch, and of a group's input after some batches, on this rank.
+
+A Hessian X^T X is [K, K], and an expert may see a few rows only. So the rows of a batch are kept in its place as long
+as they are the smaller of the two, and their products are made when somebody asks, batch by batch: the same bits. For
+a layer of many experts that is the difference between a few tokens each and a matrix each.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK
+from layerwise.algorithms.arithmetic import full_precision
+from layerwise.statistics.exact_sum import ExactSum
+
+SAMPLE_ROWS = 16  # kept of an input in each of the first batches
+# Sums of squares below it cannot overflow fp32 on the way. Larger ones are multiplied at once, to be reported.
+SAFE = 2.0**120
+
+
+@dataclass(eq=False)
+class Measured:
+    """Statistics of one input in one batch.
+
+    Attributes:
+        tokens: its rows.
+        sample: some of them.
+        broken: values that are not finite; then nothing below is set.
+        amax: fp32 [1], or with COLUMNS [1 + K]: that of the whole input, then of each column.
+        sums: name of a statistic -> what is added up over batches.
+        rows: [tokens, K], a copy of the input in place of its Hessian, where it is smaller.
+    """
+
+    tokens: int
+    sample: Tensor
+    broken: int = 0
+    amax: Tensor | None = None
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
+
+    def take_hessian(self, rows: Tensor) -> None:
+        """Make the Hessian of rows [tokens, K], or keep what it is made from."""
+        assert self.amax is not None
+        small = rows.nbytes <= _bytes_of_product(rows)
+        if small and self.tokens * float(self.amax[0]) ** 2 < SAFE:
+            self.rows = rows.clone(memory_format=torch.contiguous_format)
+        else:
+            self.sums[HESSIAN] = _product(rows)
+
+
+@dataclass(eq=False)
+class Accumulated:
+    """Statistics of the inputs of one group over this rank's batches; `rows`: batches whose Hessians are not made."""
+
+    tokens: int = 0
+    broken: int = 0
+    broken_batches: int = 0
+    amax: Tensor | None = None
+    sums: dict[str, ExactSum] = field(default_factory=dict)
+    rows: list[Tensor] = field(default_factory=list)
+
+    def add(self, other: "Measured | Accumulated") -> None:
+        """Add what was measured in one batch, or in the batches of another group."""
+        self.tokens += other.tokens
+        self.broken += other.broken
+        self.broken_batches += other.broken_batches if isinstance(other, Accumulated) else int(other.broken > 0)
+        if other.amax is not None:
+            self.amax = other.amax if self.amax is None else torch.maximum(self.amax, other.amax)
+        for what, value in other.sums.items():
+            if what not in self.sums:
+                self.sums[what] = ExactSum(value.shape, value.device)
+            if isinstance(value, ExactSum):
+                self.sums[what].merge(value)
+            else:
+                self.sums[what].add(value)
+        if isinstance(other, Accumulated):
+            self.rows += other.rows
+        elif other.rows is not None:
+            self.rows.append(other.rows)
+            kept = sum(rows.nbytes for rows in self.rows)
+            if HESSIAN in self.sums or kept > _bytes_of_product(other.rows):
+                self.multiply()
+
+    def multiply(self) -> None:
+        """Make the Hessians of the rows, one at a time, and add them up."""
+        while self.rows:
+            product = _product(self.rows.pop())
+            self.sums.setdefault(HESSIAN, ExactSum(product.shape, product.device)).add(product)
+
+
+def measure(rows: Tensor, needs: Collection[str]) -> Measured:
+    """All statistics of rows [tokens, K] except the Hessian."""
+    tokens = rows.shape[0]
+    count = min(tokens, SAMPLE_ROWS)
+    measured = Measured(tokens, rows[[index * tokens // count for index in range(count)]])
+    if COLUMNS in needs:
+        magnitudes = _fp32(rows).abs()
+        amax = magnitudes.amax(dim=0)
+    else:  # one pass without a copy; NaN and infinities show in it
+        amax = torch.stack(torch.aminmax(rows)).float().abs().amax().reshape(1)
+    if not torch.isfinite(amax).all():
+        measured.broken = int((~torch.isfinite(rows)).sum())
+        return measured
+    measured.amax = torch.cat([amax.amax().reshape(1), amax]) if COLUMNS in needs else amax
+    if COLUMNS in needs:
+        measured.sums[COLUMNS] = magnitudes.sum(dim=0)
+    if LOCAL_HESSIAN in needs:
+        wide = _fp32(rows)
+        blocks = F.pad(wide, (0, -wide.shape[1] % SUB_BLOCK)).view(tokens, -1, SUB_BLOCK).transpose(0, 1)
+        measured.sums[LOCAL_HESSIAN] = torch.bmm(blocks.transpose(1, 2), blocks)  # of [blocks, tokens, 16]
+    return measured
+
+
+def _product(rows: Tensor) -> Tensor:
+    """fp32 [K, K], rows^T rows; the same bits for the rows and for a copy of them."""
+    with full_precision(rows.device):
+        wide = _fp32(rows)
+        return wide.t() @ wide
+
+
+def _bytes_of_product(rows: Tensor) -> int:
+    return 4 * rows.shape[-1] ** 2
+
+
+def _fp32(rows: Tensor) -> Tensor:
+    """fp32 [tokens, K], contiguous."""
+    wide = rows.float().contiguous()
+    # Kernels may add in another order where the memory does not start at a multiple of a vector's width.
+    return wide if wide.data_ptr() % 64 == 0 else wide.clone()

@@ -1,0 +1,51 @@
+"""Rounds full weights and puts their values in place, a few rows at a time, so that no second dense copy is needed.
+
+Under given scales each element is rounded by itself, so rows can be rounded in any pieces, if these are whole blocks.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from layerwise.algorithms.arithmetic import full_precision
+from qtensor.formats import format_of, row_multiple, specs_of
+from qtensor.recipes import Recipe
+from qtensor.tensor import QuantizedTensor
+
+PIECE = 2**24  # elements at a time, unless a row, or a row of square blocks, has more
+
+Parts = dict[str, Tensor]
+
+
+def rounded(weight: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Parts:
+    """The parts of a weight [N, K] under a quantizer, as `Format.encode_with` makes them of all rows in fp32."""
+    fmt, pieces = format_of(recipe), []
+    for rows in _pieces(weight.shape, recipe):
+        own = {name: value[rows] if value.ndim else value for name, value in quantizer.items()}
+        with full_precision(weight.device):
+            pieces.append(fmt.encode_with(weight[rows].float(), recipe, own))
+    if len(pieces) == 1:
+        return {name: part.contiguous() for name, part in pieces[0].items()}
+    return {
+        spec.name: torch.cat([piece[spec.name] for piece in pieces]) if spec.per_row else pieces[0][spec.name]
+        for spec in specs_of(recipe)
+    }
+
+
+def put_values(weight: QuantizedTensor, into: Tensor) -> None:
+    """Write what a weight [N, K] or [E, N, K] decodes to into a dense tensor of its shape; experts one at a time."""
+    if into.ndim == 2:
+        for rows in _pieces(weight.shape, weight.recipe):
+            into[rows].copy_(weight[rows].dequantize())
+    else:
+        for expert in range(len(into)):
+            into[expert : expert + 1].copy_(weight[expert : expert + 1].dequantize())
+
+
+def _pieces(shape: torch.Size, recipe: Recipe) -> Iterator[slice]:
+    """Ranges of rows of [N, K], whole blocks each."""
+    unit = row_multiple(recipe)
+    step = max(PIECE // max(shape[1], 1) // unit, 1) * unit
+    for start in range(0, max(shape[0], 1), step):
+        yield slice(start, start + step)

@@ -1,0 +1,26 @@
+"""What can be proved of the code for GPUs without one: `make gpu-offline`.
+
+Tensors without memory, on a device that is not there, go a quantized weight's way through a gather: whoever reads a
+value, which would make the CPU wait for the GPU, or mixes devices, is found (test_fake_path.py).
+
+torch is made to believe in a GPU (pretended.py) for the whole process, so these tests have an environment and a process
+of their own. None of it tells whether a kernel runs: tests marked gpu do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+ENVIRONMENT = ".venv-gpu-offline"
+
+
+def unavailable() -> str:
+    """Why nothing can be proved in this process; "" where it can."""
+    if Path(sys.prefix).name != ENVIRONMENT:
+        return f"torch must believe in a GPU here, in a process of its own: `make gpu-offline` runs it in {ENVIRONMENT}"
+    if importlib.util.find_spec("triton") is None:
+        return "there is no Triton for this platform"
+    return "" if shutil.which("g++") else "a device guard for the GPU that is not there is C++ code, and needs g++"

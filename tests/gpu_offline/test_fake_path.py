@@ -1,0 +1,75 @@
+"""A quantized weight's way through a gather, on tensors of a GPU that have no memory.
+
+Such a tensor cannot be read, so nothing may depend on its values; an operation on tensors of two devices is an error,
+and every result says where it is. What runs here waits for no GPU and forgets no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import qtensor as qt
+from tests.gpu_offline.recipes import RECIPES
+
+ROWS, COLUMNS, TOKENS = 512, 256, 8
+DYNAMIC = {
+    "float8_row": qt.Float8CurrentScaling(activations="dynamic"),
+    "mxfp8_row": qt.MXFP8BlockScaling(activations="dynamic"),
+    "nvfp4_row": qt.NVFP4BlockScaling(activations="dynamic"),
+}
+every_recipe = pytest.mark.parametrize(
+    "recipe", [*RECIPES.values(), *DYNAMIC.values()], ids=[*RECIPES, *(f"{name}_dynamic" for name in DYNAMIC)]
+)
+
+
+@pytest.fixture(autouse=True)
+def _without_memory(_gpu_that_is_not_there: None) -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+def on_gpu(value: Any) -> None:
+    """Every tensor that a quantized or plain one is made of is there."""
+    parts = value.parts().values() if isinstance(value, qt.QuantizedTensor) else [value]
+    assert all(part.device == torch.device("cuda", 0) for part in parts)
+
+
+def layer(recipe: Any) -> nn.Linear:
+    with torch.device("cuda"), qt.quantized_model_init(recipe):
+        return nn.Linear(COLUMNS, ROWS, bias=False, dtype=torch.bfloat16)
+
+
+def activations() -> Tensor:
+    return torch.empty(TOKENS, COLUMNS, device="cuda", dtype=torch.bfloat16)
+
+
+def test_a_read_of_a_value_is_found() -> None:
+    q = qt.quantize(torch.empty(ROWS, COLUMNS, device="cuda"), RECIPES["mxfp8_row"])
+    with pytest.raises(DataDependentOutputException):
+        q.dequantize().sum().item()
+    with pytest.raises(RuntimeError, match="device"):
+        q.dequantize() + torch.empty(ROWS, COLUMNS)
+
+
+@every_recipe
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_hooks_of_a_gather_keep_to_the_device(recipe: Any, ranks: int) -> None:
+    q = layer(recipe).weight.detach()
+    assert isinstance(q, qt.QuantizedTensor)
+    inputs, metadata = q.fsdp_pre_all_gather(None)
+    outputs = [torch.cat([each] * ranks) for each in inputs]
+    for each in (*inputs, *outputs):
+        on_gpu(each)
+    gathered = q.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+    assert gathered is not None
+    on_gpu(gathered[0])
+    weight = gathered[0].as_strided((ROWS * ranks, COLUMNS), (COLUMNS, 1))
+    on_gpu(F.linear(activations(), weight))
+    assert q.fsdp_post_all_gather(outputs, metadata, torch.bfloat16, out=weight) is None
