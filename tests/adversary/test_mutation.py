@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.adversary.mutation import __main__ as command
 from tests.adversary.mutation.mutants import drawn, mutants_of
 from tests.adversary.mutation.relevant import files_for, modules
@@ -58,6 +60,14 @@ def test_a_seed_draws_the_same_mutants_of_all_kinds(tmp_path):
     first = drawn(tmp_path, ["m.py"], 3, 8)
     assert first == drawn(tmp_path, ["m.py"], 3, 8) != drawn(tmp_path, ["m.py"], 4, 8)
     assert len(drawn(tmp_path, ["m.py"], 3, 99)) == len(CHANGES)
+
+
+def test_parts_are_all_mutants_once():
+    parts = [command._options(["--part", f"{number}/3"]).part(range(8)) for number in (1, 2, 3)]
+    assert sorted(each for part in parts for each in part) == list(range(8))
+    for wrong in ("0/2", "3/2", "half"):
+        with pytest.raises(SystemExit):
+            command._options(["--part", wrong])
 
 
 def test_every_module_is_asked_of_tests_that_are_there():

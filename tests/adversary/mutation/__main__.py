@@ -1,4 +1,7 @@
-"""`python -m tests.adversary.mutation [--seed 0] [--count 300] [--results FILE] [--only MODULE] [--survivors]`."""
+"""`python -m tests.adversary.mutation [--seed 0] [--count 300] [--results FILE] [--only MODULE] [--part 1/2]`.
+
+`--survivors` prints those of the file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_survivors(known)
         return 0
     chosen = drawn(ROOT, [name for name in modules(ROOT) if options.only in name], options.seed, options.count)
-    left = [mutant for mutant in chosen if mutant.key not in known]
-    print(f"{len(chosen)} mutants, {len(chosen) - len(left)} of them known", file=sys.stderr)
+    left = [mutant for mutant in options.part(chosen) if mutant.key not in known]
+    print(f"{len(chosen)} mutants, {len(left)} of them to run here", file=sys.stderr)
     warm()
     began = time.monotonic()
     with copy_of(ROOT) as tree, results.open("a", encoding="utf-8") as stream:
@@ -50,10 +53,18 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300, help="how many mutants the seed draws")
     parser.add_argument("--results", default="mutants.jsonl", help="lines of JSON; what is there is not run again")
     parser.add_argument("--only", default="", help="only modules whose path holds this text")
+    parser.add_argument("--part", type=_part, default="1/1", help="1/2: each second mutant, for two runs at once")
     parser.add_argument("--limit", type=duration, default=300.0, help=f"for {AT_ONCE} test files of a mutant (5m)")
     parser.add_argument("--budget", type=duration, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--survivors", action="store_true", help="print those of the file, and run nothing")
     return parser.parse_args(argv)
+
+
+def _part(text: str) -> Callable[[Sequence[Mutant]], Sequence[Mutant]]:
+    number, of = (int(part) for part in text.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError(text)
+    return lambda chosen: chosen[number - 1 :: of]
 
 
 class _Baseline:
