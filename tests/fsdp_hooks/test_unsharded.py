@@ -236,6 +236,33 @@ class _Nested(nn.Module):
         return self.pair[1](self.pair[0](self.expert(self.before(x)))) * self.ignored.sum().to(x.dtype)
 
 
+def _nested_groups_keep_theirs() -> None:
+    """Of nested groups each has a setting of its own, which a stuck one around them does not change."""
+    net = _Nested()
+    fully_shard(net.expert, reshard_after_forward=False)
+    fully_shard(list(net.pair), reshard_after_forward=True)
+    fully_shard(net, ignored_params={net.ignored}, reshard_after_forward=False)
+    x = torch.ones(2, K, dtype=torch.bfloat16)
+
+    def kept() -> set[str]:
+        with torch.no_grad():
+            net(x)
+        return {fqn for fqn, param in net.named_parameters() if not isinstance(param, DTensor)}
+
+    expected = {"before.weight", "expert.weight", "ignored"}
+    assert kept() == expected
+    handle = _stop_in(net.before)
+    with contextlib.suppress(_Stop), unsharded(net):
+        net(x)
+    handle.remove()
+    assert not {fqn for fqn, param in net.named_parameters() if not isinstance(param, DTensor)} - {"ignored"}
+    assert kept() == expected
+
+
+def test_groups_inside_a_stuck_one_keep_their_own_setting() -> None:
+    run_ranks(2, _nested_groups_keep_theirs)
+
+
 def _nested() -> None:
     from qtensor import quantized_model_init
 
