@@ -85,6 +85,8 @@ PRELOAD = [
 ]
 # The same for what takes seconds and some tests need: where this process has it, because such tests were collected.
 PRELOAD_WHERE_IMPORTED = ["transformers.modeling_utils"]
+# What a tool puts around fn in every rank, such as one that measures coverage.
+AROUND: list[Callable[[Body], Body]] = []
 
 
 class RankFailure(AssertionError):  # a test outcome, named as pytest names its own
@@ -164,6 +166,8 @@ def _outcomes(world_size: int, backend: str, timeout: float, body: Body) -> list
         raise ValueError(f"world_size must be 1..{MAX_RANKS}, got {world_size}")
     if backend == "nccl" and torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices, there are {torch.cuda.device_count()}")
+    for wrap in AROUND:
+        body = wrap(body)
     if under_torchrun():
         return torchrun_rank().run(world_size, backend, timeout, body)
     if world_size not in _POOLS:

@@ -6,12 +6,14 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.adversary.mutation import __main__ as command
-from tests.adversary.mutation.mutants import drawn, mutants_of
+from tests.adversary.mutation import reach
+from tests.adversary.mutation.mutants import Mutant, drawn, mutants_of
 from tests.adversary.mutation.relevant import files_for, modules
 
 REPO = Path(__file__).resolve().parents[2]
@@ -79,6 +81,50 @@ def test_every_module_is_asked_of_tests_that_are_there():
         assert all((REPO / file).is_file() for file in files)
     assert "tests/qtensor/test_batches.py" in files_for(REPO, "qtensor/batches.py")
     assert "tests/fsdp_hooks/test_exchange.py" in files_for(REPO, "fsdp_hooks/exchange.py")
+
+
+NESTED = """
+def f(x):
+    if (x and
+            x > 1):
+        return g(
+            x,
+        )
+    return [
+        x
+    ]
+"""
+
+
+def test_a_line_stands_for_its_statement():
+    assert [list(reach.statement_at(NESTED, line)) for line in (3, 4, 6, 9)] == [[3, 4], [3, 4], [5, 6, 7], [8, 9, 10]]
+    assert list(reach.statement_at(NESTED, 2)) == [2]
+    assert list(reach.statement_at(NESTED, 1)) == [1]
+
+
+def test_quick_tests_of_different_files_are_asked_first_and_not_for_ever():
+    seconds = {"a.py::one": 1.0, "a.py::two": 2.0, "b.py::one": 9.5, "c.py::long": 25.0, "d.py::longer": 500.0}
+    turn = reach.by_file_in_turn(seconds, seconds)
+    assert turn == ["a.py::one", "b.py::one", "c.py::long", "d.py::longer", "a.py::two"]
+    groups = reach.in_steps(turn, seconds)
+    assert groups == [["a.py::one"], ["b.py::one"], ["c.py::long"]]
+    assert reach.in_steps(["d.py::longer"], seconds) == [["d.py::longer"]]
+    assert reach.in_steps([], seconds) == []
+    known = reach.Reach(seconds, {"m.py": {8: ["a.py::two"], 9: ["a.py::one"], 3: ["b.py::one"]}})
+    line_9 = Mutant("m.py", 9, "", "x", "y", 0, 1)
+    assert known.groups(line_9, NESTED) == [["a.py::one", "a.py::two"]]
+    assert known.groups(replace(line_9, line=5), NESTED) == []
+    assert known.groups(replace(line_9, module="n.py"), NESTED) == []
+
+
+def test_what_runs_in_ranks_counts_as_run_by_their_test(tmp_path):
+    test = "tests/fsdp_hooks/test_unsharded.py::test_a_group_that_keeps_its_weights_after_forward_goes_on_doing_so"
+    reach.record(REPO, tmp_path / "reach.json", [test], jobs=1)
+    known = reach.Reach.read(tmp_path / "reach.json")
+    assert list(known.seconds) == [test]
+    source = (REPO / "fsdp_hooks/unshard.py").read_text(encoding="utf-8")
+    inside = source[: source.index("def _insist_on_reshard")].count("\n") + 3
+    assert known.lines["fsdp_hooks/unshard.py"][inside] == [test]
 
 
 RUN = """

@@ -1,6 +1,7 @@
 """`python -m tests.adversary.mutation [--seed 0] [--count 300] [--results FILE] [--only MODULE] [--part 1/2]`.
 
-`--survivors` prints those of the file.
+`--reach FILE` asks the tests that run the changed line; without it, tests are chosen by the names that they say. The
+file is made first if it is not there, by a run of all tests. `--survivors` prints those of the results.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from tests.adversary.__main__ import duration
 from tests.adversary.mutation.mutants import Mutant, drawn
+from tests.adversary.mutation.reach import Reach, record
 from tests.adversary.mutation.relevant import files_for, modules
 from tests.adversary.mutation.running import Tree, copy_of, run, warm
 
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = drawn(ROOT, [name for name in modules(ROOT) if options.only in name], options.seed, options.count)
     left = [mutant for mutant in options.part(chosen) if mutant.key not in known]
     print(f"{len(chosen)} mutants, {len(left)} of them to run here", file=sys.stderr)
+    reach = _reach(Path(options.reach)) if options.reach else None
     warm()
     began = time.monotonic()
     with copy_of(ROOT) as tree, results.open("a", encoding="utf-8") as stream:
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mutant in left:
             if time.monotonic() - began > options.budget:
                 break
-            record = _judged(tree, mutant, baseline, options.limit)
+            record = _judged(tree, mutant, baseline, _groups(mutant, reach), options.limit)
             _write(stream, record)
             print(f"{record['outcome']:9} {record['seconds']:6.1f} s {mutant.module}:{mutant.line} {mutant.operator}")
     _print_score(_known(results))
@@ -54,6 +57,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", default="mutants.jsonl", help="lines of JSON; what is there is not run again")
     parser.add_argument("--only", default="", help="only modules whose path holds this text")
     parser.add_argument("--part", type=_part, default="1/1", help="1/2: each second mutant, for two runs at once")
+    parser.add_argument("--reach", metavar="FILE", help="which tests run which line; made where it is not there")
     parser.add_argument("--limit", type=duration, default=300.0, help=f"for {AT_ONCE} test files of a mutant (5m)")
     parser.add_argument("--budget", type=duration, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--survivors", action="store_true", help="print those of the file, and run nothing")
@@ -83,13 +87,31 @@ class _Baseline:
         return not self._known[key]["by"]
 
 
-def _judged(tree: Tree, mutant: Mutant, baseline: _Baseline, limit: float) -> dict[str, Any]:
-    """Asks its files, a few at a time, until a test fails that passes without the change."""
+def _reach(path: Path) -> Reach:
+    if not path.exists():
+        print(f"running all tests to see what they reach, for {path}", file=sys.stderr)
+        record(ROOT, path)
+    return Reach.read(path)
+
+
+def _groups(mutant: Mutant, reach: Reach | None) -> list[list[str]]:
+    """Whom to ask: tests that run the line, or the files that say names of its module."""
+    source = (ROOT / mutant.module).read_text(encoding="utf-8")
+    if reach is not None and (groups := reach.groups(mutant, source)):
+        return groups
+    files = files_for(ROOT, mutant.module)
+    return [files[first : first + AT_ONCE] for first in range(0, len(files), AT_ONCE)]
+
+
+def _judged(
+    tree: Tree, mutant: Mutant, baseline: _Baseline, groups: Sequence[list[str]], limit: float
+) -> dict[str, Any]:
+    """Asks its tests, a group at a time, until one fails that passes without the change."""
     tried: list[str] = []
     seconds, by = 0.0, ""
-    waiting = files_for(ROOT, mutant.module)
-    while waiting and not by:
-        files, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+    for files in groups:
+        if by:
+            break
         failing: list[str] = []  # whatever the product is
         while True:
             ran = run(tree, mutant, [*files, *(f"--deselect={test}" for test in failing)], limit)
@@ -119,10 +141,10 @@ def _write(stream: Any, record: dict[str, Any]) -> None:
 
 
 def _print_survivors(known: dict[str, dict[str, Any]]) -> None:
-    for record in known.values():
-        if record["outcome"] == "survived":
-            print(f"{record['module']}:{record['line']} {record['operator']}  [{record['key']}]")
-            print(f"    {record['before']}\n    {record['after']}\n    after {', '.join(record['files'])}")
+    for told in known.values():
+        if told["outcome"] == "survived":
+            print(f"{told['module']}:{told['line']} {told['operator']}  [{told['key']}]")
+            print(f"    {told['before']}\n    {told['after']}\n    after {', '.join(told['files'])}")
     _print_score(known)
 
 
