@@ -102,7 +102,9 @@ def test_recipes_by_short_name_and_by_type(name: str) -> None:
 
 def test_every_public_algorithm_and_its_options_are_known() -> None:
     public = {
-        name for name in layerwise.__all__ if name in ("AWQ", "GPTQ", "LocalHessian", "Max", "Mse", "SmoothQuant")
+        name
+        for name in layerwise.__all__
+        if name in ("AWQ", "GPTAQ", "GPTQ", "LocalHessian", "Max", "Mse", "SmoothQuant")
     }
     assert public <= {*ALGORITHMS}
     for name, kind in ALGORITHMS.items():
@@ -209,7 +211,7 @@ def test_options_of_new_types() -> None:
         ),
         (
             {"algorithm": "gptq"},
-            "algorithm.name: unknown algorithm 'gptq'; did you mean 'GPTQ'? known names are AWQ, GPTQ,",
+            "algorithm.name: unknown algorithm 'gptq'; did you mean 'GPTQ'? known names are AWQ, GPTAQ, GPTQ,",
         ),
         (
             {"algorithm": {"name": "AWQ", "alpha": 1}},
@@ -219,7 +221,7 @@ def test_options_of_new_types() -> None:
         ({"algorithm": {"name": "GPTQ", "damping": -1}}, "algorithm: GPTQ(damping=-1.0): expected a positive number"),
         (
             {"algorithm": {"name": "GPTQ", "scales": "mse"}},
-            "algorithm.scales.name: unknown algorithm 'mse'; did you mean 'Mse'? known names are AWQ, GPTQ,",
+            "algorithm.scales.name: unknown algorithm 'mse'; did you mean 'Mse'? known names are AWQ, GPTAQ, GPTQ,",
         ),
         (
             {"algorithm": {"name": "GPTQ", "smoothing": {"name": "SmoothQuant", "alpha": "a"}}},
