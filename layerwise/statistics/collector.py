@@ -123,8 +123,8 @@ class Collector:
         seen: dict[tuple[int, ...], _Seen] = {}
         pairing = None if partners is None else _Pairing(partners)
         with (
-            nullcontext() if pairing is None else pairing.lineage,
             Watch(self._targets, lambda product: self._take(seen, product, pairing)) as watch,
+            nullcontext() if pairing is None else pairing.lineage,
         ):
             yield
         self._unfollowed |= watch.unfollowed

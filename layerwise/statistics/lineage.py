@@ -30,7 +30,10 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Lineage(TorchFunctionMode):
-    """Follows tensors through the torch functions called inside it; it changes no result."""
+    """Follows tensors through the torch functions called inside it; it changes no result.
+
+    Enter it after a `Watch`, so that it does not see what the watch's caller computes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,15 +51,20 @@ class Lineage(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        operands = list(_leaves((args, kwargs)))
+        floating = [leaf for leaf in operands if _is_floating(leaf)]
+        before = [_version(leaf) for leaf in floating]
         result = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        made = list(_leaves(args[0] if name == "__setitem__" else result))
-        floating = [leaf for leaf in made if _is_floating(leaf)]
-        if floating:
-            operands = list(_leaves((args, kwargs)))
-            origin = self._digest(name, operands, [leaf for leaf in made if isinstance(leaf, Tensor)])
-            for number, tensor in enumerate(floating):
-                self._made(tensor, operands, origin + number)
+        results = [leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in results if _is_floating(leaf) and not _is_among(leaf, floating)]
+        written = [leaf for leaf, was in zip(floating, before, strict=True) if _version(leaf) != was]
+        written += [leaf for leaf in floating if leaf.is_inference() and _is_among(leaf, results)]
+        if made or written:
+            origin = self._digest(getattr(func, "__name__", ""), operands, results)
+            for number, tensor in enumerate(made):
+                self._note_made(tensor, floating, origin + number)
+            for tensor in written:
+                self._note_written(tensor, origin)
         return result
 
     def _digest(self, name: str, operands: Sequence[Any], results: Sequence[Tensor]) -> int:
@@ -75,20 +83,19 @@ class Lineage(TorchFunctionMode):
                 found.update(_content(leaf).encode())
         return found.intdigest()
 
-    def _made(self, tensor: Tensor, operands: Sequence[Any], origin: int) -> None:
+    def _note_made(self, tensor: Tensor, operands: Sequence[Tensor], origin: int) -> None:
         self._digests[id(tensor)] = weakref.ref(tensor), origin
-        if any(tensor is leaf for leaf in operands):  # written in place
-            base = self._base(tensor)
-            if base is not tensor:
-                both = xxhash.xxh3_64_intdigest(f"{self.of(base)} {origin}".encode())
-                self._digests[id(base)] = weakref.ref(base), both
-            return
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-            place = tensor.untyped_storage().data_ptr()
-            for leaf in operands:
-                if type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() == place:
-                    self._bases[id(tensor)] = weakref.ref(tensor), weakref.ref(self._base(leaf))
-                    break
+        place = _storage(tensor)
+        base = next((leaf for leaf in operands if place is not None and _storage(leaf) == place), None)
+        if base is not None:
+            self._bases[id(tensor)] = weakref.ref(tensor), weakref.ref(self._base(base))
+
+    def _note_written(self, tensor: Tensor, origin: int) -> None:
+        self._digests[id(tensor)] = weakref.ref(tensor), origin
+        base = self._base(tensor)
+        if base is not tensor:
+            both = xxhash.xxh3_64_intdigest(f"{self.of(base)} {origin}".encode())
+            self._digests[id(base)] = weakref.ref(base), both
 
     def _base(self, tensor: Tensor) -> Tensor:
         """The tensor that this is a view of, itself where it is none."""
@@ -99,6 +106,21 @@ class Lineage(TorchFunctionMode):
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Where its memory is; None for a tensor that has none of its own."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else None
 
 
 def _content(tensor: Tensor) -> str:

@@ -54,7 +54,7 @@ class Partners:
         self._found = {}
         seen: dict[tuple[int, ...], tuple[Tensor, Partner]] = {}  # with the input, so that no other gets its id
         lineage = Lineage()
-        with lineage, Watch(self.targets, lambda product: self._take(seen, lineage, product)):
+        with Watch(self.targets, lambda product: self._take(seen, lineage, product)), lineage:
             yield
 
     def partner(self, name: str, number: int, origin: tuple[int, ...], rows: Tensor) -> Partner | None:

@@ -143,7 +143,7 @@ def _gathers(case: tuple[str, str, str]) -> tuple[dict[str, int], dict[str, int]
 
 
 CASES = [
-    *(("default", algorithm, "list") for algorithm in ("max", "gptq", "awq")),
+    *(("default", algorithm, "list") for algorithm in ("max", "gptq", "awq", "gptaq")),
     ("kept after forward", "max", "list"),
     ("root resharded", "max", "list"),
     ("embedding of its own", "max", "loop"),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import layerwise
-from layerwise import AWQ, GPTQ, Algorithm, LocalHessian, Max, Mse, SmoothQuant
+from layerwise import AWQ, GPTAQ, GPTQ, Algorithm, LocalHessian, Max, Mse, SmoothQuant
 from layerwise.__main__ import ALGORITHMS
 from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, plain
 from layerwise.command.parsing import config_of, parse
@@ -87,6 +87,12 @@ def test_every_key_reaches_its_field() -> None:
     )
     assert found.output == OutputKeys(checkpoint=Path("d"), report=(Path("r.json"), Path("r.png")), max_shard_size=1000)
     assert list(found.outputs()) == ["output.checkpoint", "output.report[0]", "output.report[1]"]
+
+
+def test_an_option_that_only_one_of_two_alike_algorithms_has() -> None:
+    assert config(algorithm={"name": "GPTAQ", "alpha": 1}).algorithm == GPTAQ(alpha=1.0)
+    with pytest.raises(ConfigError, match=r"algorithm\.alpha: unknown option"):
+        config(algorithm={"name": "GPTQ", "alpha": 1})
 
 
 @pytest.mark.parametrize(("given", "taken"), [(None, None), ([], ()), ("model.layers", "model.layers")])
