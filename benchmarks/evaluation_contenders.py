@@ -41,7 +41,7 @@ OURS: dict[str, Algorithm] = {
     "GPTQ old defaults": GPTQ(damping=0.01, act_order=False, scales=Max()),
     "GPTQ": GPTQ(),
     "GPTAQ": GPTAQ(),
-    "GPTAQ a quarter": GPTAQ(alpha=0.25),
+    "GPTAQ in full": GPTAQ(alpha=1.0),
     "GPTQ descent": GPTQ(descent=1),
     "GPTQ local Hessian": GPTQ(scales=LocalHessian()),
     "GPTQ SmoothQuant": GPTQ(smoothing=SmoothQuant()),

@@ -27,7 +27,7 @@ WAYS: dict[str, Algorithm] = {
     "GPTQ": GPTQ(),
     "GPTAQ(alpha=0.25)": GPTAQ(alpha=0.25),
     "GPTAQ(alpha=0.5)": GPTAQ(alpha=0.5),
-    "GPTAQ": GPTAQ(),
+    "GPTAQ(alpha=1)": GPTAQ(alpha=1.0),
 }
 VOCABULARY, TOKENS, SEEDS = 512, 128, (0, 1)
 

@@ -49,7 +49,8 @@ class GPTAQ(GPTQ):
     an expert gets other tokens in the two, there are no pairs of inputs, and those tokens count as GPTQ counts them.
 
     Args:
-        alpha: how much of the correction is applied, 0 (none: GPTQ) to 1 (all of it).
+        alpha: how much of the correction is applied, 0 (none: GPTQ) to 1 (all of it). C is known from a sample, like H:
+            all of it is best for the calibration's own tokens, and less for others.
         damping: as of GPTQ.
         block: as of GPTQ.
         act_order: as of GPTQ.
@@ -62,7 +63,7 @@ class GPTAQ(GPTQ):
         ValueError: for any other value, as of GPTQ.
     """
 
-    alpha: float = 1.0
+    alpha: float = 0.25
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,7 +61,7 @@ def test_two_layers_come_nearer_to_the_unquantized_ones_than_by_gptq(act_order: 
     """On the data that they are calibrated on, and on others."""
     dense = _model(_Block)
     found = {}
-    for algorithm in (GPTQ(act_order=act_order), GPTAQ(act_order=act_order)):
+    for algorithm in (GPTQ(act_order=act_order), GPTAQ(act_order=act_order, alpha=1.0)):
         model = _model(_Block)
         run(model, _data(), NVFP4, algorithm, layers="layers")
         found[type(algorithm)] = _error(model, dense, _data()), _error(model, dense, _data(seed=1))

@@ -135,7 +135,7 @@ def test_the_output_is_nearer_to_that_of_the_unquantized_model(scales: Algorithm
     weight, gains = _randn(ROWS, K).float() * 0.02, []
     for noise in (0.02, 0.1, 0.3):
         streams, errors = _streams(noise), []
-        for algorithm in (GPTQ(scales=scales, descent=descent), GPTAQ(scales=scales, descent=descent)):
+        for algorithm in (GPTQ(scales=scales, descent=descent), GPTAQ(scales=scales, descent=descent, alpha=1.0)):
             _, stored = _decided(algorithm, weight, streams.inputs(), NVFP4)
             errors.append(streams.errors(weight, stored))
         gains.append(float(errors[0].sum() / errors[1].sum()))
@@ -165,7 +165,7 @@ def test_against_all_elements_of_a_few_columns() -> None:
     for seed in range(0, 40, 10):
         few, weight = _streams(0.3, k=active, seed=seed), _randn(12, k, seed=seed).float()
         streams = _Streams(*(torch.nn.functional.pad(one, (0, k - active)) for one in (few.x, few.y)))
-        for algorithm in (GPTQ(damping=1e-6, scales=Max()), GPTAQ(damping=1e-6, scales=Max())):
+        for algorithm in (GPTQ(damping=1e-6, scales=Max()), GPTAQ(damping=1e-6, scales=Max(), alpha=1.0)):
             decision, stored = _decided(algorithm, weight, streams.inputs(), NVFP4)
             _, dec = format_of(NVFP4).grid(NVFP4, decision.quantizer)
             best = _least_errors(few, weight[:, :active], dec[:, 0])
