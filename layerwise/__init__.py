@@ -20,6 +20,7 @@ Folders; each imports only from those above it:
 
 from layerwise.algorithms.algorithm import Algorithm, Decision, Group, Inputs, Linear, Smoothing
 from layerwise.algorithms.awq import AWQ
+from layerwise.algorithms.gptaq import GPTAQ
 from layerwise.algorithms.gptq import GPTQ
 from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
@@ -36,6 +37,7 @@ from layerwise.search_formats import search_formats
 
 __all__ = [
     "AWQ",
+    "GPTAQ",
     "GPTQ",
     "Algorithm",
     "Assignment",

@@ -20,6 +20,7 @@ from torch import nn
 from fsdp_hooks.across_ranks import is_first, raise_together
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.awq import AWQ
+from layerwise.algorithms.gptaq import GPTAQ
 from layerwise.algorithms.gptq import GPTQ
 from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
@@ -35,7 +36,7 @@ from layerwise.running.run import Calibration
 from qtensor.recipes import Recipe
 
 MAX = Max()
-OWN_ALGORITHMS = (Max, Mse, LocalHessian, SmoothQuant, AWQ, GPTQ)  # which write nothing on the way to a decision
+OWN_ALGORITHMS = (Max, Mse, LocalHessian, SmoothQuant, AWQ, GPTQ, GPTAQ)  # which write nothing on the way to a decision
 
 
 def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
@@ -72,7 +73,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             a function that gets the model and calls it with each batch (these calls compute nothing and return None).
             Ranks may have different numbers of batches, or none. `None` is enough for Max and Mse.
         recipe: the format of the weights; or an assignment, which names the weights and gives each its own.
-        algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), or one of your own.
+        algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), GPTAQ(), or one of your own.
         layers: the layers, as names, glob patterns or modules; None: the largest list of modules; (): no layers, the
             whole model at once.
         include: globs over module fqns of what to quantize; each must match something.

@@ -126,6 +126,7 @@ PUBLIC: dict[str, list[str]] = {
         "Candidate",
         "Decision",
         "Event",
+        "GPTAQ",
         "GPTQ",
         "Group",
         "Inputs",

@@ -20,7 +20,7 @@ from torch import Tensor
 from qtensor.recipes import Recipe
 
 # The statistics of inputs that an algorithm can ask for; it always gets their amax.
-COLUMNS, LOCAL_HESSIAN, HESSIAN = "columns", "local_hessian", "hessian"
+COLUMNS, LOCAL_HESSIAN, HESSIAN, CROSS = "columns", "local_hessian", "hessian", "cross"
 SUB_BLOCK = 16  # columns of one block of the local Hessian
 
 
@@ -35,6 +35,9 @@ class Inputs:
         column_mean: fp32 [K], mean |x| in each column.
         local_hessian: fp32 [ceil(K / 16), 16, 16], x_b^T x_b / tokens for each block b of 16 columns (zero-padded).
         hessian: fp32 [K, K], 2 x^T x / tokens.
+        cross: fp32 [K, K], 2 (y - x)^T x / tokens, where y is the same input in the unquantized model; None, too, where
+            both are the same, as in the first layer. Where there is no y for a batch (`unpaired`), it counts as x.
+        unpaired: rows of x without a y: experts get other tokens in the unquantized model.
     """
 
     tokens: int
@@ -43,6 +46,8 @@ class Inputs:
     column_mean: Tensor | None = None
     local_hessian: Tensor | None = None
     hessian: Tensor | None = None
+    cross: Tensor | None = None
+    unpaired: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +118,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The statistics of inputs that it reads: any of COLUMNS, LOCAL_HESSIAN, HESSIAN."""
+        """The statistics of inputs that it reads: any of COLUMNS, LOCAL_HESSIAN, HESSIAN, CROSS."""
         return frozenset()
 
     @property

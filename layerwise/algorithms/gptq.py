@@ -84,28 +84,29 @@ class GPTQ(Algorithm):
     hessians: str = "shared"
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if self.damping is not None and not 0 < self.damping < float("inf"):
-            raise ValueError(f"GPTQ(damping={self.damping!r}): expected a positive number, such as 0.01, or None")
+            raise ValueError(f"{name}(damping={self.damping!r}): expected a positive number, such as 0.01, or None")
         if self.block < 1:
-            raise ValueError(f"GPTQ(block={self.block!r}): expected a positive number of columns, such as 128")
+            raise ValueError(f"{name}(block={self.block!r}): expected a positive number of columns, such as 128")
         if type(self.descent) is not int or self.descent < 0:
-            raise ValueError(f"GPTQ(descent={self.descent!r}): expected a number of rounds, such as 1, or 0 for none")
+            raise ValueError(f"{name}(descent={self.descent!r}): expected a number of rounds, such as 1, or 0 for none")
         scales: object = self.scales  # whatever it was given
         smoothing: object = self.smoothing
         if not isinstance(scales, Algorithm) or scales.writes_weights:
             raise ValueError(
-                f"GPTQ(scales={self.scales!r}): expected an algorithm that writes no weights, such as Mse()"
+                f"{name}(scales={self.scales!r}): expected an algorithm that writes no weights, such as Mse()"
             )
         if smoothing is not None and not (isinstance(smoothing, Algorithm) and smoothing.smooths):
             raise ValueError(
-                f"GPTQ(smoothing={self.smoothing!r}): expected an algorithm with factors for columns, AWQ() or "
+                f"{name}(smoothing={self.smoothing!r}): expected an algorithm with factors for columns, AWQ() or "
                 "SmoothQuant(), or None"
             )
         if self.hessians not in ("shared", "one_at_a_time"):
-            raise ValueError(f"GPTQ(hessians={self.hessians!r}): expected one of 'shared', 'one_at_a_time'")
+            raise ValueError(f"{name}(hessians={self.hessians!r}): expected one of 'shared', 'one_at_a_time'")
         if self.one_at_a_time and self.smoothing is not None and self.smoothing.needs & {HESSIAN, LOCAL_HESSIAN}:
             raise ValueError(
-                f"GPTQ(smoothing={self.smoothing!r}, hessians='one_at_a_time'): its factors need the Hessians of all "
+                f"{name}(smoothing={self.smoothing!r}, hessians='one_at_a_time'): its factors need the Hessians of all "
                 "linears at once; use hessians='shared', or SmoothQuant()"
             )
 
@@ -172,13 +173,18 @@ class GPTQ(Algorithm):
         with one_thread(), full_precision(hessian.device):
             order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if self.act_order else None
             factor, damping = self._factorised(group, hessian if order is None else hessian[order][:, order])
-            values = _compensated(columns_of(group), factor, order, rounding, self.block)
+            aims = self._aims(group, factor, order)
+            values = _compensated(aims.clone() if self.descent else aims, factor, order, rounding, self.block)
             del factor
             if self.descent:
                 rounded = torch.stack([rounding(column, index) for index, column in enumerate(values)])
                 damped = _damped(hessian.clone(), damping)
-                values = descend(columns_of(group), rounded, damped, rounding, self.descent)
+                values = descend(aims, rounded, damped, rounding, self.descent)
         return values, damping
+
+    def _aims(self, group: Group, factor: Tensor, order: Tensor | None) -> Tensor:
+        """fp32 [K, rows], new: what the stored values are to come close to; `factor` is in the order of processing."""
+        return columns_of(group)
 
     def _least_damping(self, group: Group) -> float:
         """The damping to try first."""
@@ -198,7 +204,7 @@ class GPTQ(Algorithm):
         raise RuntimeError(
             f"{_linear_names(group)}: the Hessian of their input ({group.inputs.tokens} tokens of {len(hessian)} "
             f"columns) is not positive definite, not even with damping {damping:g}; calibrate on more tokens, give a "
-            "larger GPTQ(damping=...), or exclude these linears"
+            f"larger {type(self).__name__}(damping=...), or exclude these linears"
         )
 
 

@@ -113,13 +113,15 @@ def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
     if inputs.column_mean is None:
         raise ValueError(_NO_COLUMNS)
     amax, column_amax = scaled_amaxes(inputs.column_amax, factors)
-    local, full = inputs.local_hessian, inputs.hessian
+    local, full, cross = inputs.local_hessian, inputs.hessian, inputs.cross
     if local is not None:
         padding = local.shape[0] * SUB_BLOCK - factors.numel()
         blocks = torch.nn.functional.pad(factors, (0, padding), value=1.0).reshape(-1, SUB_BLOCK)
         local = local / (blocks.unsqueeze(-1) * blocks.unsqueeze(-2))
     if full is not None:
         full = full / factors.unsqueeze(-1) / factors
+    if cross is not None:
+        cross = cross / factors.unsqueeze(-1) / factors
     return dataclasses.replace(
         inputs,
         amax=amax,
@@ -127,6 +129,7 @@ def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
         column_mean=inputs.column_mean / factors,
         local_hessian=local,
         hessian=full,
+        cross=cross,
     )
 
 

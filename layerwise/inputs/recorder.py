@@ -22,6 +22,7 @@ such calls, and let all ranks agree on `needs_parent`, which depends on each ran
 model is as it was.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -69,6 +70,17 @@ class Recorder:
             self._store.close()
             raise
         self._progress = [BatchProgress(batch) for batch in batches]
+
+    def twin(self) -> "Recorder":
+        """A recorder of the same batches for other outputs of the layers. It keeps them in the same place.
+
+        An object that both hand to layers, and that these change, is refused, as one that several batches share.
+        """
+        twin = copy.copy(self)
+        twin._progress = [  # noqa: SLF001 - of its own class
+            BatchProgress(progress.batch) for progress in self._progress
+        ]
+        return twin
 
     def __enter__(self) -> "Recorder":
         return self

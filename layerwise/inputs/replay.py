@@ -2,6 +2,9 @@
 
 LayerReplay   calls the layer as its parent was recorded to, with the outputs of the layers before it
 ModelReplay   calls the model; stand-ins in place of the layers hand on what the last layer returned
+
+A replay may have a `reference`: one of the same stage and batches in the unquantized model, whose layers hand on what
+they returned before they were quantized.
 """
 
 from dataclasses import dataclass
@@ -36,10 +39,20 @@ class LayerReplay:
         stage: of the layer.
         last: no stage comes after it.
         cast: floating inputs come in this dtype.
+        reference: the recorder of the unquantized model, if its inputs are wanted.
     """
 
-    def __init__(self, recorder: Recorder, stage: Stage, *, last: bool, cast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        stage: Stage,
+        *,
+        last: bool,
+        cast: torch.dtype | None,
+        reference: Recorder | None = None,
+    ) -> None:
         self.recorder, self.stage, self.last, self.cast = recorder, stage, last, cast
+        self.reference = None if reference is None else LayerReplay(reference, stage, last=last, cast=cast)
 
     def __len__(self) -> int:
         return len(self.recorder)
@@ -59,8 +72,9 @@ class LayerReplay:
 class ModelReplay:
     """Runs the model with its layers left out, as the last stage."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, reference: Recorder | None = None) -> None:
         self.recorder = recorder
+        self.reference = None if reference is None else ModelReplay(reference)
 
     def __len__(self) -> int:
         return len(self.recorder)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fsdp_hooks.across_ranks import check_same, raise_together
 from fsdp_hooks.digest import digest
-from layerwise.algorithms.algorithm import HESSIAN
+from layerwise.algorithms.algorithm import CROSS, HESSIAN
 from layerwise.folding.smoothing import smooth
 from layerwise.inputs.replay import Replay
 from layerwise.inputs.structure import flatten
 from layerwise.report.measure import Measured, Yardstick
-from layerwise.running.decide import decide
+from layerwise.running.decide import decide, needed, run_reference
 from layerwise.stages.stage import Method, Pair, Stage
 from layerwise.stages.targets import Target
 from layerwise.statistics.collector import Collector
@@ -124,12 +124,14 @@ def observe(
     An identity is a digest of all tensors of the output, the same for a batch on whichever rank it is.
     """
     algorithm = method.algorithm
-    needs = algorithm.needs - ({HESSIAN} if algorithm.one_at_a_time else set())
+    needs = needed(stage, method) - ({HESSIAN, CROSS} if algorithm.one_at_a_time else set())
     collector = Collector({target.name: target.param for target in stage.targets}, needs, apart=stage.kinds())
+    partners = collector.partners()
     identities: list[Tensor | int] = []
     with raise_together(method.group), nullcontext() if method.quantized_onward else caches.watching():
         for batch in range(len(replay)):
-            with collector.batch():
+            run_reference(replay, batch, partners)
+            with collector.batch(partners):
                 output = replay.run(batch)
             yardstick.note(batch, output)
             if algorithm.smooths:

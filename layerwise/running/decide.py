@@ -9,13 +9,14 @@ the stage. The number of collectives follows from the groups, their shapes and t
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.across_ranks import raise_together
-from layerwise.algorithms.algorithm import Group, Inputs, Linear
+from layerwise.algorithms.algorithm import CROSS, Group, Inputs, Linear
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import transformed
 from layerwise.folding.smoothing import Smoothed
@@ -26,6 +27,7 @@ from layerwise.stages.sharing import naming, owned, rounds_of
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import agreed_amaxes
 from layerwise.statistics.collector import Collector
+from layerwise.statistics.partners import Partners
 from layerwise.statistics.statistics import Statistics
 from qtensor.tensor import QuantizedTensor
 
@@ -73,17 +75,39 @@ def collected_again(stage: Stage, replay: Replay, method: Method, names: tuple[s
     """The statistics of one group's input, from all batches once more, with its Hessian."""
     collector = Collector(
         {target.name: target.param for target in stage.targets},
-        method.algorithm.needs,
+        needed(stage, method),
         only=names,
         apart=stage.kinds(),
     )
+    partners = collector.partners()
     with raise_together(method.group):
         for batch in range(len(replay)):
-            with collector.batch():
+            if partners is not None:
+                run_reference(replay, batch, partners)
+            with collector.batch(partners):
                 replay.run(batch)
     statistics = collector.agree(method.group)
     index = next(index for index, facts in enumerate(statistics.facts) if names[0] in facts.names)
     return statistics.total(index, owner)
+
+
+def needed(stage: Stage, method: Method) -> frozenset[str]:
+    """The statistics of a stage's inputs; in the first stage those of the unquantized model are the same."""
+    return method.algorithm.needs - (set() if stage.index else {CROSS})
+
+
+def run_reference(replay: Replay, batch: int, partners: Partners | None = None) -> None:
+    """Run a batch in the unquantized model, if that is asked for, and hand its output on.
+
+    Args:
+        replay: has the reference.
+        batch: its number.
+        partners: keep the inputs of linears.
+    """
+    if replay.reference is not None:
+        with nullcontext() if partners is None else partners.batch():
+            output = replay.reference.run(batch)
+        replay.reference.keep(batch, output)
 
 
 def _decided(group: Group, method: Method, notes: Notes) -> dict[str, Entries]:

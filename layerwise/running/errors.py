@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.across_ranks import raise_together
-from layerwise.algorithms.algorithm import HESSIAN, Algorithm, Group, Inputs, Linear
+from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm, Group, Inputs, Linear
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.formats.candidates import LinearErrors, Menu, fits
 from layerwise.inputs.replay import Replay
@@ -48,8 +48,8 @@ class Measuring(Algorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the algorithm needs, and the Hessian."""
-        return self.algorithm.needs | {HESSIAN}
+        """What the algorithm needs, and the Hessian; every input is that of the unquantized model."""
+        return (self.algorithm.needs | {HESSIAN}) - {CROSS}
 
     @property
     def one_at_a_time(self) -> bool:

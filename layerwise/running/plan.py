@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from layerwise.algorithms.algorithm import Algorithm
+from layerwise.algorithms.algorithm import CROSS, Algorithm
 from layerwise.formats.assignment import Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
 from layerwise.inputs.stores import INPUTS_ON
@@ -70,6 +70,12 @@ class Options:
                 )
         if type(self.save_every) is not int or self.save_every < 1:
             raise ValueError(f"calibrate: save_every={self.save_every!r} is not a positive number of layers")
+        if self.paired and not self.quantized_onward:
+            name = type(self.algorithm).__name__
+            raise ValueError(
+                f"calibrate: {name} compares the inputs of the quantized model with those of the unquantized one, and "
+                f'with layer_inputs="unquantized" they are the same; leave it out, or use GPTQ() instead of {name}()'
+            )
         if self.inputs != "static":
             return
         for recipe in all_recipes(self.recipe):
@@ -83,6 +89,11 @@ class Options:
     def quantized_onward(self) -> bool:
         """Whether a layer is calibrated on the outputs of the quantized layer before it."""
         return (self.layer_inputs or self.algorithm.layer_inputs) == "quantized"
+
+    @property
+    def paired(self) -> bool:
+        """Whether batches run through the layers of the unquantized model, too."""
+        return CROSS in self.algorithm.needs
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ from layerwise.resume.fingerprint import Fingerprint, data_digest
 from layerwise.resume.progress import Window
 from layerwise.resume.weight_sums import weights_digest
 from layerwise.running.calibrate_stage import Calibrated, calibrate_stage
+from layerwise.running.decide import run_reference
 from layerwise.running.events import Event, Observer
 from layerwise.running.notes import check_notes
 from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored_outcome
@@ -75,6 +76,7 @@ class Run(ABC, Generic[K]):
         self.held = False
         self.unsaved: list[Stage] = []
         self.recorder: Recorder
+        self.reference: Recorder | None = None  # of the unquantized model, if its inputs are wanted
         self.checkpoint: CalibrationCheckpoint | None = None
 
     @abstractmethod
@@ -102,6 +104,8 @@ class Run(ABC, Generic[K]):
                     self._hold_outside()
                 with raise_together(self.group):
                     self.recorder = inputs.enter_context(self._recorded(data))
+                    if self.plan.options.paired and len(self.plan.stages) > 1:
+                        self.reference = inputs.enter_context(self.recorder.twin())
                 self.check_data()
                 if directory is not None:
                     self.checkpoint = CalibrationCheckpoint(directory, self.group)
@@ -157,6 +161,8 @@ class Run(ABC, Generic[K]):
     def _take_finished(self, stage: Stage) -> None:
         """Take a finished stage's turn: make its outputs, and put its result into the model."""
         outcome, first = self.outcomes[stage.index], self.method.quantized_onward
+        if self.reference is not None:
+            self._run_unquantized(stage)
         if first:
             outcome.apply(stage)
         with ExitStack() as turn:
@@ -171,14 +177,25 @@ class Run(ABC, Generic[K]):
             outcome.apply(stage)
         self.tell_late(stage, "resumed")
 
+    def _run_unquantized(self, stage: Stage) -> None:
+        """Make a finished stage's outputs in the unquantized model, before its result is put there."""
+        with ExitStack() as turn:
+            replay = self._begin(stage, turn)
+            with raise_together(self.group):
+                for batch in range(len(replay)):
+                    run_reference(replay, batch)
+        if self.plan.whole:
+            self._release_outside()
+
     def _begin(self, stage: Stage, turn: ExitStack) -> Replay:
         """Record the stage's inputs where they are not known, then gather its weights. Returns what runs it."""
         if self.plan.whole or not stage.name:
             self._hold_outside()
-        if any_of(self.group, bool(stage.name) and self.recorder.needs_parent(stage.index)):
+        if any_of(self.group, bool(stage.name) and any(one.needs_parent(stage.index) for one in self._recorders())):
             self._hold_outside()
             with raise_together(self.group):
-                self.recorder.prepare(stage.index)
+                for recorder in self._recorders():
+                    recorder.prepare(stage.index)
         elif not self.plan.whole and self.plan.stages[-1].name:
             self._release_outside()
         at_rest = {name: param.dtype for name, param in stage.params().items()}
@@ -186,14 +203,19 @@ class Run(ABC, Generic[K]):
             self._hold(stage, turn)
         turn.enter_context(working(stage.targets))
         if not stage.name:
-            return ModelReplay(self.recorder)
+            return ModelReplay(self.recorder, self.reference)
         gathered = {param.dtype for name, param in stage.params().items() if param.dtype != at_rest[name]}
-        return LayerReplay(self.recorder, stage, last=stage is self.plan.stages[-1], cast=next(iter(gathered), None))
+        last, cast = stage is self.plan.stages[-1], next(iter(gathered), None)
+        return LayerReplay(self.recorder, stage, last=last, cast=cast, reference=self.reference)
+
+    def _recorders(self) -> list[Recorder]:
+        """Those of both models, or of one."""
+        return [self.recorder] if self.reference is None else [self.recorder, self.reference]
 
     def _end(self, stage: Stage) -> None:
         """Free what the stage needed; afterwards its parameters are the shards again."""
-        if stage.name:
-            self.recorder.done(stage.index)
+        for recorder in self._recorders() if stage.name else ():
+            recorder.done(stage.index)
         if not stage.name or self.plan.whole:
             self._release_outside()
 

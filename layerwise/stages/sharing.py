@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
-from layerwise.algorithms.algorithm import HESSIAN, Inputs, Linear
+from layerwise.algorithms.algorithm import CROSS, HESSIAN, Inputs, Linear
 from layerwise.stages.stage import Method
 
 _SHOWN = 5  # linears that one message names
@@ -27,9 +27,9 @@ def rounds_of(method: Method, groups: Sequence[tuple[int, Sequence[Linear]]]) ->
     costs, sizes = [], []
     for tokens, linears in groups:
         rows, columns = sum(len(one.weight) for one in linears), linears[0].weight.shape[1]
-        hessian = HESSIAN in method.algorithm.needs and tokens > 0
+        matrices = len(method.algorithm.needs & {HESSIAN, CROSS}) if tokens else 0
         costs.append(method.algorithm.cost(rows, columns, tokens))
-        sizes.append(4 * rows * columns + (8 * columns**2 if hessian else 0))
+        sizes.append(4 * rows * columns + matrices * 8 * columns**2)
     shares = shared(costs, method.ranks)
     return [list(turn) for turn in zip_longest(*(_pieces(own, sizes, costs) for own in shares), fillvalue=())]
 

@@ -2,7 +2,8 @@
 
 A Hessian X^T X is [K, K], and an expert may see a few rows only. So the rows of a batch are kept in its place as long
 as they are the smaller of the two, and their products are made when somebody asks, batch by batch: the same bits. For
-a layer of many experts that is the difference between a few tokens each and a matrix each.
+a layer of many experts that is the difference between a few tokens each and a matrix each. The same holds for the
+products of an input with its difference to its partner, the same input in the unquantized model.
 """
 
 from collections.abc import Collection
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK
+from layerwise.algorithms.algorithm import COLUMNS, CROSS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.statistics.exact_sum import ExactSum
 
@@ -32,6 +33,8 @@ class Measured:
         amax: fp32 [1], or with COLUMNS [1 + K]: that of the whole input, then of each column.
         sums: name of a statistic -> what is added up over batches.
         rows: [tokens, K], a copy of the input in place of its Hessian, where it is smaller.
+        off: fp32 [tokens, K], what its partner differs from it by, in place of their products.
+        unpaired: its rows, if it should have a partner and has none.
     """
 
     tokens: int
@@ -40,6 +43,8 @@ class Measured:
     amax: Tensor | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
     rows: Tensor | None = None
+    off: Tensor | None = None
+    unpaired: int = 0
 
     def take_hessian(self, rows: Tensor) -> None:
         """Make the Hessian of rows [tokens, K], or keep what it is made from."""
@@ -50,22 +55,49 @@ class Measured:
         else:
             self.sums[HESSIAN] = _product(rows)
 
+    def take_cross(self, rows: Tensor, partner: Tensor | None) -> None:
+        """Make the products of rows [tokens, K] with what their partner differs by, or keep what they are made from.
+
+        Call it after `take_hessian`. Without a partner the rows count as their own.
+        """
+        assert self.amax is not None
+        self.forget_cross()
+        if partner is None:
+            self.unpaired = self.tokens
+            return
+        off = _fp32(partner) - _fp32(rows)
+        bound = self.tokens * float(self.amax[0]) * float(off.abs().amax())
+        if self.rows is not None and bound < SAFE:  # false for what is not finite
+            self.off = off
+        else:
+            self.sums[CROSS] = _product(off, rows)
+
+    def forget_cross(self) -> None:
+        """Undo `take_cross`."""
+        self.off, self.unpaired = None, 0
+        self.sums.pop(CROSS, None)
+
 
 @dataclass(eq=False)
 class Accumulated:
-    """Statistics of the inputs of one group over this rank's batches; `rows`: batches whose Hessians are not made."""
+    """Statistics of the inputs of one group over this rank's batches.
+
+    rows: of batches whose Hessians are not made, each with what its partner differs by, if that is asked for.
+    """
 
     tokens: int = 0
     broken: int = 0
     broken_batches: int = 0
     amax: Tensor | None = None
     sums: dict[str, ExactSum] = field(default_factory=dict)
-    rows: list[Tensor] = field(default_factory=list)
+    rows: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    unpaired: int = 0
 
     def add(self, other: "Measured | Accumulated") -> None:
         """Add what was measured in one batch, or in the batches of another group."""
         self.tokens += other.tokens
         self.broken += other.broken
+        self.unpaired += other.unpaired
         self.broken_batches += other.broken_batches if isinstance(other, Accumulated) else int(other.broken > 0)
         if other.amax is not None:
             self.amax = other.amax if self.amax is None else torch.maximum(self.amax, other.amax)
@@ -79,20 +111,25 @@ class Accumulated:
         if isinstance(other, Accumulated):
             self.rows += other.rows
         elif other.rows is not None:
-            self.rows.append(other.rows)
-            kept = sum(rows.nbytes for rows in self.rows)
+            self.rows.append((other.rows, other.off))
+            kept = sum(one.nbytes for pair in self.rows for one in pair if one is not None)
             if HESSIAN in self.sums or kept > _bytes_of_product(other.rows):
                 self.multiply()
 
     def multiply(self) -> None:
         """Make the Hessians of the rows, one at a time, and add them up."""
         while self.rows:
-            product = _product(self.rows.pop())
-            self.sums.setdefault(HESSIAN, ExactSum(product.shape, product.device)).add(product)
+            rows, off = self.rows.pop()
+            self._add(HESSIAN, _product(rows))
+            if off is not None:
+                self._add(CROSS, _product(off, rows))
+
+    def _add(self, what: str, product: Tensor) -> None:
+        self.sums.setdefault(what, ExactSum(product.shape, product.device)).add(product)
 
 
 def measure(rows: Tensor, needs: Collection[str]) -> Measured:
-    """All statistics of rows [tokens, K] except the Hessian."""
+    """All statistics of rows [tokens, K] except those that are matrices [K, K]."""
     tokens = rows.shape[0]
     count = min(tokens, SAMPLE_ROWS)
     measured = Measured(tokens, rows[[index * tokens // count for index in range(count)]])
@@ -114,11 +151,11 @@ def measure(rows: Tensor, needs: Collection[str]) -> Measured:
     return measured
 
 
-def _product(rows: Tensor) -> Tensor:
-    """fp32 [K, K], rows^T rows; the same bits for the rows and for a copy of them."""
-    with full_precision(rows.device):
-        wide = _fp32(rows)
-        return wide.t() @ wide
+def _product(left: Tensor, right: Tensor | None = None) -> Tensor:
+    """fp32 [K, K], left^T right, or left^T left; the same bits for rows and for a copy of them."""
+    with full_precision(left.device):
+        wide = _fp32(left)
+        return wide.t() @ (wide if right is None else _fp32(right))
 
 
 def _bytes_of_product(rows: Tensor) -> int:

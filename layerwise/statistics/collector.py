@@ -16,18 +16,21 @@ fault (values that are not finite, a weight used in a way that cannot be followe
 raises it on all ranks alike.
 """
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN
+from layerwise.algorithms.algorithm import COLUMNS, CROSS, HESSIAN, LOCAL_HESSIAN
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.stages.targets import linear_names
 from layerwise.statistics.accumulated import Accumulated, Measured, measure
+from layerwise.statistics.lineage import Lineage
+from layerwise.statistics.partners import Partner, Partners, origin_of
 from layerwise.statistics.statistics import Names, Part, Statistics
 from layerwise.statistics.watching import Product, Watch, WeightsByStorage
 
@@ -43,6 +46,24 @@ class _Seen:
     measured: Measured
     was: Tensor | None = None  # its values at that time, where torch counts no writes
     names: list[str] = field(default_factory=list)
+    partner: Partner | None = None
+    paired: bool = False  # whether its partner was looked for
+
+
+@dataclass(eq=False)
+class _Pairing:
+    """What finds the partners of the current batch."""
+
+    partners: Partners
+    lineage: Lineage = field(default_factory=Lineage)
+    uses: Counter[str] = field(default_factory=Counter)  # of each linear, so far
+
+    def partner(self, product: Product, rows: Tensor, wanted: Collection[str]) -> Partner | None:
+        """The one input that all linears of a product took in the unquantized model; None if there is no such input."""
+        origin = origin_of(self.lineage, product)
+        found = [self.partners.partner(name, self.uses[name], origin, rows) for name in wanted]
+        self.uses.update(wanted)
+        return found[0] if all(one is found[0] for one in found) else None
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,7 @@ class _Counts:
     broken: int
     broken_batches: int
     overflowing: int  # batches whose products left the range of fp32
+    unpaired: int
 
 
 class Collector:
@@ -60,9 +82,9 @@ class Collector:
 
     Args:
         targets: fqn -> the live weight, [N, K] or experts [E, N, K], plain and contiguous.
-        needs: COLUMNS, LOCAL_HESSIAN, HESSIAN; the amax is always collected.
-        only: names of the linears whose inputs' Hessian is wanted, all by default. (A Hessian is [K, K]; without memory
-            for all of a layer's Hessians at once, replay the layer once for each part.)
+        needs: COLUMNS, LOCAL_HESSIAN, HESSIAN, CROSS (with HESSIAN); the amax is always collected.
+        only: names of the linears whose inputs' Hessian and CROSS are wanted, all by default. (Each is [K, K]; without
+            memory for all of a layer's at once, replay the layer once for each part.)
         apart: fqn -> its kind; linears of different kinds form different groups, even if they take the same input.
     """
 
@@ -79,7 +101,7 @@ class Collector:
         self._linears = {fqn: linear_names(fqn, weight.shape) for fqn, weight in targets.items()}
         places = {fqn: (weight.shape[-1], weight.device) for fqn, weight in targets.items()}
         self._places = {name: places[fqn] for fqn, names in self._linears.items() for name in names}  # K and device
-        unknown = (needs - {COLUMNS, LOCAL_HESSIAN, HESSIAN}) | (set(only or ()) - self._places.keys())
+        unknown = (needs - {COLUMNS, LOCAL_HESSIAN, HESSIAN, CROSS}) | (set(only or ()) - self._places.keys())
         if unknown:
             raise ValueError(f"no statistic and no linear of these targets: {', '.join(sorted(unknown))}")
         self._only = frozenset(self._places if only is None else only)
@@ -90,14 +112,20 @@ class Collector:
         self._unfollowed: dict[str, str] = {}
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self, partners: Partners | None = None) -> Iterator[None]:
         """Context manager around the forward of one batch. A batch that raises leaves nothing behind.
+
+        With CROSS, `partners` holds the inputs of the same batch in the unquantized model.
 
         Use `torch.no_grad()` rather than `torch.inference_mode()`: in the latter torch counts no writes, so each input
         is copied to see whether it is changed in place between two linears.
         """
         seen: dict[tuple[int, ...], _Seen] = {}
-        with Watch(self._targets, lambda product: self._take(seen, product)) as watch:
+        pairing = None if partners is None else _Pairing(partners)
+        with (
+            Watch(self._targets, lambda product: self._take(seen, product, pairing)) as watch,
+            nullcontext() if pairing is None else pairing.lineage,
+        ):
             yield
         self._unfollowed |= watch.unfollowed
         for key in list(seen):
@@ -109,6 +137,10 @@ class Collector:
                 kept = self._samples.setdefault(name, [])
                 if len(kept) < SAMPLE_BATCHES:
                     kept.append(one.measured.sample)
+
+    def partners(self) -> Partners | None:
+        """What is to hold the partners of each batch; None where they are not needed."""
+        return Partners(self._targets, self._only) if CROSS in self._needs else None
 
     def samples(self, name: str) -> Tensor | None:
         """[n, K]: up to 16 rows of a linear's input from each of this rank's first 4 batches; None without any."""
@@ -129,15 +161,16 @@ class Collector:
         accumulated, self._accumulated = self._accumulated, {}
         parts = []
         for names, keys in partition(list(reports), list(self._order), self._kinds):
-            needs = self._needs if not self._only.isdisjoint(names) else self._needs - {HESSIAN}
-            k, device = self._places[names[0]]
-            parts.append(Part(names, tuple(keys), sum(reports[key].tokens for key in keys), needs, k, device))
+            needs = self._needs if not self._only.isdisjoint(names) else self._needs - {HESSIAN, CROSS}
+            tokens = sum(reports[key].tokens for key in keys)
+            unpaired = sum(reports[key].unpaired for key in keys)
+            parts.append(Part(names, tuple(keys), tokens, needs, *self._places[names[0]], unpaired))
         reached = {name for part in parts for name in part.names}
         parts += [Part((name,), (), 0, frozenset(), *self._places[name]) for name in self._order if name not in reached]
         parts.sort(key=lambda part: self._order[part.names[0]])
         return Statistics(parts, accumulated, group)
 
-    def _take(self, seen: dict[tuple[int, ...], _Seen], product: Product) -> None:
+    def _take(self, seen: dict[tuple[int, ...], _Seen], product: Product, pairing: _Pairing | None) -> None:
         if not product.rows.numel():
             return
         x = product.x
@@ -153,10 +186,21 @@ class Collector:
             wanted = HESSIAN in self._needs and not found.broken and not self._only.isdisjoint(product.names)
             if wanted and found.rows is None and HESSIAN not in found.sums:
                 found.take_hessian(rows)
+            if wanted and pairing is not None:
+                partner = pairing.partner(product, rows, self._only.intersection(product.names))
+                if not one.paired or (one.partner is not partner and found.unpaired == 0):
+                    found.take_cross(rows, None if one.paired or partner is None else partner.rows)
+                one.partner, one.paired = partner, True
 
     def _gather(self, group: dist.ProcessGroup | None) -> tuple[dict[Names, _Counts], dict[str, str]]:
         own = {
-            names: (one.tokens, one.broken, one.broken_batches, max((s.broken for s in one.sums.values()), default=0))
+            names: (
+                one.tokens,
+                one.broken,
+                one.broken_batches,
+                max((s.broken for s in one.sums.values()), default=0),
+                one.unpaired,
+            )
             for names, one in self._accumulated.items()
         }
         everyone = [(own, self._unfollowed)]
@@ -168,7 +212,7 @@ class Collector:
         for theirs, functions in everyone:
             unfollowed |= functions
             for names, values in theirs.items():
-                counts[names] = [a + b for a, b in zip(counts.get(names, (0, 0, 0, 0)), values, strict=True)]
+                counts[names] = [a + b for a, b in zip(counts.get(names, (0,) * len(values)), values, strict=True)]
         return {names: _Counts(*values) for names, values in counts.items()}, unfollowed
 
     def _check(self, reports: Mapping[Names, _Counts], unfollowed: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK, Inputs
+from layerwise.algorithms.algorithm import COLUMNS, CROSS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK, Inputs
 from layerwise.statistics.accumulated import Accumulated
 from layerwise.statistics.exact_sum import ExactSum, totals
 
@@ -32,6 +32,7 @@ class Part:
         needs: which statistics are there.
         columns: K.
         device: of the statistics.
+        unpaired: rows without a partner, over all ranks.
     """
 
     names: Names
@@ -40,6 +41,7 @@ class Part:
     needs: frozenset[str]
     columns: int
     device: torch.device
+    unpaired: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,7 @@ class Statistics:
             own = self._taken(part, keep=keep)
             empty = {what: ExactSum(shape, part.device) for what, shape in _shapes(part).items()}
             sums = {what: own.sums.get(what, none) for what, none in empty.items()}
-            factors = [(2 if what == HESSIAN else 1) / part.tokens for what in sums]
+            factors = [(2 if what in (HESSIAN, CROSS) else 1) / part.tokens for what in sums]
             found = totals(list(sums.values()), self._group, factors, owner=owner)
             if found is None:
                 return None
@@ -112,6 +114,8 @@ class Statistics:
                 column_mean=by_name.get(COLUMNS),
                 local_hessian=by_name.get(LOCAL_HESSIAN),
                 hessian=by_name.get(HESSIAN),
+                cross=by_name.get(CROSS),
+                unpaired=part.unpaired,
             )
 
     def _facts(self) -> list[Facts]:
@@ -159,5 +163,5 @@ class Statistics:
 def _shapes(part: Part) -> dict[str, tuple[int, ...]]:
     """The shape of each sum, in one order on all ranks."""
     k = part.columns
-    shapes = {COLUMNS: (k,), HESSIAN: (k, k), LOCAL_HESSIAN: (-(-k // SUB_BLOCK), SUB_BLOCK, SUB_BLOCK)}
+    shapes = {COLUMNS: (k,), HESSIAN: (k, k), CROSS: (k, k), LOCAL_HESSIAN: (-(-k // SUB_BLOCK), SUB_BLOCK, SUB_BLOCK)}
     return {what: shape for what, shape in shapes.items() if what in part.needs}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from layerwise import AWQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, SmoothQuant, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, SmoothQuant, calibrate
 from qtensor import QuantizedTensor
 from tests.recipes import ROW
 
@@ -32,8 +32,9 @@ ALGORITHMS: dict[str, Any] = {
     "AWQ": AWQ(alpha_step=0.25, clip_step=0.25),
     "GPTQ": GPTQ(),
     "AWQ, then GPTQ": GPTQ(smoothing=AWQ(alpha_step=0.25), scales=LocalHessian(), descent=2),
+    "GPTAQ": GPTAQ(),
 }
-WRITING = ("SmoothQuant", "AWQ", "GPTQ", "AWQ, then GPTQ")
+WRITING = ("SmoothQuant", "AWQ", "GPTQ", "AWQ, then GPTQ", "GPTAQ")
 RECIPES = ROW
 
 # -- models ------------------------------------------------------------------------------------------------------------

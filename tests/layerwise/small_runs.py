@@ -16,7 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from layerwise import AWQ, GPTQ, Algorithm, CalibrationResult, Event, LocalHessian, Max, Mse, SmoothQuant, calibrate
+from layerwise import (
+    AWQ,
+    GPTAQ,
+    GPTQ,
+    Algorithm,
+    CalibrationResult,
+    Event,
+    LocalHessian,
+    Max,
+    Mse,
+    SmoothQuant,
+    calibrate,
+)
 from qtensor import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -100,6 +112,13 @@ CASES = {
         algorithm=GPTQ(smoothing=AWQ(), scales=LocalHessian(), descent=2), recipe=MXFP8BlockScaling(), stop=("write", 2)
     ),
     "gptq, on unquantized": Case(algorithm=GPTQ(), options={"layer_inputs": "unquantized"}, stop=("checkpoint", 2)),
+    "gptaq": Case(algorithm=GPTAQ(), stop=("checkpoint", 1)),
+    "gptaq, quantized storage": Case(
+        algorithm=GPTAQ(smoothing=SmoothQuant()),
+        recipe=MXFP8BlockScaling(),
+        stored=MXFP8BlockScaling(),
+        stop=("write", 2),
+    ),
 }
 
 

@@ -42,6 +42,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "AWQ": (ALGORITHMS["AWQ"], FLOAT8),
     "GPTQ": (ALGORITHMS["GPTQ"], NVFP4),
     "AWQ, then GPTQ": (ALGORITHMS["AWQ, then GPTQ"], MXFP8),
+    "GPTAQ": (ALGORITHMS["GPTAQ"], NVFP4),
 }
 Outcome = dict[str, dict[str, str]]
 
@@ -110,6 +111,7 @@ def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
         "AWQ",
         "GPTQ",
         "AWQ, then GPTQ",
+        "GPTAQ",
     ]  # Mse takes the statistics of Max; LocalHessian is below
     cases = [(method, index % 2 == 1) for index, method in enumerate(methods)]
     expected = {}
@@ -266,7 +268,7 @@ def test_experts_in_one_parameter_on_ranks() -> None:
     """Four experts on three ranks: two, two and none."""
     pytest.importorskip("transformers")
     cases = [("eager", "GPTQ"), ("eager", "SmoothQuant"), ("grouped_mm", "Max"), ("grouped_mm", "LocalHessian")]
-    cases += [("grouped_mm", "AWQ, then GPTQ")]
+    cases += [("grouped_mm", "AWQ, then GPTQ"), ("grouped_mm", "GPTAQ")]
     expected = []
     for implementation, method in cases:
         algorithm, recipe = METHODS[method]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from layerwise import AWQ, GPTQ, Max, SmoothQuant, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, Max, SmoothQuant, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.layerwise.families import FAMILIES, VOCABULARY, assert_same, batches_for, family, off, output
 from tests.layerwise.inputs.parents import PARENTS
@@ -172,7 +172,7 @@ def _with_empty_cache(model: nn.Module, batches: Any) -> Any:
     return [{**batch, "use_cache": True, "past_key_values": DynamicCache(config=model.config)} for batch in batches]
 
 
-@pytest.mark.parametrize("algorithm", [Max(), GPTQ()], ids=["max", "gptq"])
+@pytest.mark.parametrize("algorithm", [Max(), GPTQ(), GPTAQ()], ids=["max", "gptq", "gptaq"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_caches_make_no_difference(name: str, algorithm: Any) -> None:
     expected = _results(name, algorithm, _with_config(use_cache=False))
@@ -197,7 +197,7 @@ def _prefilled(model: nn.Module) -> list[dict[str, Any]]:
     return batches
 
 
-@pytest.mark.parametrize("algorithm", [Max(), AWQ(), GPTQ()], ids=["max", "awq", "gptq"])
+@pytest.mark.parametrize("algorithm", [Max(), AWQ(), GPTQ(), GPTAQ()], ids=["max", "awq", "gptq", "gptaq"])
 def test_a_prefilled_cache_is_what_it_was_in_every_run(algorithm: Any) -> None:
     results = []
     for options in ({}, {"inputs_on": "disk"}, {"layers": (), "layer_inputs": "unquantized"}):

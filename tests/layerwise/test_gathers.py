@@ -16,14 +16,20 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
-from layerwise import AWQ, GPTQ, Event, Max, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, calibrate
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
 from tests.fsdp_hooks.cases import Collectives
 from tests.ranks import run_ranks, run_ranks_each
 
 DIM, LAYERS = 32, 4
 RECIPE = NVFP4BlockScaling()
-ALGORITHMS = {"max": Max(), "gptq": GPTQ(), "one hessian at a time": GPTQ(hessians="one_at_a_time"), "awq": AWQ()}
+ALGORITHMS = {
+    "max": Max(),
+    "gptq": GPTQ(),
+    "one hessian at a time": GPTQ(hessians="one_at_a_time"),
+    "awq": AWQ(),
+    "gptaq": GPTAQ(),
+}
 
 
 class Block(nn.Module):
@@ -137,7 +143,7 @@ def _gathers(case: tuple[str, str, str]) -> tuple[dict[str, int], dict[str, int]
 
 
 CASES = [
-    *(("default", algorithm, "list") for algorithm in ("max", "gptq", "awq")),
+    *(("default", algorithm, "list") for algorithm in ("max", "gptq", "awq", "gptaq")),
     ("kept after forward", "max", "list"),
     ("root resharded", "max", "list"),
     ("embedding of its own", "max", "loop"),

@@ -219,6 +219,7 @@ MODES = [
     ("Max", "quantized", True),
     ("GPTQ", None, True),
     ("GPTQ", "unquantized", False),
+    ("GPTAQ", None, True),
 ]
 
 

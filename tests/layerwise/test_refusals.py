@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerwise import GPTQ, Max, Mse, SmoothQuant, calibrate
+from layerwise import GPTAQ, GPTQ, Max, Mse, SmoothQuant, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.layerwise.small_runs import (
     LAYERS,
@@ -354,6 +354,11 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": "static", "recipe": MXFP8BlockScaling()}, ValueError, 'inputs="static" needs a tensor-wide scale'),
     ({"inputs_on": "gpu"}, ValueError, "inputs_on='gpu' is not one of 'device', 'cpu', 'disk'"),
     ({"layer_inputs": "both"}, ValueError, "layer_inputs='both' is not one of None, 'unquantized', 'quantized'"),
+    (
+        {"algorithm": GPTAQ(), "layer_inputs": "unquantized"},
+        ValueError,
+        r"GPTAQ compares the inputs of the quantized model .* they are the same; leave it out, or use GPTQ\(\) instead",
+    ),
     ({"include": ["layers.9.*"]}, ValueError, "include pattern 'layers.9.\\*' matches no module with a weight"),
     ({"include": "layers.*"}, TypeError, r"include is a list of patterns, got 'layers.\*'; write \['layers.\*'\]"),
     ({"exclude": "lm_head"}, TypeError, r"exclude is a list of patterns, got 'lm_head'; write \['lm_head'\]"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from layerwise import AWQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, SmoothQuant, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, SmoothQuant, calibrate
 from qtensor import NVFP4BlockScaling
 from tests.layerwise import models, small_runs
 
@@ -29,7 +29,14 @@ def test_max_and_mse_come_to_the_same_without_data(algorithm: Any) -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "equal"),
-    [(LocalHessian(), Mse()), (SmoothQuant(), Max()), (AWQ(), Max()), (GPTQ(), Mse()), (GPTQ(scales=Max()), Max())],
+    [
+        (LocalHessian(), Mse()),
+        (SmoothQuant(), Max()),
+        (AWQ(), Max()),
+        (GPTQ(), Mse()),
+        (GPTAQ(), Mse()),
+        (GPTQ(scales=Max()), Max()),
+    ],
     ids=repr,
 )
 def test_others_quantize_from_the_weights_alone_and_name_every_linear(algorithm: Any, equal: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import layerwise
-from layerwise import AWQ, GPTQ, Algorithm, LocalHessian, Max, Mse, SmoothQuant
+from layerwise import AWQ, GPTAQ, GPTQ, Algorithm, LocalHessian, Max, Mse, SmoothQuant
 from layerwise.__main__ import ALGORITHMS
 from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, plain
 from layerwise.command.parsing import config_of, parse
@@ -89,6 +89,12 @@ def test_every_key_reaches_its_field() -> None:
     assert list(found.outputs()) == ["output.checkpoint", "output.report[0]", "output.report[1]"]
 
 
+def test_an_option_that_only_one_of_two_alike_algorithms_has() -> None:
+    assert config(algorithm={"name": "GPTAQ", "alpha": 1}).algorithm == GPTAQ(alpha=1.0)
+    with pytest.raises(ConfigError, match=r"algorithm\.alpha: unknown option"):
+        config(algorithm={"name": "GPTQ", "alpha": 1})
+
+
 @pytest.mark.parametrize(("given", "taken"), [(None, None), ([], ()), ("model.layers", "model.layers")])
 def test_layers_may_be_none_no_layers_or_one_name(given: Any, taken: Any) -> None:
     assert config(calibration={"layers": given}).calibration.layers == taken
@@ -102,7 +108,9 @@ def test_recipes_by_short_name_and_by_type(name: str) -> None:
 
 def test_every_public_algorithm_and_its_options_are_known() -> None:
     public = {
-        name for name in layerwise.__all__ if name in ("AWQ", "GPTQ", "LocalHessian", "Max", "Mse", "SmoothQuant")
+        name
+        for name in layerwise.__all__
+        if name in ("AWQ", "GPTAQ", "GPTQ", "LocalHessian", "Max", "Mse", "SmoothQuant")
     }
     assert public <= {*ALGORITHMS}
     for name, kind in ALGORITHMS.items():
@@ -209,7 +217,7 @@ def test_options_of_new_types() -> None:
         ),
         (
             {"algorithm": "gptq"},
-            "algorithm.name: unknown algorithm 'gptq'; did you mean 'GPTQ'? known names are AWQ, GPTQ,",
+            "algorithm.name: unknown algorithm 'gptq'; did you mean 'GPTQ'? known names are AWQ, GPTAQ, GPTQ,",
         ),
         (
             {"algorithm": {"name": "AWQ", "alpha": 1}},
@@ -219,7 +227,7 @@ def test_options_of_new_types() -> None:
         ({"algorithm": {"name": "GPTQ", "damping": -1}}, "algorithm: GPTQ(damping=-1.0): expected a positive number"),
         (
             {"algorithm": {"name": "GPTQ", "scales": "mse"}},
-            "algorithm.scales.name: unknown algorithm 'mse'; did you mean 'Mse'? known names are AWQ, GPTQ,",
+            "algorithm.scales.name: unknown algorithm 'mse'; did you mean 'Mse'? known names are AWQ, GPTAQ, GPTQ,",
         ),
         (
             {"algorithm": {"name": "GPTQ", "smoothing": {"name": "SmoothQuant", "alpha": "a"}}},

@@ -210,7 +210,7 @@ def test_batches_that_group_differently_are_complete_for_every_name() -> None:
 
 def _kept(collector: Collector) -> int:
     """Bytes of the statistics of all groups, before any total is asked for."""
-    found = [one for own in collector._accumulated.values() for one in own.rows]
+    found = [one for own in collector._accumulated.values() for pair in own.rows for one in pair if one is not None]
     found += [
         bucket for own in collector._accumulated.values() for s in own.sums.values() for bucket in s.buckets.values()
     ]

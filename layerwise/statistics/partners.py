@@ -1,0 +1,84 @@
+"""The inputs of linears in the unquantized model, batch by batch: partners of those that statistics are made of.
+
+    partners = Partners(targets, only=...)
+    with partners.batch():
+        layer.forward(inputs of the unquantized model)
+    with collector.batch(partners):
+        layer.forward(inputs of the quantized model, of the same batch)
+
+Both runs multiply with each weight as often, so the n-th input of one is the partner of the n-th input of the other, if
+its rows stand for the same tokens (lineage.py). That fails for experts that a router sends other tokens to: the batch
+has no pairs for them then. Whether it has depends on the batch alone, and not on who ran it.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from layerwise.statistics.lineage import Lineage
+from layerwise.statistics.watching import Product, Watch, WeightsByStorage
+
+
+@dataclass(frozen=True, eq=False)
+class Partner:
+    """One input.
+
+    Attributes:
+        rows: [tokens, K], a copy.
+        origin: equal for two runs if its rows stand for the same tokens.
+    """
+
+    rows: Tensor
+    origin: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Partners:
+    """The inputs of one batch in the unquantized model.
+
+    Args:
+        targets: the live weights, as of a `Collector`.
+        only: names of the linears whose inputs are kept.
+    """
+
+    targets: WeightsByStorage
+    only: Collection[str]
+    _found: dict[str, list[Partner]] = field(default_factory=dict, init=False)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Context manager around the run of a batch; what was kept of the one before is freed."""
+        self._found = {}
+        seen: dict[tuple[int, ...], tuple[Tensor, Partner]] = {}  # with the input, so that no other gets its id
+        lineage = Lineage()
+        with Watch(self.targets, lambda product: self._take(seen, lineage, product)), lineage:
+            yield
+
+    def partner(self, name: str, number: int, origin: tuple[int, ...], rows: Tensor) -> Partner | None:
+        """Of input number `number` of a linear in this batch; None where its rows stand for other tokens."""
+        found = self._found.get(name, [])
+        one = found[number] if number < len(found) else None
+        return one if one is not None and one.origin == origin and one.rows.shape == rows.shape else None
+
+    def _take(self, seen: dict[tuple[int, ...], tuple[Tensor, Partner]], lineage: Lineage, product: Product) -> None:
+        wanted = [name for name in product.names if name in self.only]
+        if not wanted or not product.rows.numel():
+            return
+        x = product.x
+        key = (id(x), 0 if x.is_inference() else x._version, *product.part)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            rows = product.rows.detach().reshape(-1, product.rows.shape[-1])
+            known = seen.get(key)
+            if known is None or (x.is_inference() and not torch.equal(known[1].rows, rows)):
+                known = x, Partner(rows.clone(memory_format=torch.contiguous_format), origin_of(lineage, product))
+                seen[key] = known
+        for name in wanted:
+            self._found.setdefault(name, []).append(known[1])
+
+
+def origin_of(lineage: Lineage, product: Product) -> tuple[int, ...]:
+    """How the rows of a product came about."""
+    return lineage.of(product.x), *product.part
