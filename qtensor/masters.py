@@ -97,11 +97,11 @@ def _table(params: Iterable[Tensor]) -> Tensor:
         if isinstance(shard, QuantizedTensor) and (value := initial_value(shard)) is not None
     }
     found = digests([*map(bytes_of, shards), *([value] for value in inits.values())])
-    table = found.new_zeros(len(shards), 2)
-    table[:, 0] = found[: len(shards)]
-    if inits:
-        table[list(inits), 1] = found[len(shards) :]
-    return table
+    of_bytes, none = found[: len(shards)], found.new_zeros(())
+    of_inits = dict(zip(inits, found[len(shards) :].unbind(), strict=True))
+    # stacked, since an index that is a list would be copied to the device, and waited for
+    column = torch.stack([of_inits.get(number, none) for number in range(len(shards))]) if inits else of_bytes * 0
+    return torch.stack([of_bytes, column], dim=1)
 
 
 def bytes_of(shard: Tensor) -> list[Tensor]:

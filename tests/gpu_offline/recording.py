@@ -22,10 +22,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from qtensor import QuantizedTensor
+from qtensor.high_precision import HighPrecisionWeight
 from tests.gpu_offline.ordering import HOST, Allocated, Entry, Freed, HostWaited, Lent, Ran, Recorded, Waited
 
 PACKAGES = ("fsdp_hooks", "qtensor", "dcp_adapters", "layerwise", "torch/distributed/fsdp", "tests")
@@ -140,11 +143,18 @@ class _Accesses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if any(type(each) not in (Tensor, FakeTensor, torch.nn.Parameter) for each in given):
-            return NotImplemented
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        with self:  # below autograd, composite operations arrive whole, and could be taken for views
+            if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return result
+        made_of_parts = [type(each) for each in given if isinstance(each, QuantizedTensor | HighPrecisionWeight)]
+        if made_of_parts and not any(isinstance(each, DTensor) for each in given):
+            with self:  # after NotImplemented no mode would see what is done to the parts
+                return made_of_parts[0].__torch_dispatch__(func, types, args, kwargs)
+        if any(type(each) not in (Tensor, FakeTensor, torch.nn.Parameter) for each in given):
+            return NotImplemented
         where = _where()
         if func in READS and all(isinstance(each, FakeTensor) for each in given):
             self._read(f"{func} in {where}", given)
@@ -183,7 +193,8 @@ class _Accesses(TorchDispatchMode):
         if reads & on_cpu:  # CUDA has copied all of a pageable memory that it copies from when the call returns
             recorder.add(Ran(HOST, what, reads & on_cpu, frozenset()))
         recorder.add(Ran(stream, what, reads - on_cpu, writes))
-        if waits and any(each.ndim and each.device.type == "cpu" for each in used):
+        # a number on the CPU may be an operand
+        if waits and (writes & on_cpu or any(each.ndim and each.device.type == "cpu" for each in given)):
             recorder.wait_of_host(what, stream=stream)
 
 

@@ -12,10 +12,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qtensor as qt
+from fsdp_hooks import unsharded
 from tests.gpu_offline.ordering import Entry, HostWaited, Recorded, Waited, copies_to_host, faults_of, waits_of_host
 from tests.gpu_offline.recipes import RECIPES
 from tests.gpu_offline.recording import Stream, recorded
-from tests.gpu_offline.training import STEPS, Run, mesh_without_peers, parts_of, sharded, train
+from tests.gpu_offline.training import STEPS, Run, answers, mesh_without_peers, parts_of, sharded, train
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -195,3 +196,36 @@ def test_a_read_of_a_value_is_a_wait(mesh: DeviceMesh) -> None:
         values: Any = qt.quantize(torch.ones(32, 64, device="cuda"), RECIPES["mxfp8_row"]).dequantize()[0, :3].tolist()
     assert values == [True, True, True]
     assert [READ in what for what in waits_of_host(log)] == [True]
+
+
+def test_each_part_of_a_weight_that_is_moved_is_waited_for(mesh: DeviceMesh) -> None:
+    with FakeTensorMode(), recorded() as log:
+        q = qt.quantize(torch.empty(32, 64, device="cuda"), RECIPES["nvfp4_row"])
+        moved = q.to("cpu")
+    assert moved.payload.device.type == "cpu"
+    assert len(copies_to_host(log)) == len(waits_of_host(log)) == len(q.parts())
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", NAMES)
+def test_gathering_a_module_by_hand_waits_once(mesh: DeviceMesh, name: str) -> None:
+    """As it ends: were parameters written?"""
+    with FakeTensorMode(), recorded(answers) as log:
+        model = sharded(mesh, RECIPES[name], "quantized", reshard=True)
+        begin = len(log)
+        with unsharded(model[0]):
+            pass
+    assert waits_of_host(log[begin:]) == [f"{READ} fsdp_hooks/unshard.py _same"]
+    assert faults_of(log) == []
+
+
+def test_masters_of_preserved_initial_values_are_followed_with_one_wait(mesh: DeviceMesh) -> None:
+    recipe = RECIPES["nvfp4_row"]
+    with FakeTensorMode(), recorded() as log:
+        with torch.device("cuda"), qt.quantized_model_init(recipe, preserve_high_precision_init_val=True):
+            linear = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+        optimizer = qt.MasterWeightOptimizer(torch.optim.AdamW, linear.parameters(), lr=1e-3)
+        linear(torch.empty(8, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        begin = len(log)
+        optimizer.step()
+    assert waits_of_host(log[begin:]) == [FOLLOWS, MOVES]
