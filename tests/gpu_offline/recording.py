@@ -168,7 +168,8 @@ class _Accesses(TorchDispatchMode):
 
     def _read(self, what: str, given: list[Tensor]) -> None:
         """The CPU reads values: on a GPU it waits for them."""
-        if isinstance(last := self.recorder.entries[-1], HostWaited) and last.what == what:
+        last = self.recorder.entries[-1]
+        if isinstance(last, HostWaited) and last.what == what and "_local_scalar_dense" in what:
             return  # the next value of a list; all of them come with the first
         numbers = frozenset(self.recorder.number_of(each, what) for each in given)
         stream = self.recorder.current[-1].number

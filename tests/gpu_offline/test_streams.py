@@ -208,14 +208,14 @@ def test_each_part_of_a_weight_that_is_moved_is_waited_for(mesh: DeviceMesh) -> 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", NAMES)
-def test_gathering_a_module_by_hand_waits_once(mesh: DeviceMesh, name: str) -> None:
-    """As it ends: were parameters written?"""
+def test_gathering_a_module_by_hand_waits_twice(mesh: DeviceMesh, name: str) -> None:
+    """As it begins and as it ends, for all of its parameters: were they written?"""
     with FakeTensorMode(), recorded(answers) as log:
         model = sharded(mesh, RECIPES[name], "quantized", reshard=True)
         begin = len(log)
         with unsharded(model[0]):
             pass
-    assert waits_of_host(log[begin:]) == [f"{READ} fsdp_hooks/unshard.py _same"]
+    assert waits_of_host(log[begin:]) == [f"{READ} fsdp_hooks/unshard.py _same"] * 2
     assert faults_of(log) == []
 
 
