@@ -2,6 +2,8 @@
 # make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"    make test TORCH=2.15.0
 # make test-engines  tests of exports and streams in vLLM, which gets an environment of its own (2 GB)
 # make gpu-offline  tests of the code for GPUs that need none, in an environment of their own with Triton (1 GB)
+# make gpu    on a machine with a GPU, in ten minutes: the tests that need it, and its benchmarks, written to
+#             benchmarks/results/    make gpu GPU_PYTHON=python3, where that has all that is needed
 # make lint   ruff and mypy
 # make bench  all benchmarks in 25 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
@@ -20,6 +22,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
 ENGINES := .venv-engines
 OFFLINE := .venv-gpu-offline
+GPU_PYTHON ?=
 RECIPE ?= mxfp8
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -36,7 +39,7 @@ PIP_INSTALL := $(PIP) install --no-warn-conflicts $(PIP_ARGS) -c $(VENV)/constra
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-engines gpu-offline lint bench docs adversary matrix clean
+.PHONY: demo test test-engines gpu-offline gpu lint bench docs adversary matrix clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -52,6 +55,14 @@ test-engines: $(VENV)/.installed-demo-test $(ENGINES)/.installed
 
 gpu-offline: $(OFFLINE)/.installed
 	$(OFFLINE)/bin/python -m pytest tests/gpu_offline $(PYTEST_ARGS)
+
+# Both parts run, and either can fail it. Without a GPU all these tests would be skipped, and prove nothing.
+ON_GPU = $(or $(GPU_PYTHON),$(PY))
+gpu: $(if $(GPU_PYTHON),,$(VENV)/.installed-demo-test)
+	@$(ON_GPU) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { \
+	  echo "make gpu needs a GPU, and a torch built for CUDA: '$(ON_GPU)' finds none (see nvidia-smi)." >&2; \
+	  echo "Name another Python: make gpu GPU_PYTHON=python3; or another torch: make gpu TORCH=2.14.1" >&2; exit 1; }
+	$(ON_GPU) -m pytest -m gpu $(PYTEST_ARGS); tested=$$?; $(ON_GPU) -m benchmarks --gpu && exit $$tested
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check

@@ -9,10 +9,9 @@ pass over the values before them, which counts as time and not as bytes.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.report import at_least
-from benchmarks.timing import Contender, interleaved, ratio
+from benchmarks.timing import Contender, interleaved, nothing, ratio
 from qtensor import QuantizedTensor, quantize
 from qtensor.recipes import Recipe
 
@@ -26,19 +25,20 @@ def shares(recipes: dict[str, Recipe]) -> dict[str, dict[str, dict[str, float]]]
     """Size -> operation and recipe -> share of a copy's bandwidth; or why there are none."""
     if not torch.cuda.is_available():
         return NO_CUDA
-    return {str(size): _shares(size, recipes) for size in SIZES}
+    return {str(size): shares_at(size, recipes, "cuda") for size in SIZES}
 
 
-def _shares(size: int, recipes: dict[str, Recipe]) -> dict[str, dict[str, float]]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(size, size, generator=generator, device="cuda").to(torch.bfloat16)
+def shares_at(size: int, recipes: dict[str, Recipe], device: str) -> dict[str, dict[str, float]]:
+    """The shares of a matrix of this many rows and columns."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(size, size, generator=generator, device=device).to(torch.bfloat16)
     out = torch.empty_like(x)
     quantized = {name: quantize(x, recipe) for name, recipe in recipes.items()}
     calls: dict[str, Any] = {"copy": lambda: out.copy_(x)}
     for name, recipe in recipes.items():
         calls[f"quantize {name}"] = lambda recipe=recipe: quantize(x, recipe)
         calls[f"dequantize {name}"] = quantized[name].dequantize
-    seconds = interleaved({name: _synchronised(call) for name, call in calls.items()}, ROUNDS, warm_up=True)
+    seconds = interleaved({name: synchronised(call, device) for name, call in calls.items()}, ROUNDS, warm_up=True)
     found = {}
     for name in calls:
         if name != "copy":
@@ -52,13 +52,16 @@ def _bytes(q: QuantizedTensor) -> int:
     return sum(part.nbytes for part in q.parts().values())
 
 
-def _synchronised(call: Any) -> Contender:
-    def whole() -> Tensor:
-        result: Tensor = call()
-        torch.cuda.synchronize()
+def synchronised(call: Any, device: str) -> Contender:
+    """A contender that ends when the device has done its work."""
+    wait = torch.cuda.synchronize if device == "cuda" else nothing
+
+    def whole() -> object:
+        result = call()
+        wait()
         return result
 
-    return Contender(before=torch.cuda.synchronize, call=whole)
+    return Contender(before=wait, call=whole)
 
 
 def targets(found: dict[str, dict[str, dict[str, float]]] | str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dcp_adapters.plain_memory import is_plain, memory_of
 
 CHECKSUMS = "qtensor.checksums"
 ROW = 16  # bytes: 8 that say which chunk, 8 of its data
+KEPT = 2**31  # bytes of copies from a device that wait for being written; what is more is copied again
 
 
 def chunk_key(index: MetadataIndex, *, archive: bool = False) -> bytes:
@@ -87,16 +88,32 @@ class Checksums:
     """The digests of one rank's chunks in one save.
 
     A writer resolves each item once and writes what it got; that very data is digested here. Its threads share the
-    items out, so it may ask for the table before the rest: missing items are then resolved for the table, and kept if
-    they are pickled, since pickling twice need not give the same bytes.
+    items out, so it may ask for the table before the rest (stock's does where there is CUDA: it begins with what is
+    small). Missing items are then resolved for the table, and kept if they are pickled, since pickling twice need not
+    give the same bytes, or if they were copied from a device, which takes longer than anything else here.
     """
 
     def __init__(self) -> None:
         self.rows: dict[MetadataIndex, tuple[bytes, bytes]] = {}
         self.pickled: dict[MetadataIndex, io.BytesIO] = {}
+        self.copies: dict[MetadataIndex, Tensor] = {}
+        self.room = KEPT
+        self.asked: set[MetadataIndex] = set()  # by the writer, for itself
 
-    def seen(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
-        """Digest what is about to be written; returns it, on the CPU. Raises ValueError for freed storage."""
+    def copied(self, index: MetadataIndex) -> Tensor | None:
+        """The copy that was made of a chunk for the table, once; None where there is none, or it was not kept."""
+        self.asked.add(index)
+        copy = self.copies.pop(index, None)
+        if copy is not None:
+            self.room += copy.nbytes
+        return copy
+
+    def seen(self, index: MetadataIndex, data: Tensor | io.BytesIO, *, early: bool = False) -> Tensor | io.BytesIO:
+        """Digest what is written now, or `early`, for the table; returns it, on the CPU.
+
+        Raises:
+            ValueError: its storage was freed.
+        """
         if isinstance(data, Tensor) and not is_plain(data):  # its own class writes it; prepared as writers do
             data = data.detach().cpu()
             if data.untyped_storage().size() != data.nbytes:
@@ -107,6 +124,9 @@ class Checksums:
             data = self.pickled.setdefault(index, data)
         elif not data.is_cpu:
             data = data.detach().cpu()
+            if early and index not in self.asked and data.nbytes <= self.room:
+                self.copies[index] = data
+                self.room -= data.nbytes
         try:
             self.rows[index] = chunk_key(index), digest_of(data)
         except ValueError as error:

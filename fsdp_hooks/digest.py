@@ -52,11 +52,13 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     there = [next((tensor.device for tensor in group), None) for group in groups]
     devices = list(dict.fromkeys(device for device in there if device is not None))
     if len(devices) > 1:
-        found = torch.zeros(len(groups), dtype=torch.int64, device=devices[0])
+        none = torch.zeros((), dtype=torch.int64, device=devices[0])
+        found: dict[int, Tensor] = {}
         for device in devices:
             own = [number for number, place in enumerate(there) if place == device]
-            found[own] = digests([groups[number] for number in own]).to(devices[0])
-        return found
+            read = digests([groups[number] for number in own]).to(devices[0])
+            found |= dict(zip(own, read.unbind(), strict=True))
+        return torch.stack([found.get(number, none) for number in range(len(groups))])
     device = devices[0]
     autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     # autocast refuses to stack float8

@@ -224,9 +224,22 @@ def _changed(slots: Sequence[_Slot]) -> list[_Slot]:
     """
     written = {id(slot): slot.written() for slot in slots}
     unclear = [slot for slot in slots if written[id(slot)] is None]
-    for slot, read in zip(unclear, _digests([slot.full for slot in unclear]), strict=True):
-        written[id(slot)] = not torch.equal(read, slot.digest)
+    read = _digests([slot.full for slot in unclear])
+    for slot, same in zip(unclear, _same(read, [slot.digest for slot in unclear]), strict=True):
+        written[id(slot)] = not same
     return [slot for slot in slots if written[id(slot)]]
+
+
+def _same(read: Sequence[Tensor], before: Sequence[Tensor]) -> list[bool]:
+    """Whether each digest is what it was; one host sync for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, one in enumerate(read):
+        by_device.setdefault(one.device, []).append(index)
+    same: dict[int, bool] = {}
+    for indices in by_device.values():
+        found = torch.stack([read[index] for index in indices]) == torch.stack([before[index] for index in indices])
+        same |= dict(zip(indices, found.tolist(), strict=True))
+    return [same[index] for index in range(len(read))]
 
 
 def _digests(params: Sequence[Tensor]) -> list[Tensor]:

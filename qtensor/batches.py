@@ -46,13 +46,9 @@ def write_each(
         known = [one for number in numbers if (one := agreed[number]) is not None]  # of all of them, or of none
         amaxes, blocks = decided(stacked, recipe, cut, torch.stack(known) if known else None)
         parts = kernels.encode(stacked, recipe, _each_amax(stacked, recipe, amaxes), blocks)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for name, part in parts.items():  # [n, N, ..]
+        for name, part in parts.items():  # [n, N, ..]; each on its own, since CUDA copies mixed dtypes one by one
             own = [getattr(shards[number], name) for number in numbers]
-            targets += own
-            sources += part.unbind() if own[0].ndim else part[:, 0, 0].unbind()
-        foreach_copy(targets, sources)
+            foreach_copy(own, part.unbind() if own[0].ndim else part[:, 0, 0].unbind())
 
 
 @torch.no_grad()

@@ -80,6 +80,8 @@ def lend_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor], r
             if master is not param:
                 assert grad is not None
                 master.grad = in_fp32(grad, master, room)
+        if room is not None:
+            room.fill()
 
 
 def _take_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.digest import digests
-from fsdp_hooks.torch_private import dtensor_like, local_of
+from fsdp_hooks.torch_private import dtensor_like, foreach_copy, local_of
 from qtensor.contents import initial_value, preserve, values_of
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
@@ -97,11 +97,11 @@ def _table(params: Iterable[Tensor]) -> Tensor:
         if isinstance(shard, QuantizedTensor) and (value := initial_value(shard)) is not None
     }
     found = digests([*map(bytes_of, shards), *([value] for value in inits.values())])
-    table = found.new_zeros(len(shards), 2)
-    table[:, 0] = found[: len(shards)]
-    if inits:
-        table[list(inits), 1] = found[len(shards) :]
-    return table
+    of_bytes, none = found[: len(shards)], found.new_zeros(())
+    of_inits = dict(zip(inits, found[len(shards) :].unbind(), strict=True))
+    # stacked, since an index that is a list would be copied to the device, and waited for
+    column = torch.stack([of_inits.get(number, none) for number in range(len(shards))]) if inits else of_bytes * 0
+    return torch.stack([of_bytes, column], dim=1)
 
 
 def bytes_of(shard: Tensor) -> list[Tensor]:
@@ -141,6 +141,7 @@ class Room:
     def __init__(self, elements: int) -> None:
         self._elements, self._used = elements, 0
         self._memory: Tensor | None = None
+        self._due: list[tuple[Tensor, Tensor]] = []
 
     @staticmethod
     def of(numel: int) -> int:
@@ -150,6 +151,17 @@ class Room:
     def clear(self) -> None:
         """Make all of the memory free to take again."""
         self._used = 0
+
+    def copy(self, source: Tensor) -> Tensor:
+        """Memory that `fill` makes an fp32 copy in."""
+        target = self.take(source)
+        self._due.append((target, source))
+        return target
+
+    def fill(self) -> None:
+        """Make all copies that were asked for."""
+        copy_many(self._due)
+        self._due = []
 
     def take(self, like: Tensor) -> Tensor:
         """Uninitialised fp32 of the shape and on the device of `like`."""
@@ -161,14 +173,23 @@ class Room:
         return self._memory[start : start + like.numel()].view(like.shape)
 
 
+def copy_many(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """target.copy_(source) of many tensors, in one call for each pair of dtypes: a GPU is slow to begin each."""
+    alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for target, source in pairs:
+        alike.setdefault((target.dtype, source.dtype), []).append((target, source))
+    for some in alike.values():
+        foreach_copy([target for target, _ in some], [source for _, source in some])
+
+
 def in_fp32(grad: Tensor, master: Tensor, room: Room | None) -> Tensor:
-    """A gradient in its master's dtype, in the room's memory if there is a room; itself if it has that dtype."""
+    """A gradient in its master's dtype: itself if it has that, else a copy; in a room, there once that is filled."""
     if grad.dtype == master.dtype:
         return grad
     if not isinstance(grad, DTensor):
-        return room.take(grad).copy_(grad) if room and grad.layout is torch.strided else grad.to(master.dtype)
+        return room.copy(grad) if room and grad.layout is torch.strided else grad.to(master.dtype)
     if isinstance(master, DTensor) and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements):
         # without DTensor's dispatch, which takes longer than copying a small gradient
         local = local_of(grad)
-        return dtensor_like(room.take(local).copy_(local) if room else local.to(master.dtype), master)
+        return dtensor_like(room.copy(local) if room else local.to(master.dtype), master)
     return grad.to(master.dtype)

@@ -45,7 +45,7 @@ from fsdp_hooks.versions import count_writes
 from qtensor import master_states
 from qtensor.batches import write_each
 from qtensor.inner_step import step_masters
-from qtensor.masters import check_trainable, digests_of, master_of, outside_writes, refill
+from qtensor.masters import check_trainable, copy_many, digests_of, master_of, outside_writes, refill
 from qtensor.replicas import Replicas
 from qtensor.step_agreement import TRAINED, Trained, agree, tell
 from qtensor.tensor import QuantizedTensor
@@ -308,8 +308,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
 
     def _copy(self, plain: list[tuple[Tensor, Tensor, Tensor]]) -> set[Tensor]:
-        for _, shard, master in plain:
-            shard.copy_(master)
+        copy_many((shard, master) for _, shard, master in plain)
         return {param for param, _, _ in plain}
 
     def _requantize(self, trained: list[Trained], scales: list[Tensor | None], moves: list[bool]) -> set[Tensor]:

@@ -47,7 +47,7 @@ from dcp_adapters.save.since_base import SinceBase, refuse_without_checksums
 from dcp_adapters.save.unsound import Fits, refuse_mixtures, refuse_unsound
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item, with_checksum_items
 from dcp_adapters.torch_private import Committed, prefix_of
-from fsdp_hooks.digest import digest
+from fsdp_hooks.digest import digests
 from fsdp_hooks.torch_private import cpu_by_default, local_of, without_torch_function
 from qtensor.formats import specs_of, tensor_wide
 from qtensor.tensor import QuantizedTensor
@@ -251,7 +251,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             torch.serialization.set_crc32_options(self.crc32)
         if write_item.index.fqn == CHECKSUMS:
             self._refuse_overlap(write_item)
-            return self.checksums.table(self.plan.items, self._digested)
+            return self.checksums.table(self.plan.items, partial(self._digested, early=True))
         since = self.since
         data = self._digested(write_item)  # refuses, where `since` is another save's
         if since is None or not since.has(write_item):
@@ -259,16 +259,18 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         assert isinstance(data, Tensor)
         return since.coded(write_item, data)
 
-    def _digested(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The data of an item, digested, if checksums are on."""
+    def _digested(self, write_item: WriteItem, *, early: bool = False) -> Tensor | io.BytesIO:
+        """The data of an item, digested, if checksums are on; `early`: for their table, before it is written."""
         checksums = self.checksums
         self._refuse_overlap(write_item)
+        if not early and (copied := checksums.copied(write_item.index)) is not None:
+            return copied
         if self.since is not None and self.since.has(write_item):
             data: Tensor | io.BytesIO = self.lookup_object(write_item.index)
         else:
             data = checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
         self._refuse_overlap(write_item)  # again, now that the data is here: so it is this save's
-        return checksums.seen(write_item.index, data) if self.with_checksums else data
+        return checksums.seen(write_item.index, data, early=early) if self.with_checksums else data
 
     def _refuse_overlap(self, write_item: WriteItem) -> None:
         if id(write_item) not in self.current:
@@ -324,12 +326,10 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             self.wide[entries["payload"]] = parts[wide]
 
     def _replicated(self, items: list[WriteItem]) -> list[tuple[str, tuple[int, ...], int]]:
-        """Digests of what several ranks hold."""
-        return [
-            (item.index.fqn, tuple(item.index.offset or ()), int(digest([self.parts[item.index.fqn]])))
-            for item in items
-            if item.index.fqn in self.watched
-        ]
+        """Digests of what several ranks hold, read from the device at once."""
+        indices = [item.index for item in items if item.index.fqn in self.watched]
+        found = digests([[self.parts[index.fqn]] for index in indices]).tolist() if indices else []
+        return [(index.fqn, tuple(index.offset or ()), value) for index, value in zip(indices, found, strict=True)]
 
     def _sums(self, items: list[WriteItem]) -> Sums:
         """What items add to the digests, from the very data that is about to be written."""

@@ -105,3 +105,22 @@ def _gathers_what_it_shards(name: str) -> None:
 
 def test_a_gather_on_the_gpu_is_exact() -> None:
     run_ranks_each(1, RECIPES, _gathers_what_it_shards, backend="nccl")
+
+
+def _waits_for_no_value(name: str, storage: str) -> None:
+    net: Any = _on_gpu(build(RECIPES[name], rows_for(name), storage=storage).to("cuda"))
+    x = batch(0).to("cuda")
+    net(x).sum().backward()  # kernels are chosen, and communicators made
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        net(x).sum().backward()
+        out = net(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_forward_and_backward_of_a_sharded_model_wait_for_no_value(storage: str) -> None:
+    run_ranks_each(1, RECIPES, _waits_for_no_value, storage, backend="nccl")

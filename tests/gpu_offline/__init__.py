@@ -1,7 +1,9 @@
 """What can be proved of the code for GPUs without one: `make gpu-offline`.
 
 Tensors without memory, on a device that is not there, go a quantized weight's way through a gather: whoever reads a
-value, which would make the CPU wait for the GPU, or mixes devices, is found (test_fake_path.py).
+value, which would make the CPU wait for the GPU, or mixes devices, is found (test_fake_path.py). A model of such
+tensors is trained under FSDP2, whose streams only write a log: what they ask of memory is proved to be ordered, and
+every place where the CPU waits is known (test_streams.py, ordering.py).
 
 torch is made to believe in a GPU (pretended.py) for the whole process, so these tests have an environment and a process
 of their own. None of it tells whether a kernel runs: tests marked gpu do.

@@ -86,7 +86,7 @@ def _built_guard() -> Path:
     built = Path(sys.prefix) / f"guard-{key}.so"
     if not built.exists():
         home = Path(torch.__file__).parent
-        libraries = [f"-L{home / 'lib'}", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
+        libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
         with tempfile.TemporaryDirectory(dir=sys.prefix) as directory:
             made = Path(directory) / built.name
             options = ["-shared", "-fPIC", "-std=c++20", f"-I{home / 'include'}"]

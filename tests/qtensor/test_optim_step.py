@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtensor import MasterWeightOptimizer, inner_step, quantize
+from qtensor import MasterWeightOptimizer, QuantizedTensor, inner_step, quantize
 from tests.qtensor.recipes_under_test import same_bytes
 from tests.recipes import ROW
 
@@ -154,6 +154,43 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
             optimizer.step()
         assert waits.found == ["tolist"] * expected, step
         monkeypatch.undo()
+
+
+class Copies(TorchDispatchMode):
+    """Copies one by one, and the dtypes in each call that makes many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single: list[torch.dtype] = []
+        self.many: list[list[set[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, QuantizedTensor) for kind in types):
+            return NotImplemented
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.many.append([{each.dtype for each in some} for some in args[:2]])
+        if func is torch.ops.aten.copy_.default:
+            self.single.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_copies_are_made_many_at_a_time_and_of_one_dtype(recipe: Any) -> None:
+    """A GPU copies many tensors at once where they have one dtype, and one by one otherwise."""
+    single = []
+    for n in (2, 6):
+        params = [nn.Parameter(quantize(torch.randn(64, 32), recipe)) for _ in range(n)]
+        params += [nn.Parameter(torch.randn(32, dtype=torch.bfloat16)) for _ in range(n)]
+        optimizer = MasterWeightOptimizer(torch.optim.SGD, params, lr=0.1, foreach=True)
+        for step in range(2):
+            backward(params, step)
+            with Copies() as copies:
+                optimizer.step()
+        assert [len(dtypes) for call in copies.many for dtypes in call] == [1] * 2 * len(copies.many)
+        # gradients; each part of the quantized weights; the plain parameters
+        assert len(copies.many) == 1 + len(quantize(torch.randn(32, 32), recipe).parts()) + 1
+        single.append(len(copies.single))
+    assert single[0] == single[1]
 
 
 def test_a_gradient_left_on_a_frozen_parameter_moves_nothing() -> None:
