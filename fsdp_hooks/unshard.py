@@ -119,11 +119,12 @@ def reshard_all(module: nn.Module) -> None:
 
     The gathered weights of a group that quantizes dense shards would be taken for quantized storage.
     """
-    groups = [child for child in module.modules() if isinstance(child, FSDPModule) and child not in _held]
+    groups: list[FSDPModule] = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    groups = [group for group in groups if group not in _held]
     for group in groups:
         group.reshard()
-    places = _places(module, groups)
-    for group in dict.fromkeys(group for group, owner, name, _ in places if _is_gathered(getattr(owner, name))):
+    gathered = [group for group, owner, name, _ in _places(module, groups) if _is_gathered(getattr(owner, name))]
+    for group in dict.fromkeys(gathered):
         _insist_on_reshard(group)
 
 

@@ -23,7 +23,7 @@ from layerwise.stages.attentions import find_attentions
 from layerwise.stages.layers import find_layers
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import Target, find_targets
-from layerwise.stages.tensor_parallel import is_tensor_parallel
+from layerwise.stages.tensor_parallel import check_experts, is_tensor_parallel
 from layerwise.weights.hold import Resident, Sharded, Weights
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import check_cuts
@@ -161,6 +161,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
     reshard_all(model)
     _check_spanned(model, group)
+    check_experts(model)
     named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
     targets = find_targets(model, options.recipe, include, exclude)
     for target in targets:

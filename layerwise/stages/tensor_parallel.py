@@ -47,17 +47,27 @@ def _parallelizes(hook: Any) -> bool:
 
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether ranks cut weights between them beside FSDP; the same on all ranks."""
-    return any(dims for _, dims in _cut(model))
+    return any(dims for _, _, dims in _cut(model))
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raise ValueError where each rank has other experts: a forward sends tokens to them, and ranks here run alone."""
+    for name, param, dims in _cut(model):
+        if param.ndim > 2 and any(getattr(param.placements[number], "dim", None) == 0 for number in dims):
+            raise ValueError(
+                f"calibrate: {name} {tuple(param.shape)} is placed {param.placements}: its experts are shared out over "
+                "ranks (expert parallelism), which is not supported: the forward would wait for ranks with fewer "
+                "batches; shard the experts with fully_shard"
+            )
 
 
 def peers(model: nn.Module) -> tuple[int, ...]:
     """The global ranks that cut weights between them beside FSDP, this one among them; () where none do.
 
-    A mesh dim over which FSDP does not shard, and which cuts some weight, is one of tensor parallelism. Dims that only
-    share out experts (the first dim of a parameter [E, ..]) are not: these ranks have batches of their own.
+    A mesh dim over which FSDP does not shard, and which cuts some weight, is one of tensor parallelism.
     """
     found: set[int] = set()
-    for param, dims in _cut(model):
+    for _, param, dims in _cut(model):
         place = param.device_mesh.get_coordinate()
         if dims and place is not None:
             index = tuple(slice(None) if number in dims else at for number, at in enumerate(place))
@@ -65,28 +75,24 @@ def peers(model: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(found)) if len(found) > 1 else ()
 
 
-def _cut(model: nn.Module) -> Iterator[tuple[DTensor, list[int]]]:
-    """Every DTensor among the parameters at rest, with its mesh dims of tensor parallelism."""
+def _cut(model: nn.Module) -> Iterator[tuple[str, DTensor, list[int]]]:
+    """Name and DTensor of every such parameter at rest, with the mesh dims beside FSDP's that cut it."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    wrapped = {id(param) for group in groups for param in group.parameters()}  # type: ignore[attr-defined]
-    for param in model.parameters():
+    wrapped = {id(param) for group in groups for param in group.parameters()}
+    for name, param in model.named_parameters():
         if isinstance(param, DTensor):
-            yield param, tensor_parallel_dims(param, fsdp=id(param) in wrapped)
+            yield name, param, _dims_beside_fsdp(param, fsdp=id(param) in wrapped)
 
 
-def tensor_parallel_dims(param: DTensor, *, fsdp: bool) -> list[int]:
-    """The mesh dims of tensor parallelism that cut a parameter at rest.
+def _dims_beside_fsdp(param: DTensor, *, fsdp: bool) -> list[int]:
+    """The mesh dims that cut a parameter at rest, without those of FSDP.
 
     FSDP comes first in a mesh, with one dim, or with two where the first is replicated (HSDP).
     """
     placements: Sequence[Any] = param.placements
     hybrid = len(placements) > 1 and isinstance(placements[0], Replicate)
     first = (2 if hybrid else 1) if fsdp else 0
-    return [
-        number
-        for number in range(first, len(placements))
-        if (dim := getattr(placements[number], "dim", None)) is not None and not (dim == 0 and param.ndim > 2)
-    ]
+    return [number for number in range(first, len(placements)) if hasattr(placements[number], "dim")]
 
 
 def shares(own: Sequence[int], batches: Sequence[int], group: dist.ProcessGroup | None) -> range:

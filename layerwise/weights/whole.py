@@ -73,9 +73,11 @@ def _gathered(param: nn.Parameter, rest: nn.Parameter | None) -> Tensor:
             local = local.dequantize()
         mesh, places = param.device_mesh, param.placements
         whole = DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
-        full = whole.full_tensor()
+        full: Tensor = whole.full_tensor()
         return full.clone() if all(place.is_replicate() for place in places) else full
-    values = local_of(rest).dense.detach()  # type: ignore[attr-defined]
+    shard = local_of(rest)
+    assert isinstance(shard, HighPrecisionWeight)
+    values = shard.dense.detach()
     if isinstance(rest, DTensor):
         values = DTensor.from_local(
             values, rest.device_mesh, rest.placements, run_check=False, shape=rest.shape, stride=rest.stride()
