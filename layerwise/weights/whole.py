@@ -72,9 +72,9 @@ def _gathered(param: nn.Parameter, rest: nn.Parameter | None) -> Tensor:
         if isinstance(local, QuantizedTensor):  # pieces may have tensor-wide scales of their own
             local = local.dequantize()
         mesh, places = param.device_mesh, param.placements
-        whole = DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
-        full: Tensor = whole.full_tensor()
-        return full.clone() if all(place.is_replicate() for place in places) else full
+        pieces = DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())
+        full: Tensor = pieces.full_tensor()
+        return full.clone() if full.data_ptr() == local.data_ptr() else full  # a replica, or a mesh of one rank
     shard = local_of(rest)
     assert isinstance(shard, HighPrecisionWeight)
     values = shard.dense.detach()
