@@ -114,6 +114,24 @@ def holding(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool)
         _release(groups, slots)
 
 
+def reshard_all(module: nn.Module) -> None:
+    """Shard again what forwards left gathered, such as the root's own weights; no collective.
+
+    The gathered weights of a group that quantizes dense shards would be taken for quantized storage.
+    """
+    groups: list[FSDPModule] = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    groups = [group for group in groups if group not in _held]
+    for group in groups:
+        group.reshard()
+    gathered = [group for group, owner, name, _ in _places(module, groups) if _is_gathered(getattr(owner, name))]
+    for group in dict.fromkeys(gathered):
+        _insist_on_reshard(group)
+
+
+def _is_gathered(param: Tensor) -> bool:
+    return isinstance(param, AllGatherHooks) and not isinstance(param, DTensor)
+
+
 def _gather(module: nn.Module, groups: Sequence[FSDPModule]) -> list[_Slot]:
     """Unshard every group, from its shards. Returns the places where this replaced the parameter."""
     places = list(_places(module, groups))

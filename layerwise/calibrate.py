@@ -2,7 +2,7 @@
 
     plan       options, layers and targets; refused here if anything does not fit
     agreement  all ranks are about to do the same
-    run        batches recorded; each stage held -> calibrated -> released -> own rows kept -> shards -> checkpoint
+    run        batches recorded; each stage held -> calibrated -> released -> own boxes kept -> shards -> checkpoint
     result     quantized weights beside the shards, and a report
 
 Each is a module of running/. Ranks go through the same stages together, each with as many batches as it has.
@@ -65,13 +65,15 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     Call it on all ranks of the group. Only one layer's weights are gathered at a time, and the batches run through that
     layer alone, on the outputs of the layer before. Afterwards the model's weights equal the result's, dequantized and
     cast to the parameters' dtype (in quantized storage they are the same bytes); the model does not quantize inputs.
+    What the model stores transposed is [N, K] or [E, N, K] in the result.
 
     Args:
-        model: plain, or sharded by FSDP2 (dense or quantized storage, CPU offload), or on the meta device with
-            `weights`. It runs in eval mode.
+        model: plain, or sharded by FSDP2 (dense, quantized or high-precision storage, CPU offload), by tensor
+            parallelism or both, or on the meta device with `weights`. It runs in eval mode.
         data: an iterable of this rank's batches (a tensor, a tuple, or a dict of keyword arguments for the model), or
             a function that gets the model and calls it with each batch (these calls compute nothing and return None).
-            Ranks may have different numbers of batches, or none. `None` is enough for Max and Mse.
+            Ranks may have different numbers of batches, or none; those of one group of tensor parallelism have the
+            same. `None` is enough for Max and Mse.
         recipe: the format of the weights; or an assignment, which names the weights and gives each its own.
         algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), GPTAQ(), or one of your own.
         layers: the layers, as names, glob patterns or modules; None: the largest list of modules; (): no layers, the

@@ -35,6 +35,9 @@ from qtensor.formats import tensor_wide
 BUILT_IN = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
 OF_WHOLE_EXPERTS = {model: layout.name for layout in BUILT_IN for model in layout.models}
 FUSED_SCALES = ("raise", "requantize")
+# Models with Conv1D of transformers, and the names of these modules: no layout has their [K, N] quantized.
+CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +129,18 @@ def _scales(source: Source) -> Iterator[tuple[str, float]]:
 
 
 def check_names(entries: Mapping[str, Entry], described: ModelConfig, layout: Layout) -> None:
-    """Refuse a layout of other models, and experts whose names in this model's files are not those it would write."""
+    """Refuse a layout of other models, and experts whose names in this model's files are not those it would write.
+
+    Refuse quantized weights of Conv1D, too: engines transpose what they read of them.
+    """
     types = described.model_types
+    turned = [name for name, one in entries.items() if one.recipe is not None and _is_conv1d(name)]
+    if types & CONV1D_MODELS and turned:
+        raise ValueError(
+            f"{turned[0]}: quantized [N, K], and files of {', '.join(sorted(types & CONV1D_MODELS))} have weights of "
+            "Conv1D as [K, N], which engines do not know quantized; save a checkpoint instead, or convert them to "
+            "dense ones and transpose these"
+        )
     if layout.models and types and not types & layout.models:
         raise ValueError(
             f"layout={layout.name!r} is that of {', '.join(sorted(layout.models))}, and the config is that of "
@@ -149,6 +162,11 @@ def check_names(entries: Mapping[str, Entry], described: ModelConfig, layout: La
             "memory, and would run without these weights; export a state dict with a linear for each expert, [N, K], "
             "under the names that the model's own files have"
         )
+
+
+def _is_conv1d(name: str) -> bool:
+    module, _, own = name.rpartition(".")
+    return own == "weight" and module.rpartition(".")[2] in CONV1D
 
 
 def _check_complete(source: Source, asked: Asked) -> None:

@@ -11,7 +11,7 @@ same numbers whichever it is; all ranks get the result.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -56,7 +56,8 @@ class Linear:
 
     Attributes:
         name: fqn of the parameter, with the number of the expert in brackets where it has several.
-        weight: [N, K], the high-precision values in the model's dtype: the live tensor.
+        weight: [N, K], the high-precision values in the model's dtype: the live tensor, or a copy of one that is stored
+            transposed.
         amax: the amax that its shared scale is made from, as `formats.shared_amax` returns it; weights that share the
             scale have the same one. None for formats without a shared scale.
     """
@@ -64,6 +65,11 @@ class Linear:
     name: str
     weight: Tensor
     amax: Tensor | None = None
+
+
+def upright(linears: Iterable[Linear]) -> tuple[Linear, ...]:
+    """The linears with row-major weights: sums over other strides may have other last bits."""
+    return tuple(dataclasses.replace(linear, weight=linear.weight.contiguous()) for linear in linears)
 
 
 @dataclass(frozen=True, eq=False)

@@ -268,10 +268,10 @@ def _check_export(config: Config, model: nn.Module, targets: Sequence[Target], *
 
 def _entries(config: Config, model: nn.Module, targets: Sequence[Target]) -> tuple[dict[str, Entry], dict[str, float]]:
     """What the export will consist of, and its tensor-wide scales, which fused linears share: 1 for all of them."""
-    quantized = {target.name for target in targets}
+    quantized = {target.name: target.shape for target in targets}  # of linears: a model may have these transposed
     recipe = config.recipe.stored
     entries = {
-        name: Entry(name, recipe if name in quantized else None, tuple(value.shape), value.dtype)
+        name: Entry(name, recipe if name in quantized else None, tuple(quantized.get(name, value.shape)), value.dtype)
         for name, value in model.state_dict().items()
     }
     scaled = list(quantized) if tensor_wide(recipe) is not None else []

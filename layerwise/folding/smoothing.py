@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.across_ranks import raise_together
-from layerwise.algorithms.algorithm import Group, Linear, Smoothing
+from layerwise.algorithms.algorithm import Group, Linear, Smoothing, upright
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import Fold, fold, scaled_amaxes, tolerance, verify_outputs
 from layerwise.folding.where_to_fold import where_to_fold
@@ -66,7 +66,7 @@ def smooth(stage: Stage, statistics: Statistics, method: Method, replay: Replay,
     def run(batch: int) -> list[Tensor]:
         return [leaf for leaf in flatten(replay.run(batch))[0] if isinstance(leaf, Tensor)]
 
-    weights = {target.name: target.param for target in stage.targets if len(target.shape) == 2}
+    weights = {target.name: target.weight for target in stage.targets if len(target.shape) == 2}
     facts = statistics.facts
     foldable = {i: one.names for i, one in enumerate(facts) if one.tokens and {*one.names} <= {*weights}}
     found = where_to_fold(stage, foldable, method, run, identities=identities)
@@ -98,8 +98,8 @@ def smooth(stage: Stage, statistics: Statistics, method: Method, replay: Replay,
                 notes |= dict.fromkeys(own.names, smoothing.notes)
                 amax, column_amax = scaled_amaxes(own.column_amax, given)
                 now[index] = dataclasses.replace(own, amax=amax, column_amax=column_amax)
-    tensors = {id(tensor) for one in folds.values() for tensor in (*one.weights, *one.producer.tensors)}
-    written = frozenset(name for name, param in stage.params().items() if id(param) in tensors)
+    tensors = {id(tensor) for one in folds.values() for tensor in one.producer.tensors}
+    written = frozenset(name for name, param in stage.params().items() if id(param) in tensors) | factors.keys()
     return Smoothed(now, factors, notes, written, pairs)
 
 
@@ -107,7 +107,7 @@ def _smoothings(
     stage: Stage, indices: Sequence[int], statistics: Statistics, method: Method
 ) -> dict[int, Smoothing | None]:
     """What the algorithm's `smooth` returns for some groups: each rank asks it for some, and all get the answers."""
-    weights = {target.name: target.param for target in stage.targets}
+    weights = {target.name: target.weight for target in stage.targets}
     amaxes = agreed_amaxes(stage.targets, method.recipe)
     groups = [
         tuple(Linear(name, weights[name], amaxes[name]) for name in statistics.facts[index].names) for index in indices
@@ -121,7 +121,8 @@ def _smoothings(
             for place in turn[method.rank]:
                 with naming(groups[place]), full_precision(groups[place][0].weight.device):
                     recipe = recipe_of(method.recipe, groups[place][0].name)
-                    own[indices[place]] = method.algorithm.smooth(Group(groups[place], inputs.pop(place)), recipe)
+                    linears = upright(groups[place])
+                    own[indices[place]] = method.algorithm.smooth(Group(linears, inputs.pop(place)), recipe)
     if method.group is None:
         return own
     told = {index: one and dataclasses.replace(one, factors=one.factors.cpu()) for index, one in own.items()}

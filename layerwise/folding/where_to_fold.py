@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fsdp_hooks.across_ranks import raise_together
 from layerwise.folding.probing import Producer, choose, producers_of, propose
 from layerwise.stages.stage import Method, Stage
+from layerwise.stages.targets import stored_transposed
 
 PROBES = 2  # batches, over all ranks
 
@@ -71,8 +72,14 @@ def _answers(
     # Probe aliases: what is put back must not count as written, or fp32 shards gathered in bf16 would lose bits.
     params = stage.params()
     aliases: dict[int, Tensor] = {id(param): param.data for param in params.values()}
+    turned = {
+        id(param)
+        for one in stage.modules().values()
+        for attribute, param in one._parameters.items()
+        if stored_transposed(one, attribute)
+    }
     everything = {
-        name.removeprefix(stage.prefix): aliases[id(param)]
+        name.removeprefix(stage.prefix): aliases[id(param)].mT if id(param) in turned else aliases[id(param)]
         for name, param in params.items()
         if id(param) not in looked_up
     }

@@ -23,7 +23,7 @@ model is as it was.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
@@ -106,7 +106,15 @@ class Recorder:
                     f"batch {number} holds {', '.join(progress.batch.opaque)}: whether another run has the same data "
                     "can not be told from such an object; pass tensors, numbers and texts, or no checkpoint_dir"
                 )
+        return self.hashes()
+
+    def hashes(self) -> list[int]:
+        """Those of `batch_hashes`, with objects of which nothing but the type is told."""
         return [progress.batch.hash for progress in self._progress]
+
+    def keep_only(self, batches: Iterable[int]) -> None:
+        """Leave all other batches out; call it before `prepare`."""
+        self._progress = [self._progress[number] for number in batches]
 
     def needs_parent(self, index: int) -> bool:
         """Whether the parent must run for this layer's inputs to be known, on this rank; `put` its inputs first."""

@@ -94,7 +94,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     with raise_together(method.group):
         before.check_unwritten(method.algorithm)
         for target in stage.targets:
-            put_values(weights[target.name], target.param.data)
+            put_values(weights[target.name], target.weight)
     installed = Snapshot(stage, watched=method.watched)
     tell("write")
     onward = method.quantized_onward
@@ -125,7 +125,7 @@ def observe(
     """
     algorithm = method.algorithm
     needs = needed(stage, method) - ({HESSIAN, CROSS} if algorithm.one_at_a_time else set())
-    collector = Collector({target.name: target.param for target in stage.targets}, needs, apart=stage.kinds())
+    collector = Collector({target.name: target.weight for target in stage.targets}, needs, apart=stage.kinds())
     partners = collector.partners()
     identities: list[Tensor | int] = []
     with raise_together(method.group), nullcontext() if method.quantized_onward else caches.watching():

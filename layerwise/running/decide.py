@@ -10,13 +10,14 @@ the stage. The number of collectives follows from the groups, their shapes and t
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.across_ranks import raise_together
-from layerwise.algorithms.algorithm import CROSS, Group, Inputs, Linear
+from layerwise.algorithms.algorithm import CROSS, Group, Inputs, Linear, upright
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import transformed
 from layerwise.folding.smoothing import Smoothed
@@ -74,7 +75,7 @@ def decide(
 def collected_again(stage: Stage, replay: Replay, method: Method, names: tuple[str, ...], owner: int) -> Inputs | None:
     """The statistics of one group's input, from all batches once more, with its Hessian."""
     collector = Collector(
-        {target.name: target.param for target in stage.targets},
+        {target.name: target.weight for target in stage.targets},
         needed(stage, method),
         only=names,
         apart=stage.kinds(),
@@ -112,7 +113,8 @@ def run_reference(replay: Replay, batch: int, partners: Partners | None = None) 
 
 def _decided(group: Group, method: Method, notes: Notes) -> dict[str, Entries]:
     """Name of each linear -> its rounded weight; `notes` gets what its decision notes."""
-    algorithm, names = method.algorithm, [linear.name for linear in group.linears]
+    algorithm, names, live = method.algorithm, [linear.name for linear in group.linears], group.linears
+    group = replace(group, linears=upright(live))
     recipe = recipe_of(method.recipe, names[0])  # statistics keep linears of different recipes apart
     with full_precision(group.linears[0].weight.device):  # only the layer itself runs in the precision the user chose
         decisions = list(algorithm.decide(group, recipe))
@@ -122,7 +124,9 @@ def _decided(group: Group, method: Method, notes: Notes) -> dict[str, Entries]:
             f"{', '.join(names)}; expected one for each"
         )
     rounded = {}
-    for linear in group.linears:
+    for linear, held in zip(group.linears, live, strict=True):
+        if method.watched and linear.weight is not held.weight:
+            held.weight.copy_(linear.weight)  # if the algorithm wrote into the copy, that counts
         decision = decisions.pop(0)
         rounded[linear.name] = entries_of(linear.name, linear.weight, decision.weight, decision.quantizer, recipe)
         notes[linear.name] = decision.notes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.across_ranks import raise_together
-from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm, Group, Inputs, Linear
+from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm, Group, Inputs, Linear, upright
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.formats.candidates import LinearErrors, Menu, fits
 from layerwise.inputs.replay import Replay
@@ -124,7 +124,7 @@ def measure_stage(stage: Stage, replay: Replay, method: Method, menu: Menu, tell
         with raise_together(method.group):
             for index in turn[method.rank]:
                 with naming(groups[index]):
-                    found |= _measured(Group(groups[index], inputs.pop(index)), options, method)
+                    found |= _measured(Group(upright(groups[index]), inputs.pop(index)), options, method)
     if method.group is not None:
         everyone: list[Any] = [None] * method.group.size()
         dist.all_gather_object(everyone, found, group=method.group)

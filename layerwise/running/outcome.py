@@ -1,6 +1,6 @@
-"""What is kept of a calibrated stage: this rank's rows of its result, for shards, checkpoints and the final result.
+"""What is kept of a calibrated stage: this rank's box of its result, for shards, checkpoints and the final result.
 
-    Calibrated (full, temporary)  ->  Outcome (own rows)  ->  saved: quantizers only, or weights and what changed
+    Calibrated (full, temporary)  ->  Outcome (own box)  ->  saved: quantizers only, or weights and what changed
                                                           ->  applied to the shards  ->  CalibrationResult
 
 If the algorithm writes no weights, only scales are saved. A resumed run rounds the payload again from the weights of
@@ -24,15 +24,16 @@ from layerwise.statistics.key_values import Amaxes
 from layerwise.weights.hold import Weights
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import (
-    dense_rows,
+    dense_box,
     empty_quantizer,
     empty_weight,
     home_of,
     kept,
     kept_quantizer,
-    rounded_rows,
-    store_rows,
+    rounded_box,
+    store_box,
 )
+from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
 
@@ -89,9 +90,10 @@ class Outcome:
         Weights in `installed` that are stored dense have their values already: these were in the gathered weights.
         """
         for target in stage.targets:
-            there = target.name in installed and not isinstance(local_of(target.param), QuantizedTensor)
+            shard = local_of(target.param)
+            there = target.name in installed and not isinstance(shard, QuantizedTensor | HighPrecisionWeight)
             if not target.param.is_meta and not there:
-                store_rows(self.weights[target.name], target.param)
+                store_box(self.weights[target.name], target)
         params = stage.params()
         for name, value in self.dense.items():
             if not params[name].is_meta:
@@ -100,19 +102,26 @@ class Outcome:
     def install(self, stage: Stage) -> None:
         """Put the result's values into a stage that is held and not sharded."""
         params = stage.params()
-        for name, value in {**self.weights, **self.dense}.items():
-            q: Any = value
-            params[name].data.copy_(q.dequantize() if isinstance(q, QuantizedTensor) else q)
+        for target in stage.targets:
+            q: Any = self.weights[target.name]
+            target.weight.copy_(q.dequantize())
+        for name, value in self.dense.items():
+            params[name].data.copy_(value)
 
 
 def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) -> Outcome:
     """This rank's rows of a stage's result. Call it once the stage is sharded again."""
     params = stage.params()
     return Outcome(
-        weights={target.name: kept(calibrated.weights[target.name], target.param) for target in stage.targets},
+        weights={target.name: kept(calibrated.weights[target.name], target) for target in stage.targets},
         quantizers={}
         if writes_weights
-        else {t.name: kept_quantizer(calibrated.quantizers[t.name], t.param) for t in stage.targets},
+        else {
+            target.name: kept_quantizer(
+                calibrated.quantizers[target.name], target, calibrated.weights[target.name].recipe
+            )
+            for target in stage.targets
+        },
         dense={
             name: held if params[name].is_meta else params[name].detach().clone()
             for name, held in calibrated.changed.items()
@@ -131,11 +140,11 @@ def placeholders(stage: Stage, recipe: Formats, note: Mapping[str, Any], *, writ
         return {
             f"{target.name}.{key}": value
             for target in stage.targets
-            for key, value in empty_quantizer(target.param, recipe_of(recipe, target.name)).items()
+            for key, value in empty_quantizer(target, recipe_of(recipe, target.name)).items()
         }
     params = stage.params()
     return {
-        **{target.name: empty_weight(target.param, recipe_of(recipe, target.name)) for target in stage.targets},
+        **{target.name: empty_weight(target, recipe_of(recipe, target.name)) for target in stage.targets},
         **{name: torch.empty_like(params[name], device=home_of(params[name])) for name in note["dense"]},
     }
 
@@ -160,9 +169,9 @@ def restored_outcome(
             prefix = f"{target.name}."
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             quantizers[target.name] = own
-            rows = source.read(target.param) if isinstance(source, OnDisk) else dense_rows(target.param)
-            dense = rows.to(getattr(torch, note["gathered"][target.name]))
-            weights[target.name] = rounded_rows(dense, own, recipe_of(recipe, target.name), target.param)
+            box = dense_box(target, source.read(target.param) if isinstance(source, OnDisk) else None)
+            dense = box.to(getattr(torch, note["gathered"][target.name]))
+            weights[target.name] = rounded_box(dense, own, recipe_of(recipe, target.name), target)
     changed = {name: state[name] for name in note["dense"]}
     pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])
     kv_amax = note.get("kv_amax", {})

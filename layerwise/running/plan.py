@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.unshard import reshard_all
 from layerwise.algorithms.algorithm import CROSS, Algorithm
 from layerwise.formats.assignment import Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
@@ -22,8 +23,10 @@ from layerwise.stages.attentions import find_attentions
 from layerwise.stages.layers import find_layers
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import Target, find_targets
+from layerwise.stages.tensor_parallel import check_experts, is_tensor_parallel
 from layerwise.weights.hold import Resident, Sharded, Weights
 from layerwise.weights.on_disk import OnDisk
+from layerwise.weights.shards import check_cuts
 from qtensor.float8 import Float8CurrentScaling
 from qtensor.formats import tensor_wide
 from qtensor.recipes import Recipe
@@ -108,6 +111,7 @@ class Plan:
         weights: brings the weights of a stage in.
         options: what the run was asked for.
         whole: the weights of some layer belong to a group outside of it, so the outside is held all the time.
+        tensor_parallel: ranks cut weights between them beside FSDP.
     """
 
     model: nn.Module
@@ -117,6 +121,7 @@ class Plan:
     weights: Weights
     options: Options
     whole: bool
+    tensor_parallel: bool = False
 
     def decides(self) -> dict[str, Any]:
         """What decides the outcome, apart from weights, data, recipe and algorithm; json-able."""
@@ -144,15 +149,13 @@ class Plan:
             "the layers and their order": decides["stages"],
             "the weights to quantize and their order": decides["targets"],
             "the model's parameters and their order": [
-                f"{name} {value.dtype} {list(value.shape)}" for name, value in named
+                f"{name} {value.dtype} {list(value.shape)}{_placed(value)}" for name, value in named
             ],
         }
 
     def named_weights(self) -> dict[str, Tensor]:
         """All parameters and buffers at rest, by fqn; those on disk are on the meta device."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward leaves some gathered, such as the root's own weights
+        reshard_all(self.model)
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
 
@@ -167,9 +170,13 @@ def planned(  # noqa: PLR0913 - keyword-only
     watched: bool,
 ) -> Plan:
     """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
+    reshard_all(model)
     _check_spanned(model, group)
+    check_experts(model)
     named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
     targets = find_targets(model, options.recipe, include, exclude)
+    for target in targets:
+        check_cuts(target, None if isinstance(options.recipe, Menu) else recipe_of(options.recipe, target.name))
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
     in_layers = Counter(id(child) for _, layer in named for child in layer.modules())
     for target in targets:
@@ -199,7 +206,13 @@ def planned(  # noqa: PLR0913 - keyword-only
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
     grouped = any(isinstance(module, FSDPModule) for module in model.modules())
     whole = grouped and not all(isinstance(layer, FSDPModule) for layer in outside.without)
-    return Plan(model, tuple(stages), outside, method, _weights_of(model, options), options, whole)
+    weights, cut = _weights_of(model, options), is_tensor_parallel(model)
+    return Plan(model, tuple(stages), outside, method, weights, options, whole, cut)
+
+
+def _placed(value: Tensor) -> str:
+    """How a parameter is cut over a mesh, in words."""
+    return f" on {tuple(value.device_mesh.shape)} {value.placements}" if isinstance(value, DTensor) else ""
 
 
 def _recipes(targets: Sequence[Target], recipe: Formats) -> tuple[Recipe, ...]:
@@ -247,24 +260,19 @@ def _modules_shared(
 
 def _weights_of(model: nn.Module, options: Options) -> Weights:
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    sharded = sharded or any(isinstance(param, DTensor) for param in model.parameters())
     on_meta = [name for name, param in model.named_parameters() if param.is_meta]
     if sharded:
         if options.weights is not None or options.device is not None:
             raise ValueError(
-                "calibrate: weights= and device= are for models without FSDP; a sharded model has its weights, on the "
-                "device of its mesh"
+                "calibrate: weights= and device= are for models without FSDP and tensor parallelism; a sharded model "
+                "has its weights, on the device of its mesh"
             )
         if on_meta:
             raise ValueError(
                 f"calibrate: {on_meta[0]} is on the meta device; call to_empty() and load the weights first"
             )
         return Sharded(model)
-    cut = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
-    if cut:
-        raise ValueError(
-            f"calibrate: {cut[0]} is a DTensor without FSDP: tensor parallelism is not supported by calibrate; shard "
-            "the model with fully_shard alone"
-        )
     if options.weights is not None:
         return OnDisk(options.weights, model, options.device)
     if on_meta:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.across_ranks import any_of, raise_together
+from fsdp_hooks.scale_sync import sync_scales
+from fsdp_hooks.torch_private import local_of
 from layerwise.inputs.batches import batches_on
 from layerwise.inputs.recorder import Recorder
 from layerwise.inputs.replay import LayerReplay, ModelReplay, Replay
@@ -32,9 +34,11 @@ from layerwise.running.notes import check_notes
 from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored_outcome
 from layerwise.running.plan import Plan
 from layerwise.stages.stage import Stage
+from layerwise.stages.tensor_parallel import peers, shares, without_hooks
 from layerwise.weights.hold import Sharded, working
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.snapshot import Snapshot
+from qtensor.high_precision import HighPrecisionWeight
 
 
 class Kept(Protocol):
@@ -97,14 +101,18 @@ class Run(ABC, Generic[K]):
 
     def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
         """Go through all stages, from the first that `directory` does not have."""
-        with _evaluating(self.plan.model), ExitStack() as inputs:
+        with _evaluating(self.plan.model), without_hooks(self.plan.model), ExitStack() as inputs:
             weights = {} if directory is None else self._digest()
             with self.outside:
                 if any_of(self.group, callable(data)):  # a rank without data may give none
                     self._hold_outside()
                 with raise_together(self.group):
                     self.recorder = inputs.enter_context(self._recorded(data))
-                    if self.plan.options.paired and len(self.plan.stages) > 1:
+                if self.plan.tensor_parallel:
+                    own = peers(self.plan.model)
+                    self.recorder.keep_only(shares(own, self.recorder.hashes(), self.group))
+                if self.plan.options.paired and len(self.plan.stages) > 1:
+                    with raise_together(self.group):
                         self.reference = inputs.enter_context(self.recorder.twin())
                 self.check_data()
                 if directory is not None:
@@ -306,6 +314,14 @@ class Calibration(Run[Outcome]):
 
     calibrated: Calibrated
     installed: Collection[str]
+
+    def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
+        """Go through all stages; gathers that quantize dense shards then agree on the scales of their new values."""
+        super().calibrate_stages(data, directory)
+        named = self.plan.model.named_parameters()
+        gathered = [(name, param) for name, param in named if isinstance(local_of(param), HighPrecisionWeight)]
+        if gathered:
+            sync_scales(gathered)
 
     def finish(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
         """Calibrate a stage."""

@@ -1,7 +1,9 @@
 """Targets: the weights that a calibration quantizes, found in the module tree before anything runs.
 
-A target is the weight [N, K] of an nn.Linear or a parameter [E, N, K] of a module of experts. Targets are read from the
-tree, never from what a forward happened to use, so that ranks agree even if their batches reach different experts.
+A target is the weight [N, K] of an nn.Linear or a parameter [E, N, K] of a module of experts. Some models store the
+transpose, [K, N] or [E, K, N] (Conv1D of transformers, the experts of gpt-oss and Llama 4): everything here sees their
+linears, [N, K] all the same. Targets are read from the tree, never from what a forward happened to use, so that ranks
+agree even if their batches reach different experts.
 """
 
 import itertools
@@ -9,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,8 @@ from qtensor.recipes import Recipe
 from qtensor.selection import check_lists, matches, unmatched
 from qtensor.tensor import QuantizedTensor
 
-NOTHING = "no module with a weight to quantize (an nn.Linear, or experts [E, N, K])"
-OTHERS = "Other layers (embeddings, convolutions, Conv1D of transformers) are not calibrated"
+NOTHING = "no module with a weight to quantize (an nn.Linear, a Conv1D of transformers, or experts [E, N, K])"
+OTHERS = "Other layers (embeddings, convolutions) are not calibrated"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +40,9 @@ class Target:
         module_name: fqn of the module that owns it.
         owner: that module.
         attribute: the parameter's name in that module.
-        shape: the global shape, [N, K] or [E, N, K].
+        shape: the global shape of its linears, [N, K] or [E, N, K].
         dtype: of the parameter, which is the appearance dtype of the result.
+        transposed: whether the parameter is stored [K, N] or [E, K, N].
     """
 
     name: str
@@ -49,6 +51,7 @@ class Target:
     attribute: str
     shape: torch.Size
     dtype: torch.dtype
+    transposed: bool = False
 
     @property
     def param(self) -> nn.Parameter:
@@ -56,6 +59,12 @@ class Target:
         param = self.owner._parameters[self.attribute]
         assert param is not None
         return param
+
+    @property
+    def weight(self) -> Tensor:
+        """Its linears [N, K] or [E, N, K] at this moment, aliased; a transposed view of a transposed parameter."""
+        held = self.param.data
+        return held.mT if self.transposed else held
 
     @property
     def experts(self) -> int:
@@ -68,7 +77,7 @@ class Target:
 
     def matrices(self) -> Iterable[tuple[str, Tensor]]:
         """(name, [N, K]) of its 2-D weights at this moment, aliased."""
-        weight = self.param.detach()
+        weight = self.weight
         return zip(self.linears(), weight.unbind(0) if weight.ndim == 3 else (weight,), strict=True)
 
 
@@ -166,12 +175,31 @@ def _quantizable(model: nn.Module) -> dict[str, Target]:
         if isinstance(module, NonDynamicallyQuantizableLinear):
             continue  # nn.MultiheadAttention uses its weight without calling the module
         for attribute, param in module._parameters.items():
-            is_linear = isinstance(module, nn.Linear) and attribute == "weight"
+            is_linear = attribute == "weight" and (isinstance(module, nn.Linear) or _is_conv1d(module))
             is_experts = "expert" in fqn.rpartition(".")[2].lower() and param is not None and param.ndim == 3
             if param is not None and (is_linear or is_experts):
                 name = f"{fqn}.{attribute}".lstrip(".")
-                found[name] = Target(name, fqn, module, attribute, param.shape, param.dtype)
+                turned = stored_transposed(module, attribute)
+                shape = torch.Size((*param.shape[:-2], *param.shape[:-3:-1])) if turned else param.shape
+                found[name] = Target(name, fqn, module, attribute, shape, param.dtype, turned)
     return found
+
+
+def stored_transposed(module: nn.Module, attribute: str) -> bool:
+    """Whether a parameter of a module is multiplied as it is, x @ W with W [K, N] or [E, K, N]; by what is known of it.
+
+    Asked of linears and of experts; of another parameter the answer means nothing.
+    """
+    param = module._parameters[attribute]
+    if param is None:
+        return False
+    return (attribute == "weight" and _is_conv1d(module)) or (param.ndim == 3 and _transposed(module))
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, or made like it: x @ W + b with W [K, N]."""
+    weight, width = module._parameters.get("weight"), getattr(module, "nf", None)
+    return type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2 and weight.shape[1] == width
 
 
 def _transposed(owner: nn.Module) -> bool:
@@ -215,20 +243,14 @@ def _check(target: Target, recipe: Recipe | None) -> None:
             f"{target.name} is stored quantized under {local.recipe}, expected {recipe}: quantized storage keeps its "
             "format; calibrate with that recipe, or load the checkpoint into dense weights"
         )
-    if isinstance(local, HighPrecisionWeight):
-        raise TypeError(
-            f'{target.name} was built under quantized_model_init(storage="high_precision"), which quantizes it in '
-            "every gather; calibrate the plain dense model"
-        )
-    if len(target.shape) == 3 and _transposed(target.owner):
+    if recipe is not None and isinstance(local, HighPrecisionWeight) and local.recipe.stored != recipe.stored:
         raise ValueError(
-            f"{target.name} {tuple(target.shape)} is stored [experts, K, N]: its blocks would run along the output; "
-            "exclude it, or store it [experts, N, K]"
+            f'{target.name} was built under quantized_model_init({local.recipe}, storage="high_precision"), expected '
+            f"{recipe}: its gathers go on in that format; calibrate with that recipe, or load the values into a dense "
+            "model"
         )
-    placements: Any = getattr(target.param, "placements", ())
-    cuts = [place.dim for place in placements if hasattr(place, "dim")]
-    if cuts not in ([], [0]):
+    if target.transposed and isinstance(local, QuantizedTensor | HighPrecisionWeight):
         raise ValueError(
-            f"{target.name} is placed {placements}: tensor parallelism is not supported by calibrate; "
-            "shard the model with fully_shard alone"
+            f"{target.name} {tuple(target.param.shape)} is stored transposed and quantized under {local.recipe}: its "
+            "blocks run along the output; exclude it, or load it dense"
         )

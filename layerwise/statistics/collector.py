@@ -81,7 +81,7 @@ class Collector:
     """Statistics of the inputs of weights while a layer runs on batches.
 
     Args:
-        targets: fqn -> the live weight, [N, K] or experts [E, N, K], plain and contiguous.
+        targets: fqn -> the live weight, [N, K] or experts [E, N, K], plain and contiguous, or a transposed view of one.
         needs: COLUMNS, LOCAL_HESSIAN, HESSIAN, CROSS (with HESSIAN); the amax is always collected.
         only: names of the linears whose inputs' Hessian and CROSS are wanted, all by default. (Each is [K, K]; without
             memory for all of a layer's at once, replay the layer once for each part.)

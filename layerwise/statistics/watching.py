@@ -11,6 +11,8 @@ right operand lies in the storage of a target weight is reported, before it is c
     torch.bmm(x, w.mT), x @ w.mT               x[e] goes to expert e; an x for all experts goes to all
     F.grouped_mm(x, w.mT, offs=offs)           the rows between offs[e - 1] and offs[e] go to expert e
 
+with w.mT for w where the weight is stored transposed: x @ w, torch.addmm(bias, x, w), torch.bmm(x, w).
+
 A view of the weight counts like the weight: only its place in the storage matters. Any other use of a weight (a copy in
 another dtype or order, a product from the left, einsum) is noted in `unfollowed`, since the statistics of that weight
 would silently be missing.
@@ -70,25 +72,29 @@ class _Weight:
     names: tuple[str, ...]
     offset: int  # elements, within the storage
     shape: tuple[int, int, int]  # experts (1 for a 2-D weight), N, K
+    turned: bool = False  # stored [.., K, N]
 
 
 class WeightsByStorage:
     """Finds weights by the place of their views in storages.
 
     Args:
-        weights: fqn -> the live weight, [N, K] or [E, N, K], plain and contiguous.
+        weights: fqn -> the live weight, [N, K] or [E, N, K], plain and contiguous, or the transposed view of one that
+            is stored [K, N] or [E, K, N].
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._by_storage: dict[int, list[_Weight]] = {}
         for fqn, weight in weights.items():
-            if type(weight) not in _PLAIN or weight.ndim not in (2, 3) or not weight.is_contiguous():
+            plain = type(weight) in _PLAIN and weight.ndim in (2, 3)
+            turned = plain and not weight.is_contiguous()
+            if not plain or (turned and not weight.mT.is_contiguous()):
                 raise ValueError(
                     f"{fqn} is a {type(weight).__name__} {tuple(weight.shape)} with strides {weight.stride()}, "
                     "expected a plain contiguous [N, K] or [E, N, K]; gather it with unsharded() first"
                 )
             shape = (math.prod(weight.shape[:-2]), weight.shape[-2], weight.shape[-1])
-            target = _Weight(fqn, linear_names(fqn, weight.shape), int(weight.storage_offset()), shape)
+            target = _Weight(fqn, linear_names(fqn, weight.shape), int(weight.storage_offset()), shape, turned)
             others = self._by_storage.setdefault(weight.untyped_storage().data_ptr(), [])
             for other in others:
                 if other.offset == target.offset:
@@ -109,13 +115,14 @@ class WeightsByStorage:
         """The linears in a view [.., n, K] of a target, in order; None where the view is not made of whole rows."""
         _, n, k = target.shape
         expert, within = divmod(int(form.storage_offset()) - target.offset, n * k)
-        strides = (n * k, k, 1)[3 - form.ndim :]
+        steps = (1, n) if target.turned else (k, 1)  # from row to row, from column to column
+        strides = (n * k, *steps)[3 - form.ndim :]
         rows = form.shape[-2] if form.ndim >= 2 else 0
         if (
             form.ndim not in (2, 3)
             or form.shape[-1] != k
-            or within % k
-            or within // k + rows > n
+            or within % steps[0]
+            or within // steps[0] + rows > n
             or any(size > 1 and got != want for size, got, want in zip(form.shape, form.stride(), strides, strict=True))
         ):
             return None

@@ -1,11 +1,12 @@
 """How a stage of a model (one layer, or all that is outside of layers) gets its weights, and gives them back.
 
-    Sharded    FSDP2: gathered once for the stage; changes go into the shards afterwards
+    Sharded    FSDP2, tensor parallelism: gathered once for the stage; changes go into the shards afterwards
     Resident   plain modules, moved to the device of the calibration and back if they live elsewhere
     OnDisk     modules on the meta device, filled from safetensors for the stage and emptied again   (on_disk.py)
 
 Inside `hold` and `working` every target is a plain dense parameter, even if it is stored quantized: such a weight is
-dequantized into a working copy, and gets its calibrated bytes afterwards (shards.py).
+dequantized into a working copy, and gets its calibrated bytes afterwards (shards.py). One that gathers only quantize
+(storage="high_precision") is its dense values (whole.py).
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_hooks.unshard import holding
 from layerwise.stages.stage import Stage
 from layerwise.stages.targets import Target
+from layerwise.weights.whole import high_precision, whole
+from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
 
@@ -30,7 +33,7 @@ class Weights(Protocol):
 
 
 class Sharded:
-    """Weights under FSDP2.
+    """Weights under FSDP2, tensor parallelism, or both.
 
     FSDP modules inside a stage (such as experts wrapped one by one) are called many times in it. So they are told to
     keep what they gathered, and to prefetch nothing: that would be a collective in the loop over batches. Afterwards
@@ -42,8 +45,11 @@ class Sharded:
 
     @contextmanager
     def hold(self, stage: Stage) -> Iterator[None]:
-        """One all-gather for each FSDP module of the stage; changes are stored unless the body raises."""
-        module = stage.module
+        """One all-gather for each FSDP module of the stage; changes are stored unless the body raises.
+
+        What is a DTensor even then, and weights of high-precision storage, are gathered one by one.
+        """
+        module, dense = stage.module, high_precision(stage)
         groups = [child for child in stage.modules().values() if isinstance(child, FSDPModule)]
         # A layer is called without FSDP's hooks; FSDP modules inside it, and the root, are called with them.
         called = [group for group in groups if group is not module or module is self.model]
@@ -58,7 +64,8 @@ class Sharded:
                 finally:
                     del module.forward
             try:
-                yield
+                with whole(stage, dense):
+                    yield
             finally:
                 for group in called:
                     if group is not self.model:
@@ -83,7 +90,7 @@ class Resident:
         registered = (one for owner in owners for own in (owner._parameters, owner._buffers) for one in own.values())
         tensors = {id(one): one for one in registered if one is not None and self._moves(one, tables)}
         homes = {key: tensor.data for key, tensor in tensors.items()}
-        with self._quantized_there(owners):
+        with self._quantized_there(owners), whole(stage, high_precision(stage)):
             try:
                 for key, tensor in tensors.items():
                     tensor.data = homes[key].to(self.device or tensor.device, copy=True)
@@ -101,7 +108,7 @@ class Resident:
     def _moves(self, tensor: Tensor, tables: Container[int]) -> bool:
         """Whether the stage gets a copy: not of quantized weights, nor of embedding tables already on the device."""
         there = self.device in (None, tensor.device)
-        return not isinstance(tensor, QuantizedTensor) and not (id(tensor) in tables and there)
+        return not isinstance(tensor, QuantizedTensor | HighPrecisionWeight) and not (id(tensor) in tables and there)
 
     @contextmanager
     def _quantized_there(self, owners: Iterable[nn.Module]) -> Iterator[None]:
@@ -113,7 +120,8 @@ class Resident:
         for owner in owners:
             for name, param in owner._parameters.items():
                 held: Any = param
-                if isinstance(held, QuantizedTensor) and self.device not in (None, held.device):
+                quantized = isinstance(held, QuantizedTensor | HighPrecisionWeight)
+                if quantized and self.device not in (None, held.device):
                     stood.append((owner, name, held))
                     owner._parameters[name] = nn.Parameter(held.detach().to(self.device), requires_grad=False)
         try:
@@ -126,7 +134,7 @@ class Resident:
 def _take_replacement(owner: nn.Module, name: str, param: Any) -> None:
     """Where a parameter was replaced by another one, copy the values of that into the original."""
     now = owner._parameters[name]
-    if now is param or isinstance(param, QuantizedTensor):
+    if now is param or isinstance(param, QuantizedTensor | HighPrecisionWeight):
         return
     if now is None or now.shape != param.shape:
         found = "is gone" if now is None else f"has shape {tuple(now.shape)}"

@@ -1,9 +1,12 @@
-"""What a rank keeps of a calibrated weight: its own rows, in the layout of its shard.
+"""What a rank keeps of a calibrated weight: the box of it that its shard is, in the layout of the shard.
 
-    full result on every rank  ->  own rows as a DTensor like the parameter  ->  the result, the checkpoint, the shard
+    full result on every rank  ->  own box as a DTensor like the parameter  ->  the result, the checkpoint, the shard
 
-Under given scales each element is rounded by itself, so rows can be rounded where they are: a resumed run makes the
-payload of its rows from the shard and the rows of the scales, on any number of ranks, without a gather.
+FSDP cuts rows, tensor parallelism rows or columns, both together boxes. Columns are cut between blocks only, so every
+box is rounded by itself: under given scales each element is. A resumed run makes the payload of its box from the shard
+and the same box of the scales, on any number of ranks, without a gather.
+
+A weight that is stored transposed has its box turned: the result is [N, K], and rows of the parameter are its columns.
 """
 
 from collections.abc import Mapping
@@ -11,85 +14,135 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dcp_adapters.load.placements import placement_problem
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like, local_of
 from fsdp_hooks.versions import count_writes
+from layerwise.stages.targets import Target
 from qtensor.contents import preserve
-from qtensor.formats import format_of, shared_amax, specs_of
+from qtensor.formats import block_multiple, format_of, shared_amax, specs_of
+from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-
-def kept(full: QuantizedTensor, param: Tensor) -> QuantizedTensor | DTensor:
-    """A copy of this rank's rows of a calibrated weight, on its shard's device; a DTensor if the parameter is one."""
-    start, rows = _row_range(param)
-    parts = {
-        spec.name: _rows_of(full.parts()[spec.name], start, rows, per_row=spec.per_row).to(home_of(param))
-        for spec in specs_of(full.recipe)
-    }
-    return _quantized_rows(param, parts, full.recipe)
+Box = tuple[slice, ...]  # of a weight [N, K] or [E, N, K], one slice for each dim
 
 
-def kept_quantizer(quantizer: Mapping[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """This rank's rows of the quantizer, in the layout of the parameter."""
-    start, rows = _row_range(param)
-    return {
-        name: _placed_like(_rows_of(value, start, rows, per_row=value.ndim > 0).to(home_of(param)), value.shape, param)
-        for name, value in quantizer.items()
-    }
-
-
-def empty_quantizer(param: Tensor, recipe: Recipe) -> dict[str, Tensor]:
-    """Uninitialised tensors like those that `kept_quantizer` returns, to load into."""
-    full = torch.zeros(param.shape, dtype=torch.float32, device="meta")
-    quantizer = format_of(recipe).quantizer(full, recipe, shared_amax(full, recipe))
-    _, rows = _row_range(param)
-    return {
-        name: _placed_like(
-            torch.empty((rows, *value.shape[1:]) if value.ndim else (), dtype=value.dtype, device=home_of(param)),
-            value.shape,
-            param,
+def check_cuts(target: Target, recipe: Recipe | None) -> None:
+    """Raise ValueError where a rank's shard of a target is no box of whole blocks; recipe None: it is not known yet."""
+    param: Any = target.param
+    problem = placement_problem(param)
+    if problem is not None:
+        raise ValueError(f"{target.name}: {problem}")
+    if not isinstance(param, DTensor):
+        return
+    columns = param.ndim - (2 if target.transposed else 1)  # the dim of the parameter that is K
+    dims = [getattr(place, "dim", None) for place in param.placements]
+    if target.transposed and any(_strided(place) for place in param.placements):
+        raise ValueError(
+            f"{target.name} {tuple(param.shape)} is stored transposed and placed {param.placements}: FSDP and tensor "
+            "parallelism cut the same dim of it; exclude it, or let one of them cut another dim"
         )
+    if columns not in dims:
+        return
+    block = 1 if recipe is None else block_multiple(recipe)
+    sizes = [param.device_mesh.size(number) for number, dim in enumerate(dims) if dim == columns]
+    pieces, rest = 1, target.shape[-1]
+    for size in sizes:
+        rest = -(-rest // size)
+        pieces *= size
+    if pieces > 1 and rest % block:
+        others = (
+            "shard it with fully_shard(shard_placement_fn=...) along the other dim, exclude it"
+            if (target.transposed)
+            else "exclude it"
+        )
+        raise ValueError(
+            f"{target.name} is placed {param.placements} on a mesh of {tuple(param.device_mesh.shape)}: {rest} columns "
+            f"of K = {target.shape[-1]} on a rank, which cuts blocks of {block}; {others}, or take another recipe"
+        )
+
+
+def box_of(target: Target) -> Box:
+    """The box of the target's linears that this rank's shard holds."""
+    param = target.param
+    if not isinstance(param, DTensor):
+        return tuple(slice(0, size) for size in target.shape)
+    sizes, starts = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    box = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return tuple([*box[:-2], box[-1], box[-2]] if target.transposed else box)
+
+
+def kept(full: QuantizedTensor, target: Target) -> QuantizedTensor | DTensor:
+    """A copy of this rank's box of a calibrated weight, on its shard's device; a DTensor if the parameter is one."""
+    box, recipe = box_of(target), full.recipe
+    parts = {
+        spec.name: _cut(full.parts()[spec.name], box, target, recipe).to(home_of(target.param))
+        for spec in specs_of(recipe)
+    }
+    return _quantized_box(target, parts, recipe)
+
+
+def kept_quantizer(quantizer: Mapping[str, Tensor], target: Target, recipe: Recipe) -> dict[str, Tensor]:
+    """This rank's box of the quantizer, in the layout of the parameter."""
+    box, home = box_of(target), home_of(target.param)
+    return {
+        name: _placed_like(_cut(value, box, target, recipe).to(home), value.shape, target)
         for name, value in quantizer.items()
     }
 
 
-def empty_weight(param: Tensor, recipe: Recipe) -> QuantizedTensor | DTensor:
-    """An uninitialised tensor like the one that `kept` returns, to load into."""
-    shape = local_of(param).shape
-    parts = {
-        spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=home_of(param)) for spec in specs_of(recipe)
+def empty_quantizer(target: Target, recipe: Recipe) -> dict[str, Tensor]:
+    """Uninitialised tensors like those that `kept_quantizer` returns, to load into."""
+    full = torch.zeros(target.shape, dtype=torch.float32, device="meta")
+    quantizer = format_of(recipe).quantizer(full, recipe, shared_amax(full, recipe))
+    box, home = box_of(target), home_of(target.param)
+    shapes = {name: _cut(value, box, target, recipe).shape for name, value in quantizer.items()}
+    return {
+        name: _placed_like(torch.empty(shapes[name], dtype=value.dtype, device=home), value.shape, target)
+        for name, value in quantizer.items()
     }
-    return _quantized_rows(param, parts, recipe)
 
 
-def rounded_rows(
-    dense: Tensor, quantizer: Mapping[str, Tensor], recipe: Recipe, param: Tensor
+def empty_weight(target: Target, recipe: Recipe) -> QuantizedTensor | DTensor:
+    """An uninitialised tensor like the one that `kept` returns, to load into."""
+    shape, home = [part.stop - part.start for part in box_of(target)], home_of(target.param)
+    parts = {spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=home) for spec in specs_of(recipe)}
+    return _quantized_box(target, parts, recipe)
+
+
+def rounded_box(
+    dense: Tensor, quantizer: Mapping[str, Tensor], recipe: Recipe, target: Target
 ) -> QuantizedTensor | DTensor:
-    """Rows `dense` rounded under the same rows of a quantizer, in the layout of the parameter."""
+    """The box `dense` rounded under the same box of a quantizer, in the layout of the parameter."""
     own = {name: local_of(value) for name, value in quantizer.items()}
     parts = format_of(recipe).encode_with(dense.float(), recipe, own)
-    return _quantized_rows(param, {name: part.contiguous() for name, part in parts.items()}, recipe)
+    return _quantized_box(target, {name: part.contiguous() for name, part in parts.items()}, recipe)
 
 
-def dense_rows(param: Tensor) -> Tensor:
-    """The values that this rank's shard holds, dense, in the parameter's dtype."""
-    local = local_of(param).detach()
-    return local.dequantize() if isinstance(local, QuantizedTensor) else local
+def dense_box(target: Target, values: Tensor | None = None) -> Tensor:
+    """The box that this rank's shard holds, dense, in the parameter's dtype; `values`: those of the shard, if known."""
+    held: Tensor = local_of(target.param).detach() if values is None else values
+    if isinstance(held, QuantizedTensor):
+        held = held.dequantize()
+    elif isinstance(held, HighPrecisionWeight):
+        held = held.dense.detach()
+    return held.mT.contiguous() if target.transposed else held
 
 
 @torch.no_grad()
-def store_rows(result: Tensor, param: Tensor) -> None:
-    """Put calibrated rows into the shard: the bytes if it is quantized, their values if it is dense."""
+def store_box(result: Tensor, target: Target) -> None:
+    """Put a calibrated box into the shard: the bytes if it is quantized, their values if it is dense."""
     own: Any = local_of(result)
-    shard = local_of(param)
+    shard = local_of(target.param)
     if isinstance(shard, QuantizedTensor):
         shard.copy_(own)
         preserve(shard, None)  # that of the weight before
     else:
-        shard.copy_(own.dequantize(shard.dtype))
-    count_writes([param])
+        values = own.dequantize(shard.dtype)
+        shard.copy_(values.mT if target.transposed else values)
+    count_writes([target.param])
 
 
 def home_of(param: Tensor) -> torch.device:
@@ -98,27 +151,57 @@ def home_of(param: Tensor) -> torch.device:
     return torch.device("cpu") if local.is_meta else local.device
 
 
-def _quantized_rows(param: Tensor, parts: Mapping[str, Tensor], recipe: Recipe) -> QuantizedTensor | DTensor:
-    """Rows of a quantized weight from their parts, in the layout of the parameter."""
+def _strided(place: Any) -> bool:
+    """Whether FSDP has cut what tensor parallelism had cut along the same dim: not a plain Shard, but has a dim."""
+    return hasattr(place, "dim") and type(place) is not Shard
+
+
+def _quantized_box(target: Target, parts: Mapping[str, Tensor], recipe: Recipe) -> QuantizedTensor | DTensor:
+    """A box of a quantized weight from its parts, in the layout of the parameter."""
+    param = target.param
     own = QuantizedTensor.from_parts(parts, recipe, param.dtype)
-    return dtensor_like(own, param) if isinstance(param, DTensor) else own
-
-
-def _row_range(param: Tensor) -> tuple[int, int]:
-    """The shard's first row in the full weight, and its number of rows."""
     if not isinstance(param, DTensor):
-        return 0, param.shape[0]
-    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return offset[0], shape[0]
+        return own
+    if target.transposed:
+        return dtensor_around(own, param.device_mesh, _placements(target), target.shape)
+    return dtensor_like(own, param)
 
 
-def _rows_of(value: Tensor, start: int, rows: int, *, per_row: bool) -> Tensor:
-    return value[start : start + rows].clone() if per_row else value.clone()
+def _cut(value: Tensor, box: Box, target: Target, recipe: Recipe) -> Tensor:
+    """A copy of the box of one part, or of one entry of a quantizer, of a whole weight; a shared scale stays whole."""
+    if value.ndim != len(box):
+        return value.clone()
+    width, columns, k = value.shape[-1], box[-1], target.shape[-1]
+    block = next((size for size in (1, *_blocks(recipe)) if width == -(-k // size)), None)
+    own = value[box[:-1]]
+    if block is not None and (columns.start, columns.stop) != (0, k):
+        own = own[..., columns.start // block : -(-columns.stop // block)]
+    return own.clone(memory_format=torch.contiguous_format)
 
 
-def _placed_like(local: Tensor, shape: torch.Size, param: Tensor) -> Tensor:
-    """Rows as a DTensor of global `shape`, placed like the parameter; what has no rows is replicated."""
+def _blocks(recipe: Recipe) -> list[int]:
+    """How many columns an entry of a part may stand for."""
+    return [spec.block for spec in specs_of(recipe) if spec.per_row and spec.block > 1]
+
+
+def _placements(target: Target, *, columns: bool = True) -> list[Any]:
+    """How the linears of a target are placed; without `columns`, what has one column for all of K."""
+    param: Any = target.param
+    last, turned = param.ndim - 1, {param.ndim - 1: param.ndim - 2, param.ndim - 2: param.ndim - 1}
+    placed: list[Any] = []
+    for place in param.placements:
+        dim = getattr(place, "dim", None)
+        if target.transposed and dim in turned:
+            place = Shard(turned[dim])  # noqa: PLW2901
+        placed.append(Replicate() if getattr(place, "dim", None) == last and not columns else place)
+    return placed
+
+
+def _placed_like(local: Tensor, shape: torch.Size, target: Target) -> Tensor:
+    """A box as a DTensor of global `shape`, placed like the parameter; what has no rows is replicated."""
+    param = target.param
     if not isinstance(param, DTensor):
         return local
-    placements: Any = param.placements if shape else (Replicate(),) * param.device_mesh.ndim
-    return dtensor_around(local, param.device_mesh, placements, shape)
+    if not shape:
+        return dtensor_around(local, param.device_mesh, (Replicate(),) * param.device_mesh.ndim, shape)
+    return dtensor_around(local, param.device_mesh, _placements(target, columns=shape[-1] > 1), shape)

@@ -17,8 +17,12 @@ from transformers import (
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -78,6 +82,12 @@ FAMILIES: dict[str, Make] = {
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, **WINDOWS)),
     "gemma3n": lambda: Gemma3nForCausalLM(Gemma3nTextConfig(**SHARED)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GROUPED)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=64, **TOKENS)
+    ),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**{**SMALL, **WINDOWS}, num_local_experts=4, num_experts_per_tok=2)
+    ),
     "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**COMMON)),
     "opt": lambda: OPTForCausalLM(OPTConfig(**COMMON, ffn_dim=64, word_embed_proj_dim=HIDDEN)),
     "bert": lambda: BertForMaskedLM(BertConfig(**COMMON)),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from layerwise import AWQ, GPTAQ, GPTQ, Max, SmoothQuant, calibrate
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.layerwise.families import FAMILIES, VOCABULARY, assert_same, batches_for, family, off, output
 from tests.layerwise.inputs.parents import PARENTS
 from tests.layerwise.inputs.replaying import id_batches
@@ -66,13 +66,19 @@ class FoldedSmoothQuant(_Folded, SmoothQuant):
     """SmoothQuant, watched."""
 
 
+def _transposed(model: nn.Module, fqn: str) -> bool:
+    owner = model.get_submodule(fqn.rpartition(".")[0])
+    return type(owner).__name__ in ("Conv1D", "GptOssExperts")
+
+
 @torch.no_grad()
 def _unrounded(model: nn.Module, folded: dict[str, Tensor]) -> nn.Module:
     """The model with the values that its weights had before they were rounded."""
     params = dict(model.named_parameters())
     for name, value in folded.items():
         fqn, _, expert = name.rstrip("]").partition("[")
-        (params[fqn][int(expert)] if expert else params[fqn]).copy_(value)
+        held = params[fqn][int(expert)] if expert else params[fqn]
+        (held.mT if _transposed(model, fqn) else held).copy_(value)
     return model
 
 
@@ -101,19 +107,6 @@ def test_smoothing_leaves_the_function_as_it_is(name: str, algorithm: type[_Fold
     assert off(output(unrounded, batch), expected) < 1e-4
 
 
-def test_experts_stored_the_other_way_round_are_refused_by_name() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.is_transposed = True
-            self.down_proj = nn.Parameter(torch.zeros(2, 64, 32))
-
-    model = nn.ModuleDict({"experts": Experts(), "head": nn.Linear(32, 32)})
-    message = r"experts\.down_proj \(2, 64, 32\) is stored \[experts, K, N\]: .* exclude it"
-    with pytest.raises(ValueError, match=message):
-        calibrate(model, [], recipe=MXFP8BlockScaling(), progress=False)
-
-
 class Unsaid(nn.Module):
     """Experts of I = 32 in H columns, as Llama 4 stores them, or upright; fused, or gate and up apart."""
 
@@ -130,13 +123,10 @@ def test_experts_stored_the_other_way_round_are_known_by_their_shapes(hidden: in
     """Also where H is I, or 2 I. Gate and up apart do not show it: their shapes are those of a down the other way."""
     for turned, fused in ((True, True), (False, True), (False, False)):
         model = nn.ModuleDict({"experts": Unsaid(turned=turned, fused=fused, hidden=hidden)})
-        if turned:
-            with pytest.raises(
-                ValueError, match=r"experts\.gate_up_proj .* is stored \[experts, K, N\]: .* exclude it"
-            ):
-                calibrate(model, None, recipe=MXFP8BlockScaling(), layers=(), progress=False)
-        else:
-            calibrate(model, None, recipe=MXFP8BlockScaling(), layers=(), progress=False)
+        weights = {f"experts.{name}": param.detach().clone() for name, param in model["experts"].named_parameters()}
+        result = calibrate(model, None, recipe=MXFP8BlockScaling(), layers=(), progress=False)
+        upright = {name: weight.mT.contiguous() if turned else weight for name, weight in weights.items()}
+        assert_same(result.state_dict(), {name: quantize(one, MXFP8BlockScaling()) for name, one in upright.items()})
 
 
 def test_a_linear_too_small_for_a_block_is_refused_by_name() -> None:

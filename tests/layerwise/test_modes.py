@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from layerwise import GPTQ, Max, Mse, SmoothQuant
 from qtensor import (
@@ -24,7 +21,6 @@ from qtensor import (
     QuantizedTensor,
     quantize,
     quantize_,
-    quantized_model_init,
 )
 from tests.layerwise.models import (
     ALGORITHMS,
@@ -365,11 +361,6 @@ def _stored(recipe: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def _high_precision() -> nn.Module:
-    with quantized_model_init(MXFP8, storage="high_precision"):
-        return two_layers()
-
-
 REFUSALS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], type[Exception], str]] = {
     "K": (_odd, MXFP8, {}, ValueError, r"layers\.1\.mlp\.down_proj\.weight.*90.*32"),
     "delayed": (
@@ -378,13 +369,6 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], type[Exc
         {},
         TypeError,
         r"Float8DelayedScaling.*calibrate with Float8CurrentScaling",
-    ),
-    "high precision": (
-        _high_precision,
-        MXFP8,
-        {},
-        TypeError,
-        r"layers\.0\.attn\.q_proj\.weight.*storage=\"high_precision\".*calibrate the plain dense model",
     ),
     "static blocks": (two_layers, MXFP8, {"inputs": "static"}, ValueError, r"static.*MXFP8.*inputs=\"dynamic\""),
     "other storage": (
@@ -426,29 +410,6 @@ def test_refused_by_name_with_nothing_changed(case: str) -> None:
         run(model, batches(1), recipe, on_event=seen.append, **options)
     assert not seen
     assert {name: param._version for name, param in model.named_parameters()} == before
-
-
-def _tensor_parallel(mesh_shape: tuple[int, ...]) -> str:
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
-    model: Any = two_layers()
-    plan = {"mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], plan)
-        if len(mesh_shape) == 2:
-            fully_shard(layer, mesh=mesh["dp"])
-    try:
-        run(model, batches(1), MXFP8, Max())
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_tensor_parallelism_is_refused_by_name() -> None:
-    messages = run_ranks(2, _tensor_parallel, (2,))
-    messages += run_ranks(4, _tensor_parallel, (2, 2))
-    for message in messages:
-        assert re.search(r"layers\.0\.mlp\.\w+\.weight is placed .*tensor parallelism", message), message
-        assert "fully_shard" in message
 
 
 def _alike_on_meshes() -> str:

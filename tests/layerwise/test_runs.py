@@ -13,12 +13,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from layerwise import GPTQ, Max, SmoothQuant, calibrate
+from layerwise import GPTQ, Max, SmoothQuant
 from layerwise.resume.checkpoints import CalibrationCheckpoint
-from qtensor import Float8CurrentScaling, NVFP4BlockScaling
-from tests.layerwise.small_runs import Case, Model, batches, bytes_of, found, model_of, own, run
+from qtensor import Float8CurrentScaling
+from tests.layerwise.small_runs import Case, Model, batches, bytes_of, found, model_of, run
 from tests.ranks import run_ranks, run_ranks_catching
 
 SMOOTH = Case(algorithm=SmoothQuant())
@@ -91,19 +90,6 @@ def test_a_buffer_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     run(with_buffer(1.0), checkpoint_dir=tmp_path)
     with pytest.raises(ValueError, match=r"other weights: layers\.0\.offset differs"):
         run(with_buffer(2.0), checkpoint_dir=tmp_path)
-
-
-def cut_by_columns() -> None:
-    model, mesh = model_of(shard=False), init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers:
-        whole = layer.up_proj.weight.detach()
-        layer.up_proj.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
-    calibrate(model, own(), recipe=NVFP4BlockScaling())
-
-
-def test_tensor_parallelism_alone_is_refused_by_name() -> None:
-    message = "ValueError: calibrate: layers.0.up_proj.weight is a DTensor without FSDP: tensor parallelism is not"
-    assert all(error.startswith(message) for error in run_ranks_catching(2, cut_by_columns))
 
 
 class Differs(Max):
