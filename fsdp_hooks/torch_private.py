@@ -18,12 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 
 __all__ = [
+    "apply_to_tensors",
     "compute_local_shape_and_global_offset",
     "constant_in_graphs",
     "cpu_by_default",
@@ -36,6 +38,7 @@ __all__ = [
     "is_watched",
     "local_of",
     "make_wrapper",
+    "mixed_precision",
     "note_shard_rows",
     "one_dispatch_state",
     "shard_rows",
@@ -48,6 +51,9 @@ assert callable(dtensor_utils.compute_local_shape_and_global_offset)
 
 # An op's arguments can be nested lists and dicts; torch has no public function to walk them.
 assert callable(tree_map)
+
+# FSDP walks arguments and outputs with it when it casts them; public ways walk other containers.
+assert callable(apply_to_tensors)
 
 # Copies many small tensors in one call. torch documents its _foreach_ functions, despite the underscore.
 foreach_copy = torch._foreach_copy_
@@ -216,3 +222,12 @@ def hook_tables(module: nn.Module) -> dict[str, MutableMapping[int, Any]]:
     keys of the hooks that take keyword arguments.
     """
     return {name: vars(module)[f"_{name}"] for name in _HOOK_TABLES}
+
+
+def mixed_precision(module: Any) -> Any:
+    """The MixedPrecisionPolicy of an FSDP module.
+
+    Calibration calls a layer many times on weights that it holds, so without FSDP's hooks, and casts in their place.
+    FSDP has no public way to read the policy.
+    """
+    return module._get_fsdp_state()._mp_policy

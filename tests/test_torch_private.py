@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -318,6 +318,31 @@ def test_hook_tables_are_the_live_registries_of_forward_hooks() -> None:
     tables["forward_hooks"].clear()
     module(torch.zeros(1, 2))
     assert called == []
+
+
+def _policy_and_casts() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=False)
+    alone, *pair = (torch.nn.Linear(2, 2, device="cpu", dtype=torch.float32) for _ in range(3))
+    fully_shard(alone, mp_policy=policy)
+    fully_shard(pair, mp_policy=policy)
+    assert [torch_private.mixed_precision(module) for module in (alone, *pair)] == [policy] * 3
+
+
+def test_the_policy_of_an_fsdp_module_can_be_read() -> None:
+    run_ranks(1, _policy_and_casts)
+
+
+def test_apply_to_tensors_goes_into_what_fsdp_casts() -> None:
+    @dataclasses.dataclass
+    class Pair:
+        first: torch.Tensor
+        second: int = 3
+
+    one = torch.ones(2, dtype=torch.float32, device="cpu")
+    found = torch_private.apply_to_tensors(lambda tensor: tensor * 2, [(one, "text"), {"key": Pair(one)}, None])
+    assert torch.equal(found[0][0], one * 2)
+    assert torch.equal(found[1]["key"].first, one * 2)
+    assert (found[0][1], found[1]["key"].second, found[2]) == ("text", 3, None)
 
 
 def test_is_described_is_true_to_what_makes_a_fake_tensor_and_to_nobody_else() -> None:

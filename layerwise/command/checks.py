@@ -5,7 +5,7 @@ scales that it will have. What is wrong is collected from all ranks and told at 
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +31,15 @@ from layerwise.command.data import read_samples
 from layerwise.command.model import built, longest_of, vocabulary_of
 from layerwise.command.record import Record
 from layerwise.command.yaml_text import ConfigError
+from layerwise.formats.assignment import budget_of
+from layerwise.formats.candidates import Menu, Weight, least_bits
 from layerwise.running.plan import Options
 from layerwise.stages.attentions import find_attentions
 from layerwise.stages.layers import find_layers
 from layerwise.stages.targets import Target, find_targets
 from layerwise.weights.on_disk import OnDisk
 from qtensor.formats import tensor_wide
+from qtensor.recipes import Recipe
 
 T = TypeVar("T")
 NO_PICTURES = "pictures are drawn by matplotlib, which is not installed: pip install 'qtensor[calibration]'"
@@ -91,6 +94,9 @@ def checked(config: Config, now: Record, before: Record | None) -> Fitting:
                 raise ValueError("no weight is left to quantize; see include and exclude")
             if config.calibration.kv_cache is not None:
                 find_attentions(model)
+        if targets and config.search is not None:
+            with problems.of("recipe.bits_per_weight"):
+                _check_budget(config, targets)
         with problems.of("model.path"):
             _check_files(config, model)
     dense = _is_dense(config.model.path)
@@ -212,6 +218,18 @@ def _check_options(config: Config) -> None:
     )
 
 
+def _check_budget(config: Config, targets: Sequence[Target]) -> None:
+    """Refuse a budget that no choice keeps."""
+    assert config.search is not None
+    assert isinstance(config.recipe, Menu)
+    weights = [Weight(target.name, target.shape, target.dtype, target.linears()) for target in targets]
+    try:
+        least = least_bits(weights, config.recipe)
+        budget_of(config.search.bits_per_weight, sum(one.shape.numel() for one in weights), least)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("search_formats: ")) from None
+
+
 def _check_files(config: Config, model: nn.Module) -> None:
     """Refuse files that lack tensors of the model, or have others."""
     if config.model.weights_on == "disk":
@@ -253,30 +271,49 @@ def _check_export(config: Config, model: nn.Module, targets: Sequence[Target], *
             "say device or cpu, not disk"
         )
     described = model_config(config.model.path, None)
-    entries, scales = _entries(config, model, targets)
-    if output.like is None:
-        layout, tied, told = layout_named(output.layout), described.tied, None
-        check_names(entries, described, layout)
-    else:
-        told = read_like(output.like, open_like(output.like))
-        layout, tied = GGUF, told.tied
-    producer = {"name": "qtensor", "version": ""}
-    plan = plan_export(entries, Request(layout, scales, producer, shard_size(output.max_shard_size), tied))
-    if told is not None:
-        tensors_of([made for file in plan.files for made in file.outputs], told)
+    for choice in _choices(config, targets):
+        entries, scales = _entries(config, model, targets, choice)
+        if output.like is None:
+            layout, tied, told = layout_named(output.layout), described.tied, None
+            check_names(entries, described, layout)
+        else:
+            told = read_like(output.like, open_like(output.like))
+            layout, tied = GGUF, told.tied
+        producer = {"name": "qtensor", "version": ""}
+        plan = plan_export(entries, Request(layout, scales, producer, shard_size(output.max_shard_size), tied))
+        if told is not None:
+            tensors_of([made for file in plan.files for made in file.outputs], told)
 
 
-def _entries(config: Config, model: nn.Module, targets: Sequence[Target]) -> tuple[dict[str, Entry], dict[str, float]]:
+def _choices(config: Config, targets: Sequence[Target]) -> list[dict[str, Recipe | None]]:
+    """The recipe of each weight; for a search, what it might choose: each recipe for all, and all of them mixed.
+
+    Modules side by side, which engines may run as one, have one recipe.
+    """
+    if isinstance(config.recipe, Recipe):
+        return [dict.fromkeys((target.name for target in targets), config.recipe)]
+    recipes = config.recipe.recipes
+    parents = list(dict.fromkeys(target.module_name.rpartition(".")[0] for target in targets))
+    mixed = {
+        target.name: recipes[parents.index(target.module_name.rpartition(".")[0]) % len(recipes)] for target in targets
+    }
+    alike: list[dict[str, Recipe | None]] = [{**mixed, **dict.fromkeys(mixed, one)} for one in recipes if one]
+    return [*alike, mixed]
+
+
+def _entries(
+    config: Config, model: nn.Module, targets: Sequence[Target], choice: Mapping[str, Recipe | None]
+) -> tuple[dict[str, Entry], dict[str, float]]:
     """What the export will consist of, and its tensor-wide scales, which fused linears share: 1 for all of them."""
-    quantized = {target.name: target.shape for target in targets}  # of linears: a model may have these transposed
-    recipe = config.recipe.stored
+    quantized = {name: recipe.stored for name, recipe in choice.items() if recipe is not None}
+    shapes = {target.name: target.shape for target in targets}  # of linears: a model may have these transposed
     entries = {
-        name: Entry(name, recipe if name in quantized else None, tuple(quantized.get(name, value.shape)), value.dtype)
+        name: Entry(name, quantized.get(name), tuple(shapes.get(name, value.shape)), value.dtype)
         for name, value in model.state_dict().items()
     }
-    scaled = list(quantized) if tensor_wide(recipe) is not None else []
+    scaled = [name for name, recipe in quantized.items() if tensor_wide(recipe) is not None]
     if config.calibration.inputs == "static":
-        for target in targets:
+        for target in (target for target in targets if target.name in quantized):
             name = f"{target.module_name if len(target.shape) == 2 else target.name}.input_scale"
             entries[name] = Entry(name, None, (), torch.float32)
             scaled.append(name)

@@ -16,6 +16,7 @@ from dcp_adapters.hf.config import shard_size
 from dcp_adapters.hf.layout import LAYOUTS
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.command.keys import key
+from layerwise.formats.candidates import COMPARE, Menu
 from layerwise.inputs.stores import INPUTS_ON
 from layerwise.running.kv_cache import GRANULARITIES, KVCache
 from qtensor.recipes import Recipe
@@ -41,6 +42,19 @@ class ModelKeys:
         "device",
         choices=PLACES,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchKeys:
+    """How a recipe is chosen for each weight, where there are several: arguments of `layerwise.search_formats`."""
+
+    bits_per_weight: float = key("how many bits the weights may take on average, scales included", example="5.0")
+    compare: str = key(
+        "what is least: the errors of all linears in parts of their outputs (relative), or their energies (absolute)",
+        "relative",
+        choices=COMPARE,
+    )
+    assignment: Path | None = key("a JSON file for the choice, and the errors that it was made by", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +128,27 @@ class OutputKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All of it. `data` is None where nothing is fitted to data."""
+    """All of it. `data` is None where nothing is fitted to data, `search` where there is one recipe for all weights."""
 
     model: ModelKeys
-    recipe: Recipe
+    recipe: Recipe | Menu
     algorithm: Algorithm
     data: DataKeys | None
     calibration: CalibrationKeys
     output: OutputKeys
+    search: SearchKeys | None = None
+
+    @property
+    def search_dir(self) -> Path | None:
+        """Where a search keeps what it has measured."""
+        directory = self.calibration.checkpoint_dir
+        return None if directory is None else directory / "search"
 
     def outputs(self) -> dict[str, Path]:
         """Key -> path of everything that is to be written."""
         named = {"output.path": self.output.path, "output.checkpoint": self.output.checkpoint}
         named |= {f"output.report[{number}]": path for number, path in enumerate(self.output.report)}
+        named["recipe.assignment"] = None if self.search is None else self.search.assignment
         return {name: path for name, path in named.items() if path is not None}
 
 
@@ -218,7 +240,8 @@ def plain(config: Config) -> dict[str, Any]:
     """The config as JSON, every key with its value: what a run is recognised by."""
     sections = {name: getattr(config, name) for name in ("model", "data", "calibration", "output")}
     told = {name: None if held is None else _plain_section(held) for name, held in sections.items()}
-    return {**told, "recipe": config.recipe.to_json(), "algorithm": config.algorithm.to_json()}
+    search = {} if config.search is None else {"search": _plain_section(config.search)}
+    return {**told, **search, "recipe": config.recipe.to_json(), "algorithm": config.algorithm.to_json()}
 
 
 def _plain_section(section: Any) -> dict[str, Any]:

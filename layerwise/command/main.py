@@ -4,6 +4,7 @@
     finished?   where checkpoint_dir says so, that is told, and nothing else happens
     check       everything that can be refused is refused (checks.py)
     load        each rank its shards
+    search      where there are several recipes: one for each weight, measured layer by layer
     calibrate   layer by layer, from the checkpoint_dir on
     write       reports, checkpoint, directory (outputs.py)
 
@@ -31,11 +32,16 @@ from layerwise.command.checks import Fitting, checked, device_of, of_first
 from layerwise.command.config import Config
 from layerwise.command.data import batches_of
 from layerwise.command.model import load
-from layerwise.command.outputs import write_outputs
+from layerwise.command.outputs import write_assignment, write_outputs
 from layerwise.command.parsing import Algorithms, parse
 from layerwise.command.record import FINISHED, WRITING, Record, read_record, record_of, write_record
 from layerwise.command.reference import example
 from layerwise.command.yaml_text import ConfigError
+from layerwise.formats.assignment import Assignment
+from layerwise.formats.candidates import Menu
+from layerwise.running.result import CalibrationResult
+from layerwise.search_formats import search_formats
+from qtensor.recipes import Recipe
 
 PROGRAM = "python -m layerwise"
 DONE, FAILED, REFUSED = 0, 1, 2
@@ -133,14 +139,19 @@ def _run(arguments: argparse.Namespace, algorithms: Algorithms) -> None:
     show = arguments.progress
     device = device_of(config.model.device)
     load(fitting.model, fitting.layers, config.model, device, show=show)
-    result = _calibrated(config, fitting, device, show=show)
+    recipe = _recipe(config, fitting, device, show=show)
+    result = _calibrated(config, fitting, recipe, device, show=show)
     ours = now.same_run(before)
     if directory is not None and not ours:
         on_first(None, lambda: write_record(directory, now, WRITING))
     write_outputs(config, result, fitting.model, dense=fitting.dense, ours=ours, show=show)
+    if isinstance(recipe, Assignment):
+        on_first(None, lambda: write_assignment(config, recipe))
     if directory is not None:
         on_first(None, lambda: write_record(directory, now, FINISHED))
     if is_first(None):
+        if isinstance(recipe, Assignment):
+            print(recipe.table(), end="\n\n")
         print(result.report.table(worst=5))
         sys.stdout.flush()
     _tell(f"done: {_outputs_in_words(config)}")
@@ -160,18 +171,43 @@ def _is_finished(config: Config, now: Record, before: Record | None) -> bool:
     return on_first(None, lambda: all(path.exists() for path in config.outputs().values()))
 
 
-def _calibrated(config: Config, fitting: Fitting, device: torch.device, *, show: bool) -> Any:
+def _recipe(config: Config, fitting: Fitting, device: torch.device, *, show: bool) -> Recipe | Assignment:
+    """The recipe of all weights, or what a search has chosen for each."""
+    if isinstance(config.recipe, Recipe):
+        return config.recipe
+    assert config.search is not None
+    keys = config.calibration
+    _tell("the search for formats, the first of two runs through the layers")
+    with _refusing("search_formats"):
+        found = search_formats(
+            fitting.model,
+            _data(config, fitting, device),
+            recipes=config.recipe.recipes,
+            bits_per_weight=config.search.bits_per_weight,
+            compare=config.search.compare,
+            layers=keys.layers,
+            include=keys.include,
+            exclude=keys.exclude,
+            checkpoint_dir=config.search_dir,
+            save_every=keys.save_every,
+            progress=show,
+            inputs_on=keys.inputs_on,
+            **_places(config, device),
+        )
+    _tell(f"chosen, {found.bits_per_weight:.3f} bits per weight: {found}")
+    return found
+
+
+def _calibrated(
+    config: Config, fitting: Fitting, recipe: Recipe | Assignment, device: torch.device, *, show: bool
+) -> CalibrationResult:
     """The calibration's result; what `calibrate` refuses before it begins is a config that does not fit."""
-    keys, unsharded = config.calibration, not (dist.is_available() and dist.is_initialized())
-    on_disk = config.model.weights_on == "disk"
-    data = None
-    if config.data is not None and fitting.samples is not None:
-        data = batches_of(fitting.samples, config.data.batch_size, rank_of(None), ranks_of(None), device)
-    try:
+    keys = config.calibration
+    with _refusing("calibrate"):
         return calibrate(
             fitting.model,
-            data,
-            recipe=config.recipe,
+            _data(config, fitting, device),
+            recipe=recipe,
             algorithm=config.algorithm,
             layers=keys.layers,
             include=keys.include,
@@ -183,11 +219,33 @@ def _calibrated(config: Config, fitting: Fitting, device: torch.device, *, show:
             checkpoint_dir=keys.checkpoint_dir,
             save_every=keys.save_every,
             progress=show,
-            device=device if unsharded or on_disk else None,
-            weights=config.model.path if on_disk else None,
+            **_places(config, device),
         )
+
+
+def _data(config: Config, fitting: Fitting, device: torch.device) -> list[dict[str, Any]] | None:
+    """The batches of this rank."""
+    if config.data is None or fitting.samples is None:
+        return None
+    return batches_of(fitting.samples, config.data.batch_size, rank_of(None), ranks_of(None), device)
+
+
+def _places(config: Config, device: torch.device) -> dict[str, Any]:
+    """Where a run through the layers computes, and where it finds their weights."""
+    unsharded, on_disk = not (dist.is_available() and dist.is_initialized()), config.model.weights_on == "disk"
+    return {
+        "device": device if unsharded or on_disk else None,
+        "weights": config.model.path if on_disk else None,
+    }
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """What a function of this name refuses before it begins is a config that does not fit."""
+    try:
+        yield
     except (ValueError, TypeError) as error:
-        raise ConfigError(str(error).removeprefix("calibrate: ")) from error
+        raise ConfigError(str(error).removeprefix(f"{name}: ")) from error
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -197,7 +255,11 @@ def _plan_in_words(config: Config, fitting: Fitting) -> str:
     samples = fitting.samples
     data = "no data" if samples is None else f"{samples.shape[0]} samples of {samples.shape[1]} tokens"
     ranks = f"{ranks_of(None)} rank{'s' if ranks_of(None) > 1 else ''}"
-    what = f"{len(fitting.targets)} weights in {len(fitting.layers)} layers to {config.recipe}"
+    to = str(config.recipe)
+    if isinstance(config.recipe, Menu) and config.search is not None:
+        names = ["dense" if one is None else str(one) for one in config.recipe.recipes]
+        to = f"{config.search.bits_per_weight:g} bits each of {', '.join(names)}"
+    what = f"{len(fitting.targets)} weights in {len(fitting.layers)} layers to {to}"
     return f"{what} by {config.algorithm}, on {data}, {ranks}; {_outputs_in_words(config)}"
 
 
@@ -218,7 +280,7 @@ def _warnings_told() -> Iterator[None]:
     seen: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        text = str(message).removeprefix("calibrate: ")
+        text = str(message).removeprefix("calibrate: ").removeprefix("search_formats: ")
         if text not in seen:
             seen.add(text)
             _tell(f"warning: {text}")

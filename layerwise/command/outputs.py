@@ -15,6 +15,7 @@ from torch import nn
 from dcp_adapters import AtomicFileSystemWriter, QuantizedSavePlanner, export_gguf, export_hf
 from fsdp_hooks.across_ranks import on_first
 from layerwise.command.config import PICTURES, Config
+from layerwise.formats.assignment import Assignment
 from layerwise.report.report import Report
 from layerwise.running.result import CalibrationResult
 
@@ -38,6 +39,12 @@ def write_outputs(  # noqa: PLR0913 - keyword-only
     if output.path is not None and not (ours and on_first(None, output.path.exists)):
         _export(config, output.path, result, config.model.path if dense else model, show=show)
     on_first(None, lambda: _write_reports(result.report, output.report))
+
+
+def write_assignment(config: Config, assignment: Assignment) -> None:
+    """Write what a search has chosen, if the config asks for it; on one rank."""
+    if config.search is not None and config.search.assignment is not None:
+        assignment.save(config.search.assignment)
 
 
 def _export(config: Config, path: Path, result: CalibrationResult, rest: Any, *, show: bool) -> None:

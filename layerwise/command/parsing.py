@@ -6,9 +6,10 @@ from typing import Any
 
 from dcp_adapters.recipe_names import short_names
 from layerwise.algorithms.algorithm import Algorithm
-from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, problems_of
+from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, SearchKeys, problems_of
 from layerwise.command.keys import Key, WrongValueError, converted, found_words, keys_of, unknown_words
 from layerwise.command.yaml_text import ConfigError, plain_values
+from layerwise.formats.candidates import Menu
 from qtensor.formats import registrations
 from qtensor.recipes import Recipe
 
@@ -20,6 +21,7 @@ SECTIONS: Mapping[str, type] = {
 }
 TOP = ("model", "recipe", "algorithm", "data", "calibration", "output")
 OPTIONAL = ("data", "calibration")
+SEARCH = "search"  # the key of a recipe that is a list to choose from
 NAME = "name"  # the key beside the options of a recipe or an algorithm
 Algorithms = Mapping[str, type[Algorithm]]
 
@@ -57,7 +59,8 @@ def config_of(values: Any, algorithms: Algorithms) -> Config:
         elif name in values or name in OPTIONAL:
             made[name] = _section(kind, values.get(name), name, problems)
     if "recipe" in values:
-        made["recipe"] = _recipe(values["recipe"], problems)
+        searches = isinstance(values["recipe"], dict) and SEARCH in values["recipe"]
+        made |= _search(values["recipe"], problems) if searches else {"recipe": _recipe(values["recipe"], problems)}
     if "algorithm" in values:
         made["algorithm"] = _algorithm(values["algorithm"], algorithms, problems)
     if not problems:
@@ -118,16 +121,38 @@ def recipes() -> dict[str, Recipe]:
     return {**short, **{kind.__name__: kind() for kind in types}}
 
 
-def _recipe(given: Any, problems: list[str]) -> Recipe | None:
+def _search(given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The recipes to choose from, and how."""
+    before, path = len(problems), f"recipe.{SEARCH}"
+    options = {name: value for name, value in given.items() if name != SEARCH}
+    fields = _fields(keys_of(SearchKeys), options, "recipe", problems, "known keys")
+    listed = given[SEARCH]
+    if not isinstance(listed, list):
+        problems.append(f"{path}: expected a list of recipes, or null among them, got {found_words(listed)}")
+        return {}
+    chosen = [one and _recipe(one, problems, f"{path}[{number}]") for number, one in enumerate(listed)]
+    if len(problems) > before:
+        return {}
+    return {"search": SearchKeys(**fields), "recipe": _made(path, _menu, tuple(chosen), {}, problems)}
+
+
+def _menu(chosen: tuple[Recipe | None, ...]) -> Menu:
+    try:
+        return Menu(chosen)
+    except (ValueError, TypeError) as error:
+        raise ValueError(str(error).removeprefix("search_formats: ")) from None
+
+
+def _recipe(given: Any, problems: list[str], path: str = "recipe") -> Recipe | None:
     known = recipes()
-    named = _named(given, "recipe", list(known), problems)
+    named = _named(given, path, list(known), problems)
     if named is None:
         return None
     name, options = named
     before = len(problems)
     what = f"options of {type(known[name]).__name__}"
-    fields = _fields(_optional(recipe_keys(type(known[name]))), options, "recipe", problems, what)
-    return None if len(problems) > before else _made("recipe", dataclasses.replace, known[name], fields, problems)
+    fields = _fields(_optional(recipe_keys(type(known[name]))), options, path, problems, what)
+    return None if len(problems) > before else _made(path, dataclasses.replace, known[name], fields, problems)
 
 
 def _algorithm(given: Any, algorithms: Algorithms, problems: list[str], path: str = "algorithm") -> Algorithm | None:
@@ -175,7 +200,7 @@ def _named(given: Any, path: str, known: Collection[str], problems: list[str]) -
         problems.append(f"{path}.{NAME}: {what} one of {', '.join(known)}{got}")
         return None
     if name not in known:
-        what = "recipe" if path == "recipe" else "algorithm"
+        what = "recipe" if path.partition(".")[0] == "recipe" else "algorithm"
         problems.append(f"{path}.{NAME}: unknown {what} {name!r}; {unknown_words(name, known, 'known names')}")
         return None
     return name, {option: value for option, value in given.items() if option != NAME}

@@ -6,22 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from layerwise.algorithms.algorithm import Algorithm
+from layerwise.command.config import SearchKeys
 from layerwise.command.keys import keys_of
-from layerwise.command.parsing import NAME, SECTIONS, Algorithms, recipe_keys, recipes
+from layerwise.command.parsing import NAME, SEARCH, SECTIONS, Algorithms, recipe_keys, recipes
 
 WIDTH = 110
 HEAD = """\
 # A calibration: python -m layerwise CONFIG.yaml, or torchrun --nproc-per-node N -m layerwise CONFIG.yaml.
 # Lines that begin with "#:" are keys that may be left out; they show the default, or an example where that is null.
 """
-RECIPE = "the format: a name alone, or a mapping with its name and options"
+RECIPE = "the format: a name alone, or a mapping with its name and options; or a search among several, see below"
+SEARCHED = "what to choose from, for each weight by measured errors; null: it stays as it is"
 ALGORITHM = "how scales and values are found: a name alone, or a mapping with its name and options"
 
 
 def example(algorithms: Algorithms) -> str:
     """A config with every key, which is valid as it stands."""
     sections = {name: list(_section(kind)) for name, kind in SECTIONS.items()}
-    recipe = [*_comment(RECIPE), "recipe:", "  name: nvfp4", *_recipes()]
+    recipe = [*_comment(RECIPE), "recipe:", "  name: nvfp4", *_recipes(), *_search()]
     algorithm = [*_comment(ALGORITHM), "algorithm:", "  name: Mse", *_algorithms(algorithms)]
     parts = [
         *(["model:", *sections["model"]], recipe, algorithm),
@@ -33,7 +35,9 @@ def example(algorithms: Algorithms) -> str:
 def table() -> str:
     """Markdown: a row for each key of the sections."""
     rows = ["| key | what it takes | default | what it is for |", "|---|---|---|---|"]
-    for section, kind in SECTIONS.items():
+    for section, kind in {"recipe": SearchKeys, **SECTIONS}.items():
+        if kind is SearchKeys:
+            rows.append(f"| `recipe.{SEARCH}` | a list of recipes | none: one recipe for all | {SEARCHED} |")
         for key in keys_of(kind).values():
             default = "required" if key.required else f"`{_yaml(key.default)}`"
             rows.append(f"| `{section}.{key.name}` | {key.words} | {default} | {key.rule.text} |")
@@ -56,6 +60,14 @@ def _recipes() -> Iterator[str]:
     for name, recipe in known.items():
         if name == type(recipe).__name__:
             yield from _comment(f"  {name}: {_options(recipe_keys(type(recipe)).values())}", "  ")
+
+
+def _search() -> Iterator[str]:
+    yield from _comment("or, in the place of a name, recipes of which each weight gets one:", "  ")
+    yield from _comment(f"  {SEARCH}: [nvfp4, mxfp8, null]  # {SEARCHED}", "  ")
+    for key in keys_of(SearchKeys).values():
+        value = key.rule.example or _yaml(key.default)
+        yield from _comment(f"  {key.name}: {value}  # {key.rule.text} ({key.words})", "  ")
 
 
 def _algorithms(algorithms: Algorithms) -> Iterator[str]:

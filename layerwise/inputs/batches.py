@@ -22,6 +22,7 @@ from layerwise.inputs.contents import add_tensor, content_hash
 from layerwise.inputs.stand_ins import forward_of
 from layerwise.inputs.stores import Kept, is_ordinary
 from layerwise.inputs.structure import Structure, flatten, paths, unflatten
+from layerwise.weights.own_hooks import own_hooks_may_fail
 
 Data = Iterable[Any] | Callable[[nn.Module], Any]
 
@@ -131,7 +132,7 @@ def _calls_in(
     def forward(*args: Any, **kwargs: Any) -> None:
         take(args, kwargs)  # at once: the loop may fill the same memory again
 
-    with forward_of(model, forward), torch.no_grad():
+    with forward_of(model, forward), own_hooks_may_fail(model, "forward_hooks"), torch.no_grad():
         try:
             loop(model)
         except Exception as error:

@@ -1,7 +1,8 @@
 """How a layer is called for one batch: recorded as where each argument comes from, not as values.
 
 Each leaf of a call's arguments has a source:
-    Link    an output of an earlier layer, recognised as the object that its stand-in returned
+    Link    an output of an earlier layer, recognised as the object that its stand-in returned; or what an earlier
+            layer wrote into one of its arguments, recognised as that argument
     Kept    any other tensor: masks, rotary embeddings, position ids; one that several calls share is kept once
     Fixed   everything else, the object itself: numbers, None, caches, and the containers that layers may fill
 
@@ -11,17 +12,18 @@ layers in one run stays one object for all of them, however many runs it takes t
 """
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from layerwise.inputs.ambient import Ambient
 from layerwise.inputs.caches import CacheState
 from layerwise.inputs.stand_ins import Escape, TensorSpec
-from layerwise.inputs.stores import Kept, Store, is_ordinary
+from layerwise.inputs.stores import Kept, Store, is_ordinary, version
 from layerwise.inputs.structure import Structure, flatten, unflatten
 
 
@@ -43,12 +45,17 @@ class Fixed:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer: the structure of (args, kwargs), where each leaf comes from, and what to call it."""
+    """One call of a layer: the structure of (args, kwargs), where each leaf comes from, and what to call it.
+
+    `ambient` is what the parent had switched on when it called the layer.
+    """
 
     structure: Structure
     sources: list[Link | Kept | Fixed]
     names: list[str]
+    ambient: Ambient
     before: list[tuple[Any, Any]] | None = field(default=None)  # live containers as they were at the first use
+    changed: list[Tensor] = field(default_factory=list)  # tensors in these that the last run wrote into
 
     def kept(self) -> dict[str, Kept]:
         """The tensors among its leaves that are not outputs of layers, by name."""
@@ -58,8 +65,39 @@ class Call:
         """The layers whose outputs it takes."""
         return {source.layer for source in self.sources if isinstance(source, Link)}
 
-    def arguments(self, output: Callable[[int], "Output"], cast: torch.dtype | None) -> tuple[Any, Any]:
+    def arguments(self, output: Callable[[int], "Output"]) -> tuple[Any, Any]:
         """Args and kwargs to call the layer with: tensors copied, caches and live containers set back as recorded."""
+        args, kwargs = unflatten(self.structure, self._leaves(output))
+        return args, kwargs
+
+    def run(
+        self, output: Callable[[int], "Output"], function: Callable[..., Any], *, compare: bool | Collection[str] = ()
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """What a function returns that is called as the layer was, and the arguments that it wrote into, by name.
+
+        Args:
+            output: gives the outputs of earlier layers.
+            function: the layer.
+            compare: the arguments of which values are compared, beside counting writes; True: all.
+        """
+        leaves = self._leaves(output)
+        counts = [version(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        args, kwargs = unflatten(self.structure, leaves)
+        held = {id(one): (one, version(one)) for _, state in self.before or () for one in _tensors_in(state)}
+        with self.ambient.set():
+            returned = function(*args, **kwargs)
+        self.changed = [one for one, count in held.values() if version(one) != count]
+        written = {}
+        for name, leaf, count, source in zip(self.names, leaves, counts, self.sources, strict=True):
+            if not isinstance(leaf, Tensor) or isinstance(source, Fixed):
+                continue
+            compared = compare is True or (compare is not False and name in compare)
+            kept = output(source.layer).leaves[source.leaf] if isinstance(source, Link) else source
+            if version(leaf) != count or (compared and not kept.holds(leaf)):
+                written[name] = leaf
+        return returned, written
+
+    def _leaves(self, output: Callable[[int], "Output"]) -> list[Any]:
         taken: dict[Any, Any] = {}
         for source in self.sources:
             key = source if isinstance(source, Link) else id(source)
@@ -71,17 +109,13 @@ class Call:
                 taken[key] = source.value
                 continue
             kept = output(source.layer).leaves[source.leaf] if isinstance(source, Link) else source
-            value = kept.tensor() if isinstance(kept, Kept) else kept
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            taken[key] = value.to(cast) if cast is not None and floating else value
+            taken[key] = kept.tensor() if isinstance(kept, Kept) else kept
         if self.before is None:
             self.before = self.containers()
         for container, state in self.before:
             if not same_state(state_of_container(container), state):
                 restore_container(container, state)
-        keys = [source if isinstance(source, Link) else id(source) for source in self.sources]
-        args, kwargs = unflatten(self.structure, [taken[key] for key in keys])
-        return args, kwargs
+        return [taken[source if isinstance(source, Link) else id(source)] for source in self.sources]
 
     def containers(self) -> list[tuple[Any, Any]]:
         """The live containers among the arguments, each with what it holds at this moment."""
@@ -90,11 +124,29 @@ class Call:
         states = [(value, state_of_container(value)) for value in values]
         return [(value, state) for value, state in states if state is not None]
 
+    def touched(self) -> dict[str, list[Any]]:
+        """Name of a live container -> the keys, indices or attributes that the call, which has just run, set in it."""
+        before = {id(container): state for container, state in self.before or ()}
+        found: dict[str, list[Any]] = {}
+        for name, source in zip(self.names, self.sources, strict=True):
+            was = before.get(id(source.value)) if isinstance(source, Fixed) else None
+            if isinstance(source, Fixed) and was is not None:
+                now = items_of(state_of_container(source.value))
+                keys = [key for key in now if key not in items_of(was) or items_of(was)[key] is not now[key]]
+                if keys:
+                    found[name] = keys
+        return found
+
     def written(self) -> Iterator[Tensor]:
-        """Tensors in the live containers that were not there before the call."""
+        """Tensors in the live containers that were not there before the last run, or that it wrote into."""
         before = {id(leaf) for _, state in self.before or () for leaf in flatten(state)[0]}
         for _, state in self.containers():
-            yield from (leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor) and id(leaf) not in before)
+            yield from (leaf for leaf in _tensors_in(state) if id(leaf) not in before)
+        yield from self.changed
+
+
+def _tensors_in(state: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
 
 
 def state_of_container(value: Any) -> Any:
@@ -106,6 +158,11 @@ def state_of_container(value: Any) -> Any:
     if isinstance(value, type | nn.Module | Tensor | FunctionType | ModuleType):
         return None
     return dict(vars(value)) if hasattr(value, "__dict__") else None
+
+
+def items_of(state: Any) -> dict[Any, Any]:
+    """The state of a container by key or index."""
+    return state if isinstance(state, dict) else dict(enumerate(state))
 
 
 def restore_container(container: Any, state: Any) -> None:
@@ -120,26 +177,29 @@ def restore_container(container: Any, state: Any) -> None:
 
 @dataclass(eq=False)
 class Output:
-    """What a layer returned for one batch."""
+    """What a layer returned for one batch, and behind it the arguments that it wrote into."""
 
     shape: "Shape"
     leaves: list[Any]  # a Kept for every tensor
 
     @classmethod
-    def of(cls, value: Any, store: Store) -> "Output":
+    def of(cls, value: Any, store: Store, written: Mapping[str, Tensor] = MappingProxyType({})) -> "Output":
         """Keep what a layer returned."""
         leaves, structure = flatten(value)
+        count = len(leaves)
+        leaves += written.values()
         kept: dict[int, Kept] = {}
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in kept:
                 kept[id(leaf)] = store.keep(leaf)
-        specs = tuple(TensorSpec.of(leaf) or (leaf if is_value(leaf) else type(leaf)) for leaf in leaves)
-        return cls(Shape(structure, specs), [kept.get(id(leaf), leaf) for leaf in leaves])
+        specs = tuple(TensorSpec.of(leaf) or (leaf if is_value(leaf) else type(leaf)) for leaf in leaves[:count])
+        return cls(Shape(structure, specs, tuple(written)), [kept.get(id(leaf), leaf) for leaf in leaves])
 
     def values(self) -> list[Any]:
-        """Its leaves, tensors in memory of their own."""
-        taken = {id(leaf): leaf.tensor() for leaf in self.leaves if isinstance(leaf, Kept)}
-        return [taken.get(id(leaf), leaf) for leaf in self.leaves]
+        """The leaves of what was returned, tensors in memory of their own."""
+        leaves = self.leaves[: len(self.shape.specs)]
+        taken = {id(leaf): leaf.tensor() for leaf in leaves if isinstance(leaf, Kept)}
+        return [taken.get(id(leaf), leaf) for leaf in leaves]
 
 
 @dataclass(frozen=True)
@@ -149,10 +209,12 @@ class Shape:
     Attributes:
         structure: of the output.
         specs: for each leaf, a TensorSpec if it is a tensor, its type if it is another object, else its value.
+        written: names of the arguments that the layer wrote into; they follow the leaves that it returned.
     """
 
     structure: Structure
     specs: tuple[Any, ...]
+    written: tuple[str, ...] = ()
 
     def placeholders(self, origin: int, zeros: dict[Any, Tensor]) -> list[Any]:
         """Leaves for a stand-in to return; all but mere values are new objects, so that each can be recognised."""
@@ -172,6 +234,11 @@ class _Object:
 
     def __getattr__(self, name: str) -> Any:
         raise Escape(frozenset({self._origin}))
+
+    def _look(self, *_: Any) -> Any:
+        raise Escape(frozenset({self._origin}))
+
+    __iter__ = __next__ = __len__ = __getitem__ = __contains__ = __bool__ = __call__ = __enter__ = _look
 
 
 def is_value(leaf: Any) -> bool:

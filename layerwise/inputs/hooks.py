@@ -1,40 +1,59 @@
-"""Calls a layer with the hooks that its user gave it, and without FSDP's.
+"""Calls a layer as its parent would, without FSDP's gathering.
 
 FSDP's hooks would gather and shard the layer's weights around every call; here they are held for all calls together.
-Any other hook is part of what the layer computes: one that scales its output, say, changes what the next layer gets.
+What else they do is part of what the layer computes, as all other hooks are: under mixed precision they cast inputs
+and outputs. So in their places stand hooks that only cast, between the same neighbours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fsdp_hooks.torch_private import hook_tables
-
-FSDP = "torch.distributed.fsdp."
+from fsdp_hooks.torch_private import apply_to_tensors, hook_tables, mixed_precision
+from layerwise.weights.own_hooks import KINDS, is_fsdp
 
 
 def call_without_fsdp(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What `layer(*args, **kwargs)` returns, with its forward hooks except those of FSDP."""
-    for hook, with_kwargs in _hooks_of(layer, "forward_pre_hooks"):
-        changed = hook(layer, args, kwargs) if with_kwargs else hook(layer, args)
-        if changed is not None and with_kwargs:
-            args, kwargs = changed
-        elif changed is not None:
-            args = changed if isinstance(changed, tuple) else (changed,)
-    output = layer.forward(*args, **kwargs)
-    for hook, with_kwargs in _hooks_of(layer, "forward_hooks"):
-        changed = hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
-        output = output if changed is None else changed
-    return output
+    """What `layer(*args, **kwargs)` returns, with FSDP's hooks replaced by the casts of its mixed precision."""
+    with _without_fsdp(layer):
+        return layer(*args, **kwargs)
 
 
-def _hooks_of(layer: nn.Module, kind: str) -> list[tuple[Any, bool]]:
-    """The hooks of a kind in order, each with whether it gets keyword arguments."""
+@contextmanager
+def _without_fsdp(layer: nn.Module) -> Iterator[None]:
     tables = hook_tables(layer)
-    with_kwargs = tables[f"{kind}_with_kwargs"]
-    return [
-        (hook, key in with_kwargs)
-        for key, hook in tables[kind].items()
-        if not str(getattr(hook, "__module__", "")).startswith(FSDP)
-    ]
+    places = [(kind, key, hook) for kind in KINDS for key, hook in tables[kind].items() if is_fsdp(hook)]
+    casts = dict(zip(KINDS, _casts(layer), strict=True)) if places else {}
+    try:
+        for kind, key, _ in places:
+            tables[kind][key] = casts[kind]
+        yield
+    finally:
+        for kind, key, hook in places:
+            tables[kind][key] = hook
+
+
+def _casts(layer: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The hooks that cast the inputs and the output of an FSDP module as its policy says."""
+    policy = mixed_precision(layer)
+    before = policy.param_dtype if policy.cast_forward_inputs else None
+
+    def inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if before is None else (_cast(args, before), _cast(kwargs, before))
+
+    def output(_: nn.Module, args: tuple[Any, ...], returned: Any) -> Any:
+        return None if policy.output_dtype is None else _cast(returned, policy.output_dtype)
+
+    return inputs, output
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return apply_to_tensors(partial(_cast_tensor, dtype), value)
+
+
+def _cast_tensor(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -12,52 +12,36 @@ between all layers is run once per layer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from layerwise.inputs.batches import Batch
+from layerwise.inputs.ambient import Ambient
+from layerwise.inputs.batch_progress import BatchProgress
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
-from layerwise.inputs.calls import Call, Fixed, Link, Output, Shape, Statics, is_value, same_state, state_of_container
+from layerwise.inputs.calls import (
+    Call,
+    Fixed,
+    Link,
+    Shape,
+    Statics,
+    is_value,
+    same_state,
+    state_of_container,
+)
 from layerwise.inputs.contents import content_hash
+from layerwise.inputs.filled_containers import fill
 from layerwise.inputs.shared_objects import Sight
 from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
 from layerwise.inputs.stores import Kept, version
 from layerwise.inputs.structure import flatten, is_mutable, paths, unflatten
+from layerwise.inputs.taints import Taints
+from layerwise.weights.own_hooks import own_hooks_may_fail
 
-
-@dataclass(eq=False)
-class BatchProgress:
-    """What is known of one batch.
-
-    Attributes:
-        batch: what the model is called with.
-        calls: of the layers from the first on, as far as they are recorded; None for layers that are done.
-        outputs: of the layers that were run, as long as they may be needed.
-        shapes: of all outputs so far, freed ones too.
-        assumed: what stand-ins returned when later layers were recorded.
-        last_use: the last layer known to take an output of this one.
-        live: objects that layers are called with, by the place where they were first met.
-        met: tensors that the last recorded layer was called with, by name, if the parent runs again for the next one.
-        left: containers that layers share, and what was in them after the call whose output was put last.
-        sights: objects that were met since the last `prepare`.
-        cautious: the parent writes into what it passed to a layer, so each run records only one layer.
-    """
-
-    batch: Batch
-    calls: list[Call | None] = field(default_factory=list)
-    outputs: dict[int, Output] = field(default_factory=dict)
-    shapes: dict[int, Shape] = field(default_factory=dict)
-    assumed: dict[int, Shape] = field(default_factory=dict)
-    last_use: dict[int, int] = field(default_factory=dict)
-    live: dict[tuple[int, str], Any] = field(default_factory=dict)
-    met: dict[str, Kept] = field(default_factory=dict)
-    left: list[tuple[Any, Any]] = field(default_factory=list)
-    sights: list[Sight] = field(default_factory=list)
-    cautious: bool = False
+PLACEHOLDER = {"origins", "uncounted"}  # attributes of Placeholder
 
 
 class ParentRun:
@@ -80,6 +64,12 @@ class ParentRun:
         self.escape: Escape | None = None
         self.result: Any = None
         self.behind = False  # the last layer was called, and the run should end soon
+        self.over = False  # a stand-in has ended it, which the parent may not have let through
+        self.guessed = False  # a stand-in returned what its layer, which has not run, may not return
+        self.taints = Taints()
+        self.rehearses = False  # it ends at the first module behind the layers
+        self.instead: Callable[[], Any] | None = None  # what layer `first` does in place of being recorded
+        self.inside: Any = None  # what that returned
         self.disorder: NotImplementedError | None = None
 
     def execute(self, model: nn.Module, statics: Statics) -> None:
@@ -100,22 +90,44 @@ class ParentRun:
             except EarlyStop:
                 pass
             except Exception:
-                if not self.behind:  # there it computes with placeholders that nobody will look at
+                # After a guess the next run begins where this one failed, and shows whether that was its fault. Behind
+                # the layers it computes with placeholders that nobody will look at.
+                if not (self.behind or self.over or self.guessed):
                     raise
             return None
 
-        watch = register_module_forward_pre_hook(self._before_module)  # before FSDP's, which would gather
-        try:
-            with torch.no_grad(), forward_of(model, forward):
-                self.result = model(*args, **kwargs)
-        finally:
-            watch.remove()
+        written = any(shape.written for shape in self.progress.shapes.values())
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(forward_of(model, forward))
+            if self.first < len(self.fqns) or self.rehearses:
+                self.watch = register_module_forward_pre_hook(self._before_module)  # before FSDP's, which gathers
+                stack.callback(self.watch.remove)
+            if self.first < len(self.fqns):
+                stack.enter_context(own_hooks_may_fail(model, "forward_hooks"))  # there will be no output
+            if written:
+                stack.enter_context(self.taints)
+            self.result = model(*args, **kwargs)
         if self.disorder is not None:
             raise self.disorder
 
-    def _before_module(self, module: nn.Module, _: Any) -> None:
+    def _before_module(self, module: nn.Module, args: Any) -> None:
         if self.behind and not isinstance(module, StandIn):
             raise EarlyStop
+        if self.rehearses and not isinstance(module, StandIn) and not any(True for _ in module.children()):
+            for leaf in flatten(args)[0]:
+                if isinstance(leaf, Placeholder):
+                    raise Escape(leaf.origins)
+            if self.next == len(self.fqns):
+                raise EarlyStop
+
+    def given(self, index: int, name: str) -> None:
+        """What a stand-in does when the parent sets an attribute of it."""
+        self.disorder = NotImplementedError(
+            f"the model sets {name} of layer {self.fqns[index]} in its forward (batch {self.number}): a layer is run "
+            "on one batch after the other, and would find the value of the last one; pass it as an argument"
+        )
+        raise EarlyStop
 
     def commit(self) -> None:
         """Add what was recorded to what is known of the batch.
@@ -138,6 +150,18 @@ class ParentRun:
 
     def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a stand-in does when it is called."""
+        self.taints.paused = True
+        try:
+            return self._called(index, args, kwargs)
+        except EarlyStop:
+            self.over = True
+            raise
+        finally:
+            self.taints.paused = False
+
+    def _called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.over or self.disorder is not None:
+            raise EarlyStop
         if index != self.next:
             met = "again" if index < self.next else f"before {self.fqns[self.next]}"
             self.disorder = NotImplementedError(
@@ -145,6 +169,10 @@ class ParentRun:
                 "must be called once each, in the order of layers="
             )
             raise self.disorder
+        if index == self.first and self.instead is not None:
+            self.watch.remove()  # compiled modules warn of such hooks
+            self.inside = self.instead()
+            raise EarlyStop
         leaves, structure = flatten((args, kwargs), lambda value: value is not kwargs and self._is_live(value))
         names = [
             name.replace("[0]", "args", 1) if name.startswith("[0]") else name.replace("[1]", "kwargs", 1)
@@ -155,13 +183,14 @@ class ParentRun:
                 self._remember(index, name, leaf)
         else:
             sources = [self._source(index, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
-            self.calls.append(Call(structure, sources, names))
+            devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+            self.calls.append(Call(structure, sources, names, Ambient.now(devices)))
         self.next = index + 1
         if index == self.stop and index + 1 < len(self.fqns):
             raise EarlyStop
-        if index == self.stop:
-            return self._behind_layers(index, leaves)
-        return self._returned(index)
+        returned = self._behind_layers(index, leaves) if index == self.stop else self._returned(index)
+        self._write(index, dict(zip(names, leaves, strict=True)))
+        return returned
 
     # -- what a stand-in returns -------------------------------------------------------------------------------
 
@@ -176,7 +205,28 @@ class ParentRun:
                 count = version(leaf) if isinstance(leaf, Tensor) else 0
                 self.links.setdefault(id(leaf), (leaf, count, Link(index, number)))
         self.assumed[index] = shape
+        self.guessed |= index not in self.progress.shapes
         return unflatten(shape.structure, leaves)
+
+    def _write(self, index: int, given: dict[str, Any]) -> None:
+        """Do what the layer does to its arguments, as far as their new values are known."""
+        shape, output = self._shape(index), self.progress.outputs.get(index)
+        for number, name in enumerate(() if shape is None else shape.written, start=len(shape.specs) if shape else 0):
+            leaf = given.get(name)
+            if not isinstance(leaf, Tensor):
+                continue
+            if isinstance(leaf, Placeholder):
+                leaf.origins = frozenset({index})
+            elif output is None:
+                self.taints.add(leaf, index)
+            else:
+                leaf.detach().copy_(output.leaves[number].tensor())
+                self.taints.remove(leaf)
+            self.links[id(leaf)] = (leaf, version(leaf), Link(index, number))
+        for name in self.progress.touched:
+            sight = None if isinstance(given.get(name), Tensor) else self._seen(given.get(name))
+            if sight is not None and sight.live is not sight.value and not is_cache(sight.live):
+                fill(index, sight, self.progress.touched[name], real=index == self.first - 1, zeros=self.zeros)
 
     def _behind_layers(self, index: int, given: list[Any]) -> Any:
         """What the last layer's stand-in returns, to see whether the parent calls layers again; never recorded."""
@@ -201,9 +251,13 @@ class ParentRun:
     def _is_live(self, value: Any) -> bool:
         if not is_mutable(value):
             return False
+        if id(value) in self.sights and self._seen(value) is not None:
+            return True
         return not any(isinstance(leaf, Placeholder) or id(leaf) in self.links for leaf in flatten(value)[0])
 
     def _source(self, index: int, name: str, leaf: Any) -> Link | Kept | Fixed:
+        if isinstance(leaf, Tensor):
+            self._check_attributes(index, name, leaf)
         if id(leaf) in self.links:
             _, count, link = self.links[id(leaf)]
             if not isinstance(leaf, Tensor) or (version(leaf) == count and self._untouched(leaf, link)):
@@ -212,9 +266,12 @@ class ParentRun:
             _, count, kept = self.again[id(leaf)]
             if version(leaf) == count:
                 return kept
-        if isinstance(leaf, Placeholder) or _holds_placeholder(leaf):
+        tainted = self.taints.origins(leaf) if isinstance(leaf, Tensor) else frozenset[int]()
+        held = not isinstance(leaf, Tensor) and self._seen(leaf) is None and _holds_placeholder(leaf)
+        if isinstance(leaf, Placeholder) or held or tainted:
             if index == self.first:
-                raise self._refusal(name, leaf)
+                self.disorder = self._refusal(name, Escape(tainted) if tainted else leaf)
+                raise self.disorder
             raise EarlyStop
         if isinstance(leaf, Tensor):
             return self.statics.keep(leaf)
@@ -227,6 +284,16 @@ class ParentRun:
             self.progress.live[index, name] = leaf
         self.captured.append(sight)
         return Fixed(sight.live, self._cache_state(sight.live))
+
+    def _check_attributes(self, index: int, name: str, leaf: Tensor) -> None:
+        """Refuse tensors with Python attributes, which copies do not have; those of parameters say how they came."""
+        own = [one for one in getattr(leaf, "__dict__", ()) if not one.startswith("_") and one not in PLACEHOLDER]
+        if own and not isinstance(leaf, nn.Parameter):
+            self.disorder = NotImplementedError(
+                f"{name} of layer {self.fqns[index]} is a tensor with an attribute {own[0]} that the model has set; a "
+                "layer gets copies of tensors, without it: pass it as an argument"
+            )
+            raise self.disorder
 
     def _untouched(self, leaf: Tensor, link: Link) -> bool:
         """Whether a stand-in's output still holds what it held: a write past torch does not raise the version."""
@@ -247,7 +314,9 @@ class ParentRun:
     def _seen(self, value: Any) -> Sight | None:
         """What is known of an object in this run; None where the parent has changed it since, or it is new."""
         sight = self.sights.get(id(value))
-        return sight if sight is not None and same_state(state_of_container(value), sight.state) else None
+        if sight is None or not same_state(state_of_container(value), sight.state):
+            return None
+        return sight if sight.filled is None or content_hash(value) == sight.filled else None
 
     def _cache_state(self, value: Any) -> CacheState | None:
         if not is_cache(value):

@@ -23,21 +23,23 @@ model is as it was.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Any
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from layerwise.inputs.batch_progress import BatchProgress
 from layerwise.inputs.batches import Data, batches_of
-from layerwise.inputs.calls import Output, Statics, restore_container
-from layerwise.inputs.parent_run import BatchProgress, ParentRun
+from layerwise.inputs.calls import Call, Output, Statics, restore_container
+from layerwise.inputs.parent_run import ParentRun
 from layerwise.inputs.shared_objects import SharedObjects
 from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
 from layerwise.inputs.stores import Store
 from layerwise.inputs.structure import flatten
+
+T = TypeVar("T")
 
 
 class Recorder:
@@ -64,6 +66,7 @@ class Recorder:
         self._statics = Statics(self._store)
         self._run: ParentRun | None = None
         self._shared = SharedObjects([fqn for fqn, _ in self.layers])
+        self._uncounted: set[str] = set()  # arguments that layers may write into without torch counting it
         try:
             batches = batches_of(model, data, self._statics.keep)
         except BaseException:
@@ -144,9 +147,7 @@ class Recorder:
             progress.sights = []
         self._statics.forget()
 
-    def inputs(
-        self, index: int, batch: int, *, cast: torch.dtype | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(self, index: int, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Args and kwargs to call a layer's forward with; their tensors may be written in place.
 
         Call it again for the same layer and batch as often as needed, until the next layer's turn.
@@ -154,31 +155,43 @@ class Recorder:
         Args:
             index: of the layer.
             batch: 0 .. len(recorder) - 1.
-            cast: floating tensors come in this dtype, as FSDP's mixed precision would hand them over.
 
         Raises:
             RuntimeError: the layer was not prepared, or is done.
             NotImplementedError: layers changed an object that is the same for several batches.
         """
-        self._shared.check()
-        progress = self._progress[batch]
-        call = progress.calls[index] if index < len(progress.calls) else None
-        if call is None:
-            raise RuntimeError(f"inputs of layer {self.layers[index][0]} are not there: not prepared yet, or done")
+        args, kwargs = self._call(index, batch).arguments(lambda source: self._output(source, batch))
+        return args, kwargs
 
-        def output(source: int) -> Output:
-            self._check_put(source, batch)
-            return progress.outputs[source]
+    def run(
+        self, index: int, batch: int, layer: Callable[..., Any], *, compare: bool = False
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """What a layer returns that is called with its `inputs`, as its parent called it.
 
-        return call.arguments(output, cast)
+        Returns:
+            The output, and the tensors among the arguments that it wrote into, by name.
+
+        Args:
+            index: of the layer.
+            batch: 0 .. len(recorder) - 1.
+            layer: is called.
+            compare: find writes that torch does not count, too; from then on, they are looked for in every run.
+        """
+        call = self._call(index, batch)
+        returned, written = call.run(
+            lambda source: self._output(source, batch), layer, compare=compare or self._uncounted
+        )
+        if compare:
+            self._uncounted.update(written)
+        return returned, written
 
     def shared(self, index: int, batch: int) -> tuple[Tensor, ...]:
         """Tensors that a layer, just called with its `inputs`, put into containers that later layers get, too."""
         call = self._progress[batch].calls[index]
         return () if call is None else tuple(call.written())
 
-    def put(self, index: int, batch: int, output: Any) -> None:
-        """Keep what a layer returned for a batch; replaces what was put before.
+    def put(self, index: int, batch: int, output: Any, written: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Keep what a layer returned for a batch, and wrote into its arguments; replaces what was put before.
 
         Raises:
             NotImplementedError: it was computed from a placeholder, which reached the layer hidden inside some object.
@@ -189,13 +202,59 @@ class Recorder:
                 "cannot be replaced; the model has to pass them as arguments, or in tuples, lists, dicts or dataclasses"
             )
         progress = self._progress[batch]
-        kept = Output.of(output, self._store)
+        kept = Output.of(output, self._store, written)
         progress.outputs[index] = kept
         call = progress.calls[index]
         progress.left = [] if call is None else call.containers()
+        progress.touched |= {} if call is None else call.touched()
         progress.shapes[index] = kept.shape
         if progress.assumed.get(index, kept.shape) != kept.shape:
             del progress.calls[index + 1 :]  # recorded with a stand-in that returned something else
+
+    def in_place(self, index: int, batch: int, function: Callable[[], T]) -> T | None:
+        """What a function returns that is called where the parent calls a layer; None if it does not.
+
+        The stand-ins of the layers before return what these returned, as far as it is kept.
+        """
+        self._run = run = ParentRun(self._progress[batch], batch, self.layers, index, index)
+        run.instead = function
+        self._execute(run)
+        inside: T | None = run.inside
+        return inside
+
+    def rehearse(self, output: Any, written: Mapping[str, Tensor], *, behind: bool) -> None:
+        """Record the first batch once as if every layer returned what the first one does, and forget it again.
+
+        Args:
+            output: what the first layer returned for the first batch.
+            written: what it wrote into its arguments.
+            behind: modules behind the layers will be needed, too.
+
+        Raises:
+            NotImplementedError: as `prepare` and `run_tail`.
+        """
+        progress = self._progress[0].copy()
+        first = progress.calls[0]
+        progress.touched = {} if first is None else first.touched()
+        kept = Output.of(output, self._store, written)
+        last = len(self.layers)
+        for index in range(last):
+            while len(progress.calls) <= index:
+                run = self._run = ParentRun(progress, 0, self.layers, index, index if progress.cautious else last - 1)
+                self._execute(run)
+                run.commit()
+            progress.outputs[index], progress.shapes[index] = kept, kept.shape
+            progress.finish(index, last)
+        if behind:
+            run = self._run = ParentRun(progress, 0, self.layers, last, last)
+            run.rehearses = True
+            self._execute(run)
+            run.check_tail()
+        self._statics.forget()
+
+    def _execute(self, run: ParentRun) -> None:
+        with self._stand_ins():
+            run.execute(self.model, self._statics)
 
     def done(self, index: int) -> None:
         """Free the inputs of a layer, and the outputs that no layer after it takes.
@@ -210,14 +269,7 @@ class Recorder:
             for container, state in progress.left:
                 restore_container(container, state)
             progress.left = []
-            call = progress.calls[index]
-            # The parent runs again for the next layer, and may pass it a tensor that it passed to this one.
-            again = len(progress.calls) == index + 1 < len(self.layers)
-            progress.met = call.kept() if call is not None and again else {}
-            progress.calls[index] = None
-            for source in [source for source in progress.outputs if source < index]:
-                if progress.last_use.get(source, -1) <= index:
-                    del progress.outputs[source]
+            progress.finish(index, len(self.layers))
         self._shared.check()
         self._statics.forget()
 
@@ -254,6 +306,18 @@ class Recorder:
             with suppress(NotImplementedError):  # raised before, when it mattered
                 state.restore()
 
+    def _call(self, index: int, batch: int) -> Call:
+        self._shared.check()
+        calls = self._progress[batch].calls
+        call = calls[index] if index < len(calls) else None
+        if call is None:
+            raise RuntimeError(f"inputs of layer {self.layers[index][0]} are not there: not prepared yet, or done")
+        return call
+
+    def _output(self, index: int, batch: int) -> Output:
+        self._check_put(index, batch)
+        return self._progress[batch].outputs[index]
+
     def _check_put(self, index: int, batch: int) -> None:
         if index >= 0 and index not in self._progress[batch].outputs:
             raise RuntimeError(
@@ -266,8 +330,12 @@ class Recorder:
             assert self._run is not None
             return self._run.called(index, args, kwargs)
 
+        def given(index: int, name: str) -> None:
+            assert self._run is not None
+            self._run.given(index, name)
+
         try:
-            with swapped(self.model, [layer for _, layer in self.layers], called):
+            with swapped(self.model, [layer for _, layer in self.layers], called, given):
                 yield
         finally:
             self._run = None

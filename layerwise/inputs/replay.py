@@ -7,10 +7,10 @@ A replay may have a `reference`: one of the same stage and batches in the unquan
 they returned before they were quantized.
 """
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerwise.inputs.hooks import call_without_fsdp
@@ -25,10 +25,12 @@ class LayerOutput:
     Attributes:
         returned: what it returned.
         shared: tensors that it put into containers which later layers get, too (shared keys and values).
+        written: tensors among its arguments that it wrote into, by name.
     """
 
     returned: Any
     shared: tuple[Tensor, ...]
+    written: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class LayerReplay:
@@ -38,35 +40,41 @@ class LayerReplay:
         recorder: has the batches; `len` of the replay is how many there are on this rank.
         stage: of the layer.
         last: no stage comes after it.
-        cast: floating inputs come in this dtype.
         reference: the recorder of the unquantized model, if its inputs are wanted.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        stage: Stage,
-        *,
-        last: bool,
-        cast: torch.dtype | None,
-        reference: Recorder | None = None,
-    ) -> None:
-        self.recorder, self.stage, self.last, self.cast = recorder, stage, last, cast
-        self.reference = None if reference is None else LayerReplay(reference, stage, last=last, cast=cast)
+    def __init__(self, recorder: Recorder, stage: Stage, *, last: bool, reference: Recorder | None = None) -> None:
+        self.recorder, self.stage, self.last = recorder, stage, last
+        self.reference = None if reference is None else LayerReplay(reference, stage, last=last)
 
     def __len__(self) -> int:
         return len(self.recorder)
 
     def run(self, batch: int) -> LayerOutput:
         """The layer's output for one batch, and what it left for later layers elsewhere."""
-        args, kwargs = self.recorder.inputs(self.stage.index, batch, cast=self.cast)
-        returned = call_without_fsdp(self.stage.module, args, kwargs)
-        return LayerOutput(returned, self.recorder.shared(self.stage.index, batch))
+        return self._run(batch)
+
+    def run_compared(self, batch: int) -> LayerOutput:
+        """As `run`; it also finds arguments that the layer writes into past torch's counts, and later runs tell."""
+        return self._run(batch, compare=True)
 
     def keep(self, batch: int, output: LayerOutput) -> None:
         """Hand an output on, unless nothing comes after it."""
         if not self.last:
-            self.recorder.put(self.stage.index, batch, output.returned)
+            self.recorder.put(self.stage.index, batch, output.returned, output.written)
+
+    def _run(self, batch: int, *, compare: bool = False) -> LayerOutput:
+        index, layer = self.stage.index, self.stage.module
+        returned, written = self.recorder.run(
+            index, batch, lambda *args, **kwargs: call_without_fsdp(layer, args, kwargs), compare=compare
+        )
+        if isinstance(returned, Iterator | Awaitable):
+            raise NotImplementedError(
+                f"layer {self.stage.name} returns a {type(returned).__name__}, which computes when the model asks it "
+                "to, and not when the layer is called; let it return its values"
+            )
+        shared = self.recorder.shared(index, batch)  # these may be written again
+        return LayerOutput(returned, tuple(one.clone() for one in shared) if compare else shared, written)
 
 
 class ModelReplay:

@@ -17,6 +17,7 @@ class Sight:
     """An object that stand-ins were called with in this run, the live one that layers get for it, and what it held.
 
     content: a hash of what it held; None for caches, and for objects that stand for one of an earlier run.
+    filled: a hash of what a stand-in has put into it, as its layer would; None where it has put nothing.
     """
 
     value: Any
@@ -24,6 +25,7 @@ class Sight:
     state: Any
     where: tuple[int, str] = (0, "")
     content: int | None = None
+    filled: int | None = None
 
     def holds(self) -> bool:
         """Whether nobody has changed it since, or written into a tensor in it."""

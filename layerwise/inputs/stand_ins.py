@@ -115,11 +115,17 @@ class TensorSpec:
 class StandIn(nn.Module):
     """Takes a layer's place: has the layer's attributes, none of its parameters, and reports its calls."""
 
-    def __init__(self, layer: nn.Module, called: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        called: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        given: Callable[[str], None] = lambda _: None,
+    ) -> None:
         super().__init__()
         self.__dict__["layer"] = layer  # not a submodule
         self.called = called
         self.training = layer.training
+        self.__dict__["given"] = given
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Report the call and return what is to be returned."""
@@ -128,10 +134,18 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)  # parents ask layers for their attention type, say
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "given" in self.__dict__ and getattr(self.__dict__["layer"], name, None) is not value:
+            self.__dict__["given"](name)
+        super().__setattr__(name, value)
+
 
 @contextmanager
 def swapped(
-    model: nn.Module, layers: Sequence[nn.Module], called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
+    given: Callable[[int, str], None] = lambda _, __: None,
 ) -> Iterator[None]:
     """Context manager in which stand-ins take the layers' places; afterwards the layers are back.
 
@@ -141,10 +155,11 @@ def swapped(
         model: the model that contains them.
         layers: modules inside it.
         called: what a stand-in does when it is called, given the layer's index and its arguments.
+        given: called with the layer's index and the name of an attribute that somebody sets on the stand-in.
     """
 
     def stand_in(index: int) -> StandIn:
-        return StandIn(layers[index], lambda args, kwargs: called(index, args, kwargs))
+        return StandIn(layers[index], lambda args, kwargs: called(index, args, kwargs), lambda name: given(index, name))
 
     stand_ins = {layer: stand_in(index) for index, layer in enumerate(layers)}
     # A layer may be registered in several places; it is replaced in each.

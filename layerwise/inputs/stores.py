@@ -60,7 +60,7 @@ class Kept:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has these very bits."""
         with torch.no_grad():
-            return is_ordinary(tensor) and _same_bits(self._made(), tensor.detach())
+            return is_ordinary(tensor) and same_bits(self._made(), tensor.detach())
 
     def _made(self) -> Tensor:
         raise NotImplementedError
@@ -77,7 +77,7 @@ class _InMemory(Kept):
         if tensor.device != self._home:
             return False
         with torch.no_grad():
-            return is_ordinary(tensor) and _same_bits(self._held.to(self._home).expand(self._shape), tensor.detach())
+            return is_ordinary(tensor) and same_bits(self._held.to(self._home).expand(self._shape), tensor.detach())
 
     def _made(self) -> Tensor:
         return self._held.to(self._home, copy=True).expand(self._shape)
@@ -113,7 +113,8 @@ class _OnDisk(Kept):
         return memory.to(self._home).permute(back).expand(self._shape)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape, device and bits."""
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
         return False
     (one, shape), (other, others) = _unexpanded(one), _unexpanded(other)

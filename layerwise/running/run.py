@@ -7,10 +7,11 @@ stage: with the weights from before, or with its result, whichever the next stag
 has all stages, no batch runs.
 """
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -22,6 +23,7 @@ from fsdp_hooks.scale_sync import sync_scales
 from fsdp_hooks.torch_private import local_of
 from layerwise.inputs.batches import batches_on
 from layerwise.inputs.recorder import Recorder
+from layerwise.inputs.rehearsal import check_all, check_alone
 from layerwise.inputs.replay import LayerReplay, ModelReplay, Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint, data_digest
@@ -199,22 +201,28 @@ class Run(ABC, Generic[K]):
         """Record the stage's inputs where they are not known, then gather its weights. Returns what runs it."""
         if self.plan.whole or not stage.name:
             self._hold_outside()
-        if any_of(self.group, bool(stage.name) and any(one.needs_parent(stage.index) for one in self._recorders())):
+        recorded = any_of(
+            self.group, bool(stage.name) and any(one.needs_parent(stage.index) for one in self._recorders())
+        )
+        if recorded:
             self._hold_outside()
             with raise_together(self.group):
                 for recorder in self._recorders():
                     recorder.prepare(stage.index)
         elif not self.plan.whole and self.plan.stages[-1].name:
             self._release_outside()
-        at_rest = {name: param.dtype for name, param in stage.params().items()}
         if stage.name:
             self._hold(stage, turn)
         turn.enter_context(working(stage.targets))
         if not stage.name:
             return ModelReplay(self.recorder, self.reference)
-        gathered = {param.dtype for name, param in stage.params().items() if param.dtype != at_rest[name]}
-        last, cast = stage is self.plan.stages[-1], next(iter(gathered), None)
-        return LayerReplay(self.recorder, stage, last=last, cast=cast, reference=self.reference)
+        replay = LayerReplay(self.recorder, stage, last=stage is self.plan.stages[-1], reference=self.reference)
+        with raise_together(self.group):
+            if recorded:
+                check_alone(replay)
+            if stage.index == 0:
+                check_all(replay, behind=not self.plan.stages[-1].name)
+        return replay
 
     def _recorders(self) -> list[Recorder]:
         """Those of both models, or of one."""
@@ -357,13 +365,22 @@ class Calibration(Run[Outcome]):
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs without dropout and gradients; afterwards the modules that were training are again."""
+    """Inside, the model runs without dropout and gradients; afterwards the modules that were training are again.
+
+    What was compiled runs as it is written, since compiled code neither shows what reaches its linears nor leaves room
+    for stand-ins. Weights change while it runs, so autocast keeps no copies of them.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    # Whoever has compiled something has imported dynamo, which takes seconds.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
         # inference tensors could not be added to later
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with eager, torch.inference_mode(mode=False), torch.no_grad():
             yield
     finally:
+        torch.set_autocast_cache_enabled(cached)
         for module in training:
             module.training = True

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_hooks.unshard import holding
 from layerwise.stages.stage import Stage
 from layerwise.stages.targets import Target
+from layerwise.weights.own_hooks import KINDS, own_hooks_may_fail
 from layerwise.weights.whole import high_precision, whole
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
@@ -60,7 +61,8 @@ class Sharded:
             if module is self.model and called:  # let FSDP find its root while all modules are in their places
                 module.forward = lambda *args, **kwargs: None  # on the instance, so it hides the method of the class
                 try:
-                    module()
+                    with own_hooks_may_fail(module, *KINDS):
+                        module()
                 finally:
                     del module.forward
             try:

@@ -48,9 +48,7 @@ def _copied(out: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def replay(
-    recorder: Recorder, times: int = 2, cast: torch.dtype | None = None
-) -> tuple[list[Any], list[list[Any]], list[int]]:
+def replay(recorder: Recorder, times: int = 2) -> tuple[list[Any], list[list[Any]], list[int]]:
     """As `plain`, by a recorder that runs each layer several times; and for which layers the parent ran."""
     outs: list[list[Any]] = [[] for _ in range(len(recorder))]
     prepared = []
@@ -60,9 +58,8 @@ def replay(
             recorder.prepare(index)
         for batch in range(len(recorder)):
             for _ in range(times):
-                args, kwargs = recorder.inputs(index, batch, cast=cast)
-                out = layer.forward(*args, **kwargs)
-                recorder.put(index, batch, out)
+                out, written = recorder.run(index, batch, layer)
+                recorder.put(index, batch, out, written)
             outs[batch].append(_copied(out))
         recorder.done(index)
     return [recorder.run_tail(batch) for batch in range(len(recorder))], outs, prepared

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks import unsharded
+from layerwise.inputs.hooks import call_without_fsdp
 from layerwise.inputs.recorder import Recorder
 from layerwise.inputs.stand_ins import forward_of
 from layerwise.stages.layers import find_layers
@@ -31,7 +32,7 @@ def _sharded(name: str, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def _replay(model: Any, batches: list[Tensor], cast: torch.dtype | None = None) -> tuple[list[Any], list[list[Any]]]:
+def _replay(model: Any, batches: list[Tensor]) -> tuple[list[Any], list[list[Any]]]:
     """What a driver does: hold the root's own group, and one layer at a time."""
     outs: list[list[Any]] = [[] for _ in batches]
     model.unshard()
@@ -44,8 +45,8 @@ def _replay(model: Any, batches: list[Tensor], cast: torch.dtype | None = None) 
             assert not comms.counts, comms.counts
             with unsharded(layer), Collectives() as comms:
                 for batch in range(len(recorder)):
-                    args, kwargs = recorder.inputs(index, batch, cast=cast)
-                    out = layer.forward(*args, **kwargs)
+                    args, kwargs = recorder.inputs(index, batch)
+                    out = call_without_fsdp(layer, args, kwargs)
                     recorder.put(index, batch, out)
                     outs[batch].append([out])
             assert not comms.counts, comms.counts
@@ -78,7 +79,7 @@ def test_a_sharded_model_is_replayed_like_one_process_with_uneven_batches_and_wi
 def _in_mixed_precision(name: str) -> None:
     model = _sharded(name, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     expected, expected_outs = plain(model, id_batches())
-    results, outs = _replay(model, id_batches(), cast=torch.bfloat16)
+    results, outs = _replay(model, id_batches())
     assert expected[0].dtype is torch.bfloat16
     assert_same(outs, expected_outs, name)
     assert_same(results, expected, name)

@@ -198,16 +198,6 @@ def test_kept_tensors_come_back_with_their_bits_and_strides(dtype: torch.dtype, 
     store.close()
 
 
-def test_inputs_can_be_cast() -> None:
-    model = PARENTS["pairs"]()
-    with record(model, id_batches()) as recorder:
-        recorder.prepare(0)
-        (pair,), kwargs = recorder.inputs(0, 0, cast=torch.bfloat16)
-        assert pair[0].dtype is torch.bfloat16
-        assert pair[1].dtype is torch.int64
-        assert kwargs == {}
-
-
 def test_one_tensor_that_is_passed_twice_stays_one() -> None:
     class Twice(Parent):
         def body(self, hidden: Tensor, ids: Tensor) -> Tensor:

@@ -1,0 +1,58 @@
+"""What all runs of the parent together have shown of one batch: how layers are called, and what they gave."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerwise.inputs.batches import Batch
+from layerwise.inputs.calls import Call, Output, Shape
+from layerwise.inputs.shared_objects import Sight
+from layerwise.inputs.stores import Kept
+
+
+@dataclass(eq=False)
+class BatchProgress:
+    """What is known of one batch.
+
+    Attributes:
+        batch: what the model is called with.
+        calls: of the layers from the first on, as far as they are recorded; None for layers that are done.
+        outputs: of the layers that were run, as long as they may be needed.
+        shapes: of all outputs so far, freed ones too.
+        assumed: what stand-ins returned when later layers were recorded.
+        last_use: the last layer known to take an output of this one.
+        live: objects that layers are called with, by the place where they were first met.
+        met: tensors that the last recorded layer was called with, by name, if the parent runs again for the next one.
+        left: containers that layers share, and what was in them after the call whose output was put last.
+        touched: names of containers, and what the last layer that changed them set in them.
+        sights: objects that were met since the last `prepare`.
+        cautious: the parent writes into what it passed to a layer, so each run records only one layer.
+    """
+
+    batch: Batch
+    calls: list[Call | None] = field(default_factory=list)
+    outputs: dict[int, Output] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(default_factory=dict)
+    assumed: dict[int, Shape] = field(default_factory=dict)
+    last_use: dict[int, int] = field(default_factory=dict)
+    live: dict[tuple[int, str], Any] = field(default_factory=dict)
+    met: dict[str, Kept] = field(default_factory=dict)
+    left: list[tuple[Any, Any]] = field(default_factory=list)
+    touched: dict[str, list[Any]] = field(default_factory=dict)
+    sights: list[Sight] = field(default_factory=list)
+    cautious: bool = False
+
+    def copy(self) -> "BatchProgress":
+        """Another one, for a run that is to leave no trace; nothing has run yet."""
+        known = {"calls": [*self.calls], "live": {**self.live}, "last_use": {**self.last_use}}
+        return BatchProgress(self.batch, **known, cautious=self.cautious)  # type: ignore[arg-type]
+
+    def finish(self, index: int, layers: int) -> None:
+        """Forget the inputs of a layer that is done, and outputs that no layer after it takes; there are `layers`."""
+        call = self.calls[index]
+        # The parent runs again for the next layer, and may pass it a tensor that it passed to this one.
+        again = len(self.calls) == index + 1 < layers
+        self.met = call.kept() if call is not None and again else {}
+        self.calls[index] = None
+        for source in [source for source in self.outputs if source < index]:
+            if self.last_use.get(source, -1) <= index:
+                del self.outputs[source]
