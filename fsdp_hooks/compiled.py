@@ -10,9 +10,12 @@ guards first. `use_kernels` chooses between the two for the whole process:
     compiled   compiled wherever that is possible, and a failed compilation raises
     eager      never compiled
 
-Every kernel has its own code object, so that dynamo gives it a cache and a recompilation limit of its own. Shapes are
-dynamic: one compilation serves all shapes, or two if the dims of the first tensor were equal, and one more for a dim of
-size 1. inductor stores compiled code in its cache on disk, where other processes and ranks find it.
+Every kernel has its own code object, so that dynamo gives it a cache and a recompilation limit of its own. On the CPU
+shapes are dynamic: one compilation serves all shapes, or two if the dims of the first tensor were equal, and one more
+for a dim of size 1. On a GPU only the number of rows (dim 0) is: a dynamic row length makes inductor divide 64-bit
+numbers for each element, and load and store one element at a time. So there each row length is compiled once, up to
+LAYOUTS of them, and the dynamic code serves those that come later. inductor stores compiled code in its cache on disk,
+where other processes and ranks find it.
 """
 
 import os
@@ -26,11 +29,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import is_tracing, is_watched, one_dispatch_state
+from fsdp_hooks.torch_private import is_tracing, is_watched, mark_rows_dynamic, one_dispatch_state
 
 MODES = ("auto", "compiled", "eager")
 COMPILED_FROM = 2**18  # elements
 COMPILED_ON = frozenset({"cpu", "cuda", "xpu"})
+LAYOUTS = 16  # for which a kernel is compiled on a GPU; a model has a handful of row lengths
 VARIABLE = "QTENSOR_KERNELS"
 
 
@@ -87,6 +91,14 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
+Layout = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def _layout(args: tuple[Any, ...]) -> Layout:
+    """What compiled code for a GPU may count on: all sizes but the number of rows, and strides."""
+    return tuple((arg.shape[1:], arg.stride()) for arg in args if isinstance(arg, Tensor))
+
+
 class Kernel:
     """One function of plain tensors, called eager or compiled.
 
@@ -101,7 +113,7 @@ class Kernel:
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: dict[Layout | None, Callable[..., Any]] = {}  # by layout of the arguments; None: any
         self._worked = self._failed = False
 
     def __call__(self, *args: Any) -> Any:
@@ -109,11 +121,31 @@ class Kernel:
         # subclasses among the arguments are somebody's way of watching or faking tensors
         if not self.compiles(args[0]) or any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args):
             return self.eager(*args)
-        if self._compiled is None:
-            self._compiled = torch.compile(self.eager, dynamic=True, fullgraph=True)
         with one_dispatch_state(args[0].device.type):
             # detach() in this state makes aliases without a base; dynamo would also guard on a base's shape
-            return self._run(self._compiled, tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
+            detached = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
+            return self._run(self.compiled_for(detached), detached)
+
+    def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
+        layout = None if args[0].device.type == "cpu" else _layout(args)
+        if layout is not None and layout not in self._compiled and len(self._compiled) >= LAYOUTS:
+            layout = None
+        if layout not in self._compiled:
+            fn: Callable[..., Any] = self.eager
+            dynamic: bool | None = True
+            if layout is not None:
+                # what dynamo learns of sizes that vary, it notes by the name of the code: each layout has its own
+                sizes = ("_".join(map(str, (*shape, *strides))) for shape, strides in layout)
+                code = fn.__code__.replace(co_name="__".join((fn.__name__, *sizes)))
+                fn = types.FunctionType(code, fn.__globals__, code.co_name, fn.__defaults__, fn.__closure__)
+                dynamic = None
+            self._compiled[layout] = torch.compile(fn, dynamic=dynamic, fullgraph=True)
+        if layout is not None:
+            for arg in args:
+                if isinstance(arg, Tensor) and arg.ndim:
+                    mark_rows_dynamic(arg)
+        return self._compiled[layout]
 
     def compiles(self, large: Tensor) -> bool:
         """Whether a call with `large` as its first argument runs compiled, under the current policy."""

@@ -38,6 +38,7 @@ __all__ = [
     "is_watched",
     "local_of",
     "make_wrapper",
+    "mark_rows_dynamic",
     "mixed_precision",
     "note_shard_rows",
     "one_dispatch_state",
@@ -105,6 +106,15 @@ def is_watched() -> bool:
         return True
     modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
     return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def mark_rows_dynamic(tensor: Tensor) -> None:
+    """Have torch.compile(dynamic=None) make the size of dim 0 a variable, where it otherwise takes sizes as constants.
+
+    torch documents the function, despite the underscore; with no mark, code for each first number of rows is compiled
+    before code for all. It does not raise where the size turns out to be a constant, for a single row say.
+    """
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 @contextmanager

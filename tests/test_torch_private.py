@@ -415,6 +415,29 @@ def test_one_dispatch_state_is_the_same_from_everywhere():
     assert found == once * (1 + len(modes))
 
 
+def test_marked_rows_are_a_variable_of_compiled_code() -> None:
+    """Without the mark, code for the first number of rows is compiled before code for all."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def compilations(*, marked: bool) -> int:
+        torch.compiler.reset()
+        graphs.clear()
+        doubled = torch.compile(lambda x: x * 2, backend=backend, fullgraph=True)
+        for rows in (8, 16, 24):
+            x = torch.ones(rows, 4)
+            if marked:
+                torch_private.mark_rows_dynamic(x)
+            doubled(x)
+        return len(graphs)
+
+    assert compilations(marked=True) == 1
+    assert compilations(marked=False) == 2
+
+
 def test_foreach_copy_copies_each():
     targets = [torch.zeros(3), torch.zeros(2, dtype=torch.uint8), torch.zeros(2).to(torch.float8_e4m3fn)]
     sources = [torch.ones(3), torch.full((2,), 7, dtype=torch.uint8), torch.ones(2).to(torch.float8_e4m3fn)]

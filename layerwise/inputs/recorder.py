@@ -80,9 +80,7 @@ class Recorder:
         An object that both hand to layers, and that these change, is refused, as one that several batches share.
         """
         twin = copy.copy(self)
-        twin._progress = [  # noqa: SLF001 - of its own class
-            BatchProgress(progress.batch) for progress in self._progress
-        ]
+        twin._progress = [BatchProgress(progress.batch) for progress in self._progress]  # noqa: SLF001 - its own class
         return twin
 
     def __enter__(self) -> "Recorder":

@@ -42,9 +42,12 @@ def _nearest_code(scaled: Tensor) -> Tensor:
 
 
 def _value(codes: Tensor) -> Tensor:
-    """The fp32 values of E2M1 codes; the inverse of `_nearest_code`."""
+    """The fp32 values of E2M1 codes; the inverse of `_nearest_code`.
+
+    The sign is a bit, not a negation: Triton computes -x as 0 - x, which has no negative zero.
+    """
     codes = codes.to(torch.int32)
     magnitude = codes & 7
     normal = ((magnitude << 22) + (126 << 23)).view(torch.float32)
     value = torch.where(magnitude < 2, magnitude.to(torch.float32) * 0.5, normal)
-    return torch.where(codes > 7, -value, value)
+    return (value.view(torch.int32) | ((codes & 8) << 28)).view(torch.float32)

@@ -1,0 +1,152 @@
+"""Triton code as machine code: what ptxas, which comes with Triton, makes of a kernel for a GPU that is not there.
+
+What is counted is in the text of the program (SASS), once for each loop and branch, whether it is taken or not. A loop
+over a row is multiplied by how often it runs; a branch that only a slow 64-bit division takes is not left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.gpu_offline.emitted import TritonKernel
+from tests.gpu_offline.pretended import CAPABILITY
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ELEMENTS_A_THREAD = 8
+# Address: optional predicate, operation with its modifiers. Labels stand on lines of their own.
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_]*)((?:\.[A-Za-z0-9_]+)*)(.*)")
+LABEL = re.compile(r"(\.L_x_\d+):")
+FP64 = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)\b|MUFU\.(RCP|RSQ)64H?|(F2F|F2I|I2F)\b.*F64")
+DIVISION64 = re.compile(r"\b(div|rem)\.[su]64\b")
+
+
+@dataclass(frozen=True)
+class Config:
+    """With how many elements and threads a program runs."""
+
+    blocks: tuple[tuple[str, int], ...]  # XBLOCK, and R0_BLOCK where rows are gone through in a loop
+    warps: int
+
+    def block(self, name: str) -> int:
+        return dict(self.blocks).get(name, 1)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a thread of a kernel is made of."""
+
+    registers: int
+    spills: int  # instructions that access a thread's local memory
+    straight: int  # instructions outside of loops
+    looped: int  # and inside
+    divisions: int  # of 64-bit numbers
+    fp64: int  # instructions
+    flushes: int  # instructions that take denormal numbers for zero
+
+
+def config_of(kernel: TritonKernel) -> Any:
+    """The one of inductor's configs that gives a thread about 8 elements; on a GPU the fastest is found by running."""
+    source = re.search(r"R0_BLOCK: tl.constexpr = (\d+)", kernel.source)
+    row = int(source[1]) if source else 1
+
+    def distance(config: Any) -> tuple[float, int]:
+        elements = row
+        for size in config.kwargs.values():
+            elements *= size
+        each = elements / (config.num_warps * 32)
+        return max(each / ELEMENTS_A_THREAD, ELEMENTS_A_THREAD / each), elements
+
+    return min(kernel.tuner.configs, key=distance)
+
+
+def blocks_of(kernel: TritonKernel) -> Config:
+    """The same, as a value."""
+    config = config_of(kernel)
+    return Config(tuple(sorted(config.kwargs.items())), config.num_warps)
+
+
+@functools.cache
+def assembled(source: str, name: str, capability: int) -> Program:
+    """A kernel's program for GPUs of a capability (90: sm_90)."""
+    made = _compiled(source, name, capability)
+    return program(made.asm["ptx"], made.asm["cubin"])
+
+
+def ptx_of(source: str, name: str, capability: int) -> str:
+    """The text that ptxas makes it of."""
+    return _compiled(source, name, capability).asm["ptx"]
+
+
+def _compiled(source: str, name: str, capability: int) -> Any:
+    here = CAPABILITY[0] * 10 + CAPABILITY[1]
+    there = source.replace(f"cc={here}, major={here // 10}", f"cc={capability}, major={capability // 10}")
+    assert there != source or here == capability
+    kernel = TritonKernel(name, there)
+    config = config_of(kernel)
+    meta = kernel.tuner._create_compile_meta(config)
+    options = kernel.tuner._create_compile_options(config, meta)
+    return triton.compile(
+        ASTSource(kernel.tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+
+
+def program(ptx: str, cubin: bytes) -> Program:
+    """What stands in PTX and in the machine code made of it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _printed("cuobjdump", "-res-usage", file.name)
+        sass = _printed("nvdisasm", "-c", file.name)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    code = instructions(sass)
+    inside = loops(sass)
+    return Program(
+        registers=int(registers[1]),
+        spills=sum(op.startswith(("LDL", "STL")) for op in code),
+        straight=len(code) - inside,
+        looped=inside,
+        divisions=len(DIVISION64.findall(ptx)),
+        fp64=sum(bool(FP64.match(op)) for op in code),
+        flushes=ptx.count(".ftz"),
+    )
+
+
+def instructions(sass: str) -> list[str]:
+    """The operations, with their modifiers, without those that only fill up."""
+    found = (INSTRUCTION.search(line) for line in sass.splitlines())
+    return [each[1] + each[2] for each in found if each is not None and each[1] != "NOP"]
+
+
+def loops(sass: str) -> int:
+    """How many instructions are in loops: between a label and a branch back to it."""
+    labels: Mapping[str, int] = {}
+    inside: set[int] = set()
+    number = 0
+    for line in sass.splitlines():
+        if label := LABEL.match(line.strip()):
+            labels = {**labels, label[1]: number}
+        elif (found := INSTRUCTION.search(line)) and found[1] != "NOP":
+            number += 1
+            target = re.search(r"\.L_x_\d+", found[3]) if found[1] == "BRA" else None
+            start = labels.get(target[0], number) if target else number
+            if start < number - 1:  # a branch to itself ends every program, and is never reached
+                inside |= set(range(start, number))
+    return len(inside)
+
+
+def _printed(tool: str, *args: str) -> str:
+    return subprocess.run([TOOLS / tool, *args], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,163 @@
+"""Runs the Triton code of kernels for GPUs on the CPU, in Triton's interpreter, in a process of its own.
+
+Triton decides when it is imported whether it interprets, so `Interpreter` starts a process for it. There, the product's
+own functions are called with tensors of the CPU; the kernels that they call are compiled as for a GPU (emitted.py), and
+their launches interpreted.
+
+The interpreter's arithmetic is numpy's, in the dtypes that the code names. Its conversions between floating dtypes are
+torch's here, for its own do not round to nearest even, and lose denormal numbers. (A GPU's saturate where torch's to
+fp8 do not: kernels clamp before they convert.) A NaN that becomes bf16 keeps its upper bits: where it was bf16 before,
+Triton's compiler drops both conversions, as test_budgets.py shows. Reductions go through arrays where its own go
+through single numbers. And fp32 division in Triton's code may be off by an ulp on a GPU, which numpy's is not: kernels
+divide in fp64.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROGRAM = 4096  # elements, about, of one program: each costs the interpreter the same, whatever its size
+FLOATS = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+
+
+class Interpreter:
+    """A process in which kernels for GPUs are interpreted."""
+
+    def __init__(self) -> None:
+        # read by the process when it imports Triton
+        before = os.environ.get("TRITON_INTERPRET")
+        os.environ["TRITON_INTERPRET"] = "1"
+        try:
+            spawn = multiprocessing.get_context("spawn")
+            self._process = ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin)
+            self._process.submit(int).result()
+        finally:
+            os.environ.pop("TRITON_INTERPRET")
+            if before is not None:
+                os.environ["TRITON_INTERPRET"] = before
+
+    def encode(self, x: Tensor, recipe: Any) -> dict[str, Tensor]:
+        """`kernels.encode` on a GPU."""
+        return self._process.submit(_encode, x, recipe).result()
+
+    def decode(self, parts: Mapping[str, Tensor], recipe: Any, dtype: torch.dtype) -> Tensor:
+        """`kernels.decode` on a GPU."""
+        return self._process.submit(_decode, dict(parts), recipe, dtype).result()
+
+    def launches(self) -> int:
+        """How many launches were interpreted so far."""
+        return self._process.submit(_launched).result()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.shutdown()
+
+
+# -- in that process ---------------------------------------------------------------------------------------------------
+
+
+def _begin() -> None:
+    from tests.gpu_offline.pretended import pretend_gpu
+
+    pretend_gpu()
+    from triton.runtime import interpreter
+
+    interpreter._convert_float = functools.partial(_converted, interpreter._convert_float)
+    interpreter.ReduceOps.generic_reduce = _reduced
+
+
+def _converted(otherwise: Any, data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+    import numpy as np
+
+    if not {str(given), str(wanted)} <= FLOATS.keys():
+        return otherwise(data, given, wanted, rounding)
+    bits = np.ascontiguousarray(data).view(f"int{given.primitive_bitwidth}")
+    values = torch.from_numpy(bits).view(FLOATS[str(given)]).to(FLOATS[str(wanted)])
+    if (str(given), str(wanted)) == ("fp32", "bf16"):
+        kept = torch.from_numpy(bits >> 16).to(torch.int16).view(torch.bfloat16)
+        values = torch.where(values.isnan(), kept, values)
+    return (
+        values.view(getattr(torch, f"int{wanted.primitive_bitwidth}")).numpy().view(f"uint{wanted.primitive_bitwidth}")
+    )
+
+
+def _reduced(reduction: Any, given: Any) -> Any:
+    """As the interpreter does it, by the function that combines two values, but whole arrays of them at a time."""
+    import numpy as np
+
+    axis, dtypes = reduction.axis, [each.dtype for each in given]
+    values = [np.moveaxis(each.handle.data, axis, 0) for each in given]
+    while (length := values[0].shape[0]) > 1:
+        half = length // 2
+        sides = [value[start : start + half] for start in (0, half) for value in values]
+        pair = [reduction.to_tensor(side, dtype) for side, dtype in zip(sides, dtypes * 2, strict=True)]
+        made = reduction.combine_fn.fn(*pair)
+        made = made if isinstance(made, tuple) else (made,)
+        values = [np.concatenate([new.handle.data, old[2 * half :]]) for new, old in zip(made, values, strict=True)]
+    kept = [np.moveaxis(value, 0, axis) if reduction.keep_dims else value[0] for value in values]
+    return [reduction.to_tensor(value, dtype) for value, dtype in zip(kept, dtypes, strict=True)]
+
+
+_launches = 0
+
+
+@functools.cache
+def _launching() -> Any:
+    from tests.gpu_offline.emitted import Launching
+
+    return Launching(_interpret)
+
+
+def _interpret(kernel: Any, args: tuple[Any, ...]) -> None:
+    global _launches
+    _launches += 1
+    tuner = kernel.tuner
+    assert tuner.inductor_meta["grid_type"] == "Grid1D", tuner.inductor_meta["grid_type"]
+    blocks = dict(tuner.configs[0].kwargs)
+    names = [name for name in tuner.triton_meta["signature"] if name not in blocks]
+    given = dict(zip(names, args, strict=True))
+    if "R0_BLOCK" in blocks:
+        blocks["R0_BLOCK"] = min(PROGRAM, 1 << (given["r0_numel"] - 1).bit_length())
+    row = blocks.get("R0_BLOCK", given.get("r0_numel", 1))
+    blocks["XBLOCK"] = max(PROGRAM // (1 << (row - 1).bit_length()), 1) if given["xnumel"] > 1 else 1
+    tuner.fn[(-(-given["xnumel"] // blocks["XBLOCK"]),)](**given, **blocks)
+
+
+@contextmanager
+def _on_gpu() -> Iterator[None]:
+    from tests.gpu_offline.measured import on_gpu
+
+    with on_gpu(_launching()), torch.no_grad():
+        yield
+
+
+def _encode(x: Tensor, recipe: Any) -> dict[str, Tensor]:
+    from qtensor import kernels
+
+    with _on_gpu():
+        return kernels.encode(x, recipe)
+
+
+def _decode(parts: dict[str, Tensor], recipe: Any, dtype: torch.dtype) -> Tensor:
+    from qtensor import kernels
+
+    with _on_gpu():
+        return kernels.decode(parts, recipe, dtype)
+
+
+def _launched() -> int:
+    return _launches

@@ -1,0 +1,139 @@
+"""No kernel costs more than its budget: launches, bytes, instructions, registers, 64-bit divisions, fp64.
+
+What is counted is the machine code that ptxas makes of inductor's Triton code for a GPU that is not there. A kernel
+that got cheaper may have a lower budget: see budgets.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu_offline import budgets
+from tests.gpu_offline.budgets import exceeded
+from tests.gpu_offline.recipes import RECIPES
+
+EVERYWHERE = ("90", "100")  # the others differ in little; `budgets --write` assembles for them, too
+
+
+@functools.cache
+def meter() -> Any:
+    from tests.gpu_offline.measured import Meter
+
+    return Meter()
+
+
+@functools.cache
+def calls(name: str) -> Any:
+    return meter().calls(RECIPES[name])
+
+
+@functools.cache
+def allowed() -> dict[str, dict[str, dict[str, Any]]]:
+    return budgets.budgets()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_kernel_exceeds_its_budget(name: str) -> None:
+    for capability in EVERYWHERE:
+        budget = allowed()[capability][name]
+        assert calls(name).keys() == budget.keys()
+        for direction, call in calls(name).items():
+            assert not exceeded(asdict(call.cost(int(capability))), budget[direction]), (capability, direction)
+
+
+def test_no_budget_allows_spills_or_denormals_that_are_lost() -> None:
+    for recipes in allowed().values():
+        for directions in recipes.values():
+            for cost in directions.values():
+                assert cost["spills"] == cost["flushes"] == 0
+
+
+def test_a_cost_above_its_budget_is_found() -> None:
+    budget = allowed()["90"]["mxfp8_row"]["quantize"]
+    assert not exceeded(budget, budget)
+    for name in budget:
+        assert exceeded({**budget, name: budget[name] + 0.01}, budget) == [
+            f"{name}: {budget[name] + 0.01}, budget {budget[name]}"
+        ]
+        assert not exceeded({**budget, name: budget[name] - 0.01}, budget)
+
+
+def test_a_kernel_with_one_more_pass_exceeds_its_budget() -> None:
+    """NVFP4's global scale takes a pass over the values that MXFP8 does without."""
+    cost = asdict(calls("nvfp4_row")["quantize"].cost(90))
+    found = exceeded(cost, allowed()["90"]["mxfp8_row"]["quantize"])
+    assert any(each.startswith("launches") for each in found)
+    assert any(each.startswith("moved") for each in found)
+
+
+def test_the_page_shows_the_budgets() -> None:
+    page = budgets.PAGE.read_text().splitlines()
+    start = page.index(budgets.HEADER)
+    lines = list(budgets.table())
+    assert page[start : start + len(lines)] == lines
+
+
+def test_the_nan_of_a_bf16_scale_is_stored_as_it_is() -> None:
+    """A GPU would make 0x7FFF of it; inductor's code converts to fp32 and back, and Triton's compiler does not."""
+    from tests.gpu_offline.assembled import ptx_of
+
+    blocks = calls("int4_32")["quantize"].launches[0].kernel
+    assert ".to(tl.bfloat16, bitcast=True).to(tl.float32)" in blocks.source
+    assert "cvt.rn.bf16" not in ptx_of(blocks.source, blocks.name, 90)
+
+
+# Local memory that an unknown index reads, a loop, a 64-bit division, fp64 and a sum that flushes: one of each.
+PTX = """
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry counted(.param .u64 at, .param .u64 by, .param .u32 turns)
+{
+    .local .align 4 .b8 spilled[64];
+    .reg .pred %p; .reg .b32 %i, %n, %o; .reg .b64 %a, %b, %q, %l; .reg .f32 %f; .reg .f64 %d;
+    ld.param.u64 %a, [at]; ld.param.u64 %b, [by]; ld.param.u32 %n, [turns];
+    ld.global.u64 %q, [%a];
+    div.s64 %q, %q, %b;
+    st.global.u64 [%a], %q;
+    ld.global.f64 %d, [%a+8];
+    add.f64 %d, %d, %d;
+    st.global.f64 [%a+8], %d;
+    mov.u64 %l, spilled;
+    mov.u32 %i, 0;
+again:
+    ld.global.f32 %f, [%a+16];
+    add.ftz.f32 %f, %f, %f;
+    st.global.f32 [%a+16], %f;
+    and.b32 %o, %i, 60;
+    cvt.u64.u32 %q, %o;
+    add.u64 %q, %l, %q;
+    st.local.f32 [%q], %f;
+    add.u32 %i, %i, 1;
+    bar.sync 0;
+    setp.lt.u32 %p, %i, %n;
+    @%p bra again;
+    ld.local.f32 %f, [%q];
+    st.global.f32 [%a+20], %f;
+    ret;
+}
+"""
+
+
+def test_what_a_program_is_made_of_is_counted(tmp_path: Path) -> None:
+    from tests.gpu_offline.assembled import TOOLS, program
+
+    source, cubin = tmp_path / "counted.ptx", tmp_path / "counted.cubin"
+    source.write_text(PTX)
+    subprocess.run([TOOLS / "ptxas", "--gpu-name=sm_90", source, "-o", cubin], check=True)
+    found = program(PTX, cubin.read_bytes())
+    assert (found.divisions, found.flushes) == (1, 1)
+    assert found.spills >= 1
+    assert found.fp64 >= 1
+    assert 5 <= found.looped < found.straight
+    assert 0 < found.registers <= 255
