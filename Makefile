@@ -1,8 +1,8 @@
 # make demo   the main job on a real model, on this machine
 # make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"    make test TORCH=2.15.0
 # make test-engines  tests of exports and streams in vLLM, which gets an environment of its own (2 GB)
-# make gpu-offline  tests of the code for GPUs that need none, in an environment of their own with Triton (1 GB)
-# make gpu    on a machine with a GPU, in ten minutes: the tests that need it, and its benchmarks, written to
+# make gpu-offline  tests of the code for GPUs that need none, in an environment of their own with Triton (2 GB)
+# make gpu    on a machine with a GPU: the tests that need it, and its benchmarks, written to
 #             benchmarks/results/    make gpu GPU_PYTHON=python3, where that has all that is needed
 # make lint   ruff and mypy
 # make bench  all benchmarks in 25 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"

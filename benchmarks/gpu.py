@@ -157,7 +157,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.barh(list(shares), [one["ratio"] for one in shares.values()])
-    axes.axvline(numerics_cuda.AT_LEAST, color="black", linestyle="--")
+    floors = [numerics_cuda.floor_of(name) for name in shares]
+    axes.plot(floors, list(shares), "k|", markersize=14)
     axes.invert_yaxis()
-    axes.set_xlabel(f"share of a copy's bandwidth (dashed: floor), {results['device']}")
+    axes.set_xlabel(f"share of a copy's bandwidth (lines: floors), {results['device']}")
     figure.savefig(path, dpi=110)

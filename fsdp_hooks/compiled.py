@@ -95,7 +95,7 @@ Layout = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 def _layout(args: tuple[Any, ...]) -> Layout:
-    """What compiled code for a GPU may count on: all sizes but the number of rows, and strides."""
+    """What compiled code for a GPU may count on: the strides, and all sizes but the number of rows."""
     return tuple((arg.shape[1:], arg.stride()) for arg in args if isinstance(arg, Tensor))
 
 
@@ -114,7 +114,8 @@ class Kernel:
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
         self._compiled: dict[Layout | None, Callable[..., Any]] = {}  # by layout of the arguments; None: any
-        self._worked = self._failed = False
+        self._failed = False
+        self._worked: set[int] = set()  # ids of functions in _compiled that have run: the next call compiles little
 
     def __call__(self, *args: Any) -> Any:
         """`fn(*args)`."""
@@ -159,11 +160,12 @@ class Kernel:
         return not is_tracing() and not is_watched()
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        quietly = nullcontext() if self._worked else _without_warnings()
+        quietly = nullcontext() if id(compiled) in self._worked else _without_warnings()
         if use_kernels.mode == "compiled":
             with quietly:
                 result = compiled(*args)
-            self._worked = Kernel.works = True
+            self._worked.add(id(compiled))
+            Kernel.works = True
             return result
         try:
             with quietly:
@@ -184,5 +186,6 @@ class Kernel:
                 stacklevel=3,
             )
         else:
-            self._worked = Kernel.works = True
+            self._worked.add(id(compiled))
+            Kernel.works = True
         return result

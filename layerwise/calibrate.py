@@ -88,7 +88,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         on_event: called with every `Event`, on every rank.
         progress: show a bar on rank 0, where it has a terminal.
         layer_inputs: what layers are calibrated on: outputs of the "unquantized" or of the "quantized" layer before;
-            None: as the algorithm says ("quantized" for GPTQ).
+            None: as the algorithm says ("quantized" for GPTQ and GPTAQ, which takes nothing else).
         inputs_on: where inputs of layers wait: "device", "cpu" or "disk".
         device: where a model without FSDP computes; None: where its weights are.
         weights: safetensors of a model on the meta device: a file, or a directory.

@@ -48,7 +48,11 @@ def write_each(
         parts = kernels.encode(stacked, recipe, _each_amax(stacked, recipe, amaxes), blocks)
         for name, part in parts.items():  # [n, N, ..]; each on its own, since CUDA copies mixed dtypes one by one
             own = [getattr(shards[number], name) for number in numbers]
-            foreach_copy(own, part.unbind() if own[0].ndim else part[:, 0, 0].unbind())
+            rows = part.unbind() if own[0].ndim else part[:, 0, 0].unbind()
+            if part.itemsize == 1:  # as bytes: some devices copy no lists of float8
+                foreach_copy([each.view(torch.uint8) for each in own], [each.view(torch.uint8) for each in rows])
+            else:
+                foreach_copy(own, rows)
 
 
 @torch.no_grad()

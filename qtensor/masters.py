@@ -10,7 +10,7 @@ shards to new storage without writing them.
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.digest import digests
@@ -18,6 +18,8 @@ from fsdp_hooks.torch_private import dtensor_like, foreach_copy, local_of
 from qtensor.contents import initial_value, preserve, values_of
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
+
+LISTED = {Tensor, nn.Parameter, HighPrecisionWeight}  # classes that are copied by the list
 
 # torch's optimizers that treat each parameter on its own; any other may look at all gradients together
 APART = frozenset(
@@ -177,6 +179,9 @@ def copy_many(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """target.copy_(source) of many tensors, in one call for each pair of dtypes: a GPU is slow to begin each."""
     alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for target, source in pairs:
+        if not {type(target), type(source)} <= LISTED:  # a class of another library may know no lists
+            target.copy_(source)
+            continue
         alike.setdefault((target.dtype, source.dtype), []).append((target, source))
     for some in alike.values():
         foreach_copy([target for target, _ in some], [source for _, source in some])

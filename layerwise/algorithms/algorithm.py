@@ -124,7 +124,7 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The statistics of inputs that it reads: any of COLUMNS, LOCAL_HESSIAN, HESSIAN, CROSS."""
+        """The statistics of inputs that it reads: any of COLUMNS, LOCAL_HESSIAN, HESSIAN, and CROSS beside HESSIAN."""
         return frozenset()
 
     @property

@@ -83,8 +83,9 @@ def collected_again(stage: Stage, replay: Replay, method: Method, names: tuple[s
     partners = collector.partners()
     with raise_together(method.group):
         for batch in range(len(replay)):
-            if partners is not None:
-                run_reference(replay, batch, partners)
+            if partners is not None and replay.reference is not None:
+                with partners.batch():
+                    replay.reference.run(batch)  # what it hands on was made before factors were folded
             with collector.batch(partners):
                 replay.run(batch)
     statistics = collector.agree(method.group)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.unshard import reshard_all
-from layerwise.algorithms.algorithm import CROSS, Algorithm
+from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm
 from layerwise.formats.assignment import Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
 from layerwise.inputs.stores import INPUTS_ON
@@ -78,6 +78,11 @@ class Options:
             raise ValueError(
                 f"calibrate: {name} compares the inputs of the quantized model with those of the unquantized one, and "
                 f'with layer_inputs="unquantized" they are the same; leave it out, or use GPTQ() instead of {name}()'
+            )
+        if self.paired and HESSIAN not in self.algorithm.needs:
+            raise ValueError(
+                f"calibrate: {type(self.algorithm).__name__}.needs has CROSS without HESSIAN, beside which alone it is "
+                "collected; name both"
             )
         if self.inputs != "static":
             return

@@ -3,8 +3,8 @@
     batches -> fingerprint -> [resume] -> outside held: record -> each layer held: calibrate -> what is outside of them
 
 A stage that a checkpoint has is not calibrated again. Its batches only run once more, to make the inputs of the next
-stage: with the weights from before, or with its result, whichever the next stage is calibrated on. If the checkpoint
-has all stages, no batch runs.
+stage: with the weights from before, or with its result, whichever the next stage is calibrated on; with both where
+inputs of the unquantized model are wanted, too. If the checkpoint has all stages, no batch runs.
 """
 
 import sys
@@ -105,13 +105,13 @@ class Run(ABC, Generic[K]):
         """Go through all stages, from the first that `directory` does not have."""
         with _evaluating(self.plan.model), without_hooks(self.plan.model), ExitStack() as inputs:
             weights = {} if directory is None else self._digest()
+            own = peers(self.plan.model) if self.plan.tensor_parallel else ()  # of weights at rest
             with self.outside:
                 if any_of(self.group, callable(data)):  # a rank without data may give none
                     self._hold_outside()
                 with raise_together(self.group):
                     self.recorder = inputs.enter_context(self._recorded(data))
                 if self.plan.tensor_parallel:
-                    own = peers(self.plan.model)
                     self.recorder.keep_only(shares(own, self.recorder.hashes(), self.group))
                 if self.plan.options.paired and len(self.plan.stages) > 1:
                     with raise_together(self.group):
@@ -218,10 +218,10 @@ class Run(ABC, Generic[K]):
             return ModelReplay(self.recorder, self.reference)
         replay = LayerReplay(self.recorder, stage, last=stage is self.plan.stages[-1], reference=self.reference)
         with raise_together(self.group):
-            if recorded:
+            if recorded:  # then what is outside of layers is held
                 check_alone(replay)
-            if stage.index == 0:
-                check_all(replay, behind=not self.plan.stages[-1].name)
+                if stage.index == 0:
+                    check_all(replay, behind=not self.plan.stages[-1].name)
         return replay
 
     def _recorders(self) -> list[Recorder]:

@@ -7,7 +7,7 @@ tensor parallelism get the same batches, as they do in training, and share them:
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.across_ranks import on_all
 from fsdp_hooks.torch_private import hook_tables
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 HOOKS = "torch.distributed.tensor."  # the modules whose functions parallelize_module registers
 
@@ -66,12 +69,15 @@ def peers(model: nn.Module) -> tuple[int, ...]:
 
     A mesh dim over which FSDP does not shard, and which cuts some weight, is one of tensor parallelism.
     """
+    cut: dict[DeviceMesh, set[int]] = {}  # of each mesh all dims that cut some weight
+    for _, param, own in _cut(model):
+        cut.setdefault(param.device_mesh, set()).update(own)
     found: set[int] = set()
-    for _, param, dims in _cut(model):
-        place = param.device_mesh.get_coordinate()
+    for mesh, dims in cut.items():
+        place = mesh.get_coordinate()
         if dims and place is not None:
             index = tuple(slice(None) if number in dims else at for number, at in enumerate(place))
-            found |= {*param.device_mesh.mesh[index].flatten().tolist()}
+            found |= {*mesh.mesh[index].flatten().tolist()}
     return tuple(sorted(found)) if len(found) > 1 else ()
 
 

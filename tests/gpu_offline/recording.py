@@ -168,10 +168,11 @@ class _Accesses(TorchDispatchMode):
 
     def _read(self, what: str, given: list[Tensor]) -> None:
         """The CPU reads values: on a GPU it waits for them."""
-        last = self.recorder.entries[-1]
-        if isinstance(last, HostWaited) and last.what == what and "_local_scalar_dense" in what:
-            return  # the next value of a list; all of them come with the first
         numbers = frozenset(self.recorder.number_of(each, what) for each in given)
+        before, last = self.recorder.entries[-2:] if len(self.recorder.entries) > 1 else (None, None)
+        again = isinstance(last, HostWaited) and last.what == what and "_local_scalar_dense" in what
+        if again and isinstance(before, Ran) and before.reads == numbers:
+            return  # the next value of a list, of one memory; all of them come with the first
         stream = self.recorder.current[-1].number
         if any(each.device.type == "cuda" for each in given):
             self.recorder.add(Ran(stream, what, numbers, frozenset()))

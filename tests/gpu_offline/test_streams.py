@@ -209,7 +209,7 @@ def test_each_part_of_a_weight_that_is_moved_is_waited_for(mesh: DeviceMesh) -> 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", NAMES)
 def test_gathering_a_module_by_hand_waits_twice(mesh: DeviceMesh, name: str) -> None:
-    """As it begins and as it ends, for all of its parameters: were they written?"""
+    """Twice as it ends: for the error about writes, and before resharding. Once for all parameters, not for each."""
     with FakeTensorMode(), recorded(answers) as log:
         model = sharded(mesh, RECIPES[name], "quantized", reshard=True)
         begin = len(log)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise import GPTAQ, GPTQ
-from tests.layerwise.models import RECIPES, assert_same, batches, outcome, run, toy
+from layerwise import GPTAQ, GPTQ, SmoothQuant
+from layerwise.algorithms.algorithm import CROSS
+from tests.layerwise.models import RECIPES, assert_same, batches, outcome, run, shard, toy
 from tests.layerwise.small_runs import Stop, stopping
+from tests.ranks import run_ranks
 
 NVFP4, MXFP8 = RECIPES["nvfp4"], RECIPES["mxfp8"]
 DIM = 32
@@ -156,6 +160,51 @@ def test_routed_experts_and_resuming(algorithm: GPTAQ, tmp_path: Path) -> None:
     result = run(model, _data(), NVFP4, algorithm, checkpoint_dir=tmp_path, **ROUTED)
     assert result.report.resumed == (0, 1)
     assert_same(outcome(model, result), expected, "resumed")
+
+
+def test_a_smoothed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    """The unquantized model's outputs are those from before factors were folded, however often its layers run."""
+    algorithm = GPTAQ(smoothing=SmoothQuant(), hessians="one_at_a_time")
+
+    def made() -> nn.Module:
+        return toy(layers=3, dtype=torch.bfloat16)
+
+    whole = made()
+    expected = outcome(whole, run(whole, batches(), NVFP4, algorithm))
+    with pytest.raises(Stop):
+        run(made(), batches(), NVFP4, algorithm, checkpoint_dir=tmp_path, on_event=stopping("checkpoint", 1))
+    model = made()
+    assert_same(outcome(model, run(model, batches(), NVFP4, algorithm, checkpoint_dir=tmp_path)), expected, "resumed")
+
+
+def _resumed_where_one_rank_has_no_batch(path: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Only layers are calibrated, so between them nothing outside of them is gathered."""
+    mine = batches() if dist.get_rank() == 0 else []
+    with pytest.raises((Stop, RuntimeError)):
+        run(shard(toy(layers=3)), mine, NVFP4, GPTAQ(), checkpoint_dir=path, on_event=stopping("checkpoint", 1))
+    model = shard(toy(layers=3))
+    result = run(model, mine, NVFP4, GPTAQ(), checkpoint_dir=path)
+    return result.report.resumed, outcome(model, result)
+
+
+def test_a_run_goes_on_where_a_rank_has_no_batch(shared_tmp_path: Path) -> None:
+    model = toy(layers=3)
+    expected = outcome(model, run(model, batches(), NVFP4, GPTAQ()))
+    for finished, found in run_ranks(2, _resumed_where_one_rank_has_no_batch, shared_tmp_path):
+        assert finished == (0, 1)
+        assert_same(found, expected, "resumed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnlyCross(GPTQ):
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({CROSS})
+
+
+def test_the_products_of_differences_are_wanted_beside_a_hessian() -> None:
+    with pytest.raises(ValueError, match=r"_OnlyCross\.needs has CROSS without HESSIAN, .* name both"):
+        run(_model(_Block), _data(), NVFP4, _OnlyCross())
 
 
 # -- what layers share -------------------------------------------------------------------------------------------------

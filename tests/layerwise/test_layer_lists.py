@@ -274,7 +274,7 @@ def test_a_module_between_two_lists_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.behind["head"](self.decoder[0](self.beside(self.encoder[0](self.before(x)))))
 
-    message = r"module beside takes the output of encoder\.0, which is not kept: .* Give these layers as one module"
+    message = r"the model takes the output of encoder\.0, which is not kept: .* Give these layers as one module"
     with pytest.raises(NotImplementedError, match=message):
         run(Between(), layers=["encoder.0", "decoder.0"], exclude=["encoder.[12].*", "decoder.[12].*"])
 

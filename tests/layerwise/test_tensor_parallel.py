@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from dcp_adapters import export_hf
 from fsdp_hooks.torch_private import hook_tables
+from layerwise.stages.tensor_parallel import peers
 from qtensor import quantized_model_init
 from tests.layerwise.models import (
     ALGORITHMS,
@@ -122,6 +123,42 @@ def test_all_ranks_come_to_what_one_process_comes_to(world_size: int) -> None:
         for (algorithm, recipe), found in zip(METHODS.values(), outcomes, strict=True):
             assert_same(found, reference(two_layers, recipe, ALGORITHMS[algorithm]), algorithm)
             assert {*found["tokens"].values()} == everything
+
+
+def from_a_loop(kind: str) -> dict[str, Any]:
+    """Where the whole model is gathered before it is asked who cuts it."""
+    model = cut(two_layers(), (1, 2))
+    if kind == "root":
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"])
+
+    def loop(called: nn.Module) -> None:
+        for ids in batches():
+            called(ids)
+
+    result = run(model, loop, NVFP4, ALGORITHMS["GPTQ"], **({"layers": ()} if kind == "at once" else {}))
+    tokens = {record.name: str(record.tokens) for record in result.report.records}
+    return {**outcome(model, result), "tokens": tokens}
+
+
+def test_batches_of_a_loop_run_once_in_a_group() -> None:
+    everything = {str(sum(ids.numel() for ids in batches()))}
+    for outcomes in run_ranks_each(2, ["layers", "root", "at once"], from_a_loop):
+        for found in outcomes:
+            assert {*found["tokens"].values()} == everything
+        assert_same(outcomes[1], outcomes[0], "FSDP around the root alone")
+
+
+def crossing() -> tuple[int, ...]:
+    """Weights that different dims of one mesh cut."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for layer, placements in zip(model, ((Shard(0), Replicate()), (Replicate(), Shard(0))), strict=True):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, placements, src_data_rank=None))
+    return peers(model)
+
+
+def test_ranks_of_one_group_name_the_same_peers() -> None:
+    assert run_ranks(4, crossing) == [(0, 1, 2, 3)] * 4
 
 
 def stored(storage: str) -> dict[str, dict[str, str]]:

@@ -341,6 +341,24 @@ def test_a_kernel_that_fails_after_it_worked_is_left_alone_by_itself(compiler: C
     assert compiler.calls == before + 1
 
 
+def test_each_compilation_may_warn_once_where_warnings_are_errors(double: Kernel) -> None:
+    """On a GPU a kernel compiles anew for each row length, not only at its first call."""
+
+    def compiled_for(length: int) -> Callable[[Tensor], Tensor]:
+        waiting = [f"{length} is a strange length"]
+
+        def run(x: Tensor) -> Tensor:
+            while waiting:
+                warnings.warn(waiting.pop(), stacklevel=1)
+            return x * 2
+
+        return run
+
+    use_kernels("compiled")
+    for run in [compiled_for(1024), compiled_for(2048)]:
+        assert torch.equal(double._run(run, (LARGE,)), LARGE * 2)
+
+
 def test_a_compiler_that_fails_keeps_no_tensor_alive(compiler: Compiler, double: Kernel) -> None:
     compiler.error = RuntimeError("no C++ compiler")
     large = LARGE.clone()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, inner_step, quantize
+from qtensor.masters import copy_many
 from tests.qtensor.recipes_under_test import same_bytes
 from tests.recipes import ROW
 
@@ -191,6 +192,23 @@ def test_copies_are_made_many_at_a_time_and_of_one_dtype(recipe: Any) -> None:
         assert len(copies.many) == 1 + len(quantize(torch.randn(32, 32), recipe).parts()) + 1
         single.append(len(copies.single))
     assert single[0] == single[1]
+
+
+class NoLists(Tensor):
+    """A class of another library that copies, and knows no lists of copies."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "foreach" in str(func):
+            raise NotImplementedError(func)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def test_tensors_of_other_classes_are_copied_one_by_one() -> None:
+    ours, theirs = torch.zeros(3), torch.zeros(3).as_subclass(NoLists)
+    copy_many([(ours, torch.ones(3)), (theirs, torch.ones(3)), (torch.zeros(3), torch.ones(3).as_subclass(NoLists))])
+    assert torch.equal(ours, torch.ones(3))
+    assert torch.equal(theirs.as_subclass(Tensor), torch.ones(3))
 
 
 def test_a_gradient_left_on_a_frozen_parameter_moves_nothing() -> None:
