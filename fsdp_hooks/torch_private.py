@@ -32,6 +32,7 @@ __all__ = [
     "dtensor_around",
     "dtensor_like",
     "foreach_copy",
+    "group_size",
     "hook_tables",
     "is_described",
     "is_tracing",
@@ -241,3 +242,12 @@ def mixed_precision(module: Any) -> Any:
     FSDP has no public way to read the policy.
     """
     return module._get_fsdp_state()._mp_policy
+
+
+def group_size(module: Any) -> int:
+    """How many modules were given to the `fully_shard` call of this FSDP module.
+
+    Before torch 2.13 the group's first module casts inputs, its last one casts outputs, and the others cast nothing.
+    FSDP has no public way to tell which modules share a call.
+    """
+    return len(module._get_fsdp_state()._modules)

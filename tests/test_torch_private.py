@@ -326,6 +326,7 @@ def _policy_and_casts() -> None:
     fully_shard(alone, mp_policy=policy)
     fully_shard(pair, mp_policy=policy)
     assert [torch_private.mixed_precision(module) for module in (alone, *pair)] == [policy] * 3
+    assert [torch_private.group_size(module) for module in (alone, *pair)] == [1, 2, 2]
 
 
 def test_the_policy_of_an_fsdp_module_can_be_read() -> None:

@@ -17,6 +17,7 @@ from fsdp_hooks.unshard import reshard_all
 from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm
 from layerwise.formats.assignment import Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
+from layerwise.inputs.hooks import check_groups
 from layerwise.inputs.stores import INPUTS_ON
 from layerwise.running.kv_cache import KVCache
 from layerwise.stages.attentions import find_attentions
@@ -179,6 +180,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     _check_spanned(model, group)
     check_experts(model)
     named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
+    check_groups(named)
     targets = find_targets(model, options.recipe, include, exclude)
     for target in targets:
         check_cuts(target, None if isinstance(options.recipe, Menu) else recipe_of(options.recipe, target.name))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from layerwise import GPTQ, Max, calibrate
+from layerwise.inputs import hooks
 from qtensor import NVFP4BlockScaling
 from tests.layerwise.models import fingerprints
 from tests.layerwise.strangers import DIM, REFUSED, SUPPORTED, Layer, Stranger, batches
@@ -155,9 +156,30 @@ def test_a_layer_casts_what_its_policy_says(world_size: int) -> None:
         for number, name in enumerate(POLICIES)
         for algorithm in ([*ALGORITHMS] if world_size == 1 else [[*ALGORITHMS][number % 2]])
         for at_once in (False, True)
+        if hooks.EACH_OF_A_GROUP_CASTS or POLICIES[name][2] != "group"
     ]
     for outcomes in run_ranks_each(world_size, cases, _in_mixed_precision):
         found = dict(zip(cases, outcomes, strict=True))
         for name, algorithm, at_once in cases:
             if at_once:
                 assert found[name, algorithm, False] == found[name, algorithm, True], f"{name}, {algorithm}"
+
+
+def _in_one_group(casts: bool) -> str:
+    model = Casts()
+    fully_shard([*model.layers], mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if casts else None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "EACH_OF_A_GROUP_CASTS", False)
+        try:
+            calibrated(model, "Max", batches())
+        except NotImplementedError as error:
+            return str(error)
+    return ""
+
+
+def test_a_group_of_which_only_the_ends_cast_is_refused_by_name() -> None:
+    """As torch did before 2.13."""
+    ((refused, ran),) = run_ranks_each(1, [True, False], _in_one_group)
+    assert refused.startswith("calibrate: layer layers.0 shares its fully_shard call with other modules, under Mixed")
+    assert refused.endswith("Call fully_shard for each layer, take torch 2.13 or newer, or layers=()")
+    assert ran == ""
