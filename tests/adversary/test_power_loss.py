@@ -99,6 +99,14 @@ def scenario(seed: int, base: Path) -> explore.Told:
     return explore.crashes(explore.Scene(base, Unsynced(draw)), draw)
 
 
+def test_a_file_may_be_removed_while_it_is_synced() -> None:
+    """Whoever syncs looks its name up first, and another process may be quicker."""
+    disk = Disk()
+    for record in [*BEGUN, Record(Op.UNLINK, "new"), Record(Op.SYNC, "new", inode=1)]:
+        disk.play(record)
+    assert disk.visible() == {}
+
+
 def test_a_save_that_syncs_nothing_is_found() -> None:
     with Host(__name__) as host, pytest.raises(Found, match=r"'sync_files': False(.|\n)*expected"):
         host.run(3)

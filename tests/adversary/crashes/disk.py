@@ -162,6 +162,8 @@ class Disk:
             return self.inodes.get(inode, File())
         for name in filter(None, path.split("/")):
             assert isinstance(node, Directory)
+            if name not in node.now:  # another process removed it between the look at its name and this record
+                return self.inodes.get(inode, File())
             node = node.now[name]
         return node
 
