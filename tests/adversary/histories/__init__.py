@@ -1,6 +1,7 @@
 """Several savers, loaders and cleaners of one directory at once, killed and cut off from power, against a model.
 
 stage.py   processes that wait in front of each file operation; who goes next is drawn
+places.py  the directory between two epochs: what is left after an end or a power loss
 model.py   what may be seen: a register that saves write and loads read
 play.py    one history of a seed: saves into one directory, or several who make the same export, delta or
            calibration

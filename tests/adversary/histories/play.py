@@ -8,22 +8,25 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedSavePlanner, remove_replaced
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from tests.adversary.attack import Found
-from tests.adversary.crashes.disk import ORDERS, Disk, Tree
 from tests.adversary.crashes.explore import SETTLED, Told
 from tests.adversary.crashes.making import Appearing, Convert, Export, MakeDelta
 from tests.adversary.crashes.operations import NAMES, NOTHING, RUN, full, loaded, quiet
-from tests.adversary.crashes.tape import Op, Tape
+from tests.adversary.crashes.tape import Tape
 from tests.adversary.histories import runs
 from tests.adversary.histories.model import may_be_seen, may_fail, write_of
+from tests.adversary.histories.places import after, empty, fill
 from tests.adversary.histories.stage import KILLED, Actor, Stage
 from tests.dcp_adapters.cases import assert_holds
+
+if TYPE_CHECKING:
+    from tests.adversary.crashes.disk import Tree
 
 MISSING = re.compile(
     "another save into the same directory has removed it|"
@@ -82,23 +85,15 @@ def _saves(draw: random.Random, base: Path) -> Told:
 
 
 def _epoch(place: _Directory, draw: random.Random, told: Told) -> None:
-    shutil.rmtree(place.root, ignore_errors=True)
-    place.root.mkdir(parents=True)
+    empty(place.root)
     with place.tape.watching():
-        _fill(place.root, place.left)
+        fill(place.root, place.left)
         place.tape.mark(SETTLED)
         with Stage(draw) as stage:
             entries = draw.randint(2, 7)
             cut = draw.randrange(20, 300) if draw.random() < 0.5 else None
-            while (entries or stage.acting) and stage.step != cut:
-                if entries and (not stage.acting or draw.random() < 0.03):
-                    entries -= 1
-                    _enter(place, stage, draw)
-                elif stage.acting and draw.random() < 0.004:
-                    stage.kill(draw.choice(stage.acting))
-                    told.add("killed")
-                elif stage.acting:
-                    stage.go(draw.choice(stage.acting))
+            stage.play(lambda: _enter(place, stage, draw), entries, comes=0.03, dies=0.004, until=cut)
+            told.add("killed", len(stage.killed))
             for actor in stage.actors:
                 _judge(place, stage, actor)
                 told.add(actor.kind)
@@ -106,10 +101,9 @@ def _epoch(place: _Directory, draw: random.Random, told: Told) -> None:
             told.add("power losses", int(stage.step == cut))
             for actor in stage.acting:
                 stage.kill(actor)
-        place.left = _after(place, draw, lost=stage.step == cut)
-        shutil.rmtree(place.root)
-        place.root.mkdir(parents=True)
-        _fill(place.root, place.left)
+        place.left = after(place.tape, draw, lost=stage.step == cut)
+        empty(place.root)
+        fill(place.root, place.left)
     now = stage.step + 1
     place.value = _seen(place, stage, lambda: place.load(place.path), now, now)
 
@@ -173,32 +167,10 @@ def _seen(place: _Directory, stage: Stage, see: Callable[[], Any], begun: int, e
     return found
 
 
-def _after(place: _Directory, draw: random.Random, *, lost: bool) -> Tree:
-    """What is there in the end, or after a power loss."""
-    disk = Disk()
-    for record in place.tape.records():
-        if record.op is Op.MARK:
-            disk.settle()
-        else:
-            disk.play(record)
-    if not lost:
-        return disk.visible()
-    states = list(disk.states(draw.choice(ORDERS[:3]), 16, draw))
-    return draw.choice(states)
-
-
 def _history(place: _Directory, stage: Stage, what: str) -> str:
     return f"{what}\nbefore: {place.value}, {'one save at a time' if place.alone else 'saves at once'}\n" + "\n".join(
         stage.told
     )
-
-
-def _fill(root: Path, tree: Tree) -> None:
-    for path, content in tree.items():
-        if content is None:
-            (root / path).mkdir()
-        else:
-            (root / path).write_bytes(content)
 
 
 # -- several who make the same thing -----------------------------------------------------------------------------------
@@ -214,18 +186,13 @@ def _makers(draw: random.Random, base: Path) -> Told:
     with Tape(root).watching(), Stage(draw) as stage:
         for _ in range(draw.choice((2, 3))):
             stage.enter("maker", lambda: operation.make(root, root / "out"))
-        while stage.acting:
-            if draw.random() < 0.002:
-                stage.kill(draw.choice(stage.acting))
-            else:
-                stage.go(draw.choice(stage.acting))
+        stage.play(lambda: None, dies=0.002)
         told.add("steps", stage.step)
         told.add("maker", len(stage.actors))
     text = "\n".join(stage.told)
     found = operation.seen(root)
     well = [actor for actor in stage.actors if actor.well]
-    killed = [actor for actor in stage.actors if actor.outcome == KILLED]
-    if len(well) > 1 or (not well and not killed) or (well and found != "whole"):
+    if len(well) > 1 or (not well and not stage.killed) or (well and found != "whole"):
         raise Found(f"{operation.name}: {len(well)} makers succeeded, {found} is there\n{text}")
     for actor in stage.actors:
         if actor.raised is not None and not re.search(r"nothing is overwritten", actor.raised):
@@ -258,14 +225,7 @@ def _calibrations(draw: random.Random, base: Path) -> Told:
 
     with Tape(root).watching(), Stage(draw) as stage:
         entries = draw.randint(2, 4)
-        while entries or stage.acting:
-            if entries and (not stage.acting or draw.random() < 0.01):
-                entries -= 1
-                stage.enter("run", run)
-            elif stage.acting and draw.random() < 0.003:
-                stage.kill(draw.choice(stage.acting))
-            elif stage.acting:
-                stage.go(draw.choice(stage.acting))
+        stage.play(lambda: stage.enter("run", run), entries, comes=0.01, dies=0.003)
         told.add("steps", stage.step)
         told.add("run", len(stage.actors))
     text = "\n".join(stage.told)

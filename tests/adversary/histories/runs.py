@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_adapters import checkpoint_bases, latest_verified
 from tests.adversary.attack import Found
-from tests.adversary.crashes.disk import ORDERS, Disk, Tree
+from tests.adversary.crashes.disk import Tree
 from tests.adversary.crashes.explore import SETTLED, Told
 from tests.adversary.crashes.operations import NAMES, quiet
 from tests.adversary.crashes.runs import PLACE, Action, load, step, there
-from tests.adversary.crashes.tape import Op, Tape
+from tests.adversary.crashes.tape import Tape
+from tests.adversary.histories.places import after, empty, fill
 from tests.adversary.histories.stage import KILLED, Actor, Stage
 
 WRITERS = ("saver", "cleaner")
@@ -83,22 +83,15 @@ def scenario(draw: random.Random, base: Path) -> Told:
 
 
 def _epoch(run: _Run, draw: random.Random, told: Told) -> None:
-    _empty(run.root)
+    empty(run.root)
     with run.tape.watching():
-        _fill(run.root, run.left)
+        fill(run.root, run.left)
         run.tape.mark(SETTLED)
         with Stage(draw) as stage:
             entries = draw.randint(3, 8)
             cut = draw.randrange(50, 500) if draw.random() < 0.5 else None
-            while (entries or stage.acting) and stage.step != cut:
-                if entries and (not stage.acting or draw.random() < 0.01):
-                    entries -= 1
-                    _enter(run, stage, draw)
-                elif stage.acting and draw.random() < 0.003:
-                    stage.kill(draw.choice(stage.acting))
-                    told.add("killed")
-                elif stage.acting:
-                    stage.go(draw.choice(stage.acting))
+            stage.play(lambda: _enter(run, stage, draw), entries, comes=0.01, dies=0.003, until=cut)
+            told.add("killed", len(stage.killed))
             for actor in stage.actors:
                 told.add(actor.kind)
                 if actor.done and actor.outcome != KILLED:
@@ -107,9 +100,9 @@ def _epoch(run: _Run, draw: random.Random, told: Told) -> None:
             told.add("power losses", int(stage.step == cut))
             for actor in stage.acting:
                 stage.kill(actor)
-        run.left = _after(run, draw, lost=stage.step == cut)
-    _empty(run.root)
-    _fill(run.root, run.left)
+        run.left = after(run.tape, draw, lost=stage.step == cut)
+    empty(run.root)
+    fill(run.root, run.left)
     run.sure = max(run.sure, *(_sure(stage.actors, stage.step + 1), 0))
     _whole(run, stage)
 
@@ -193,29 +186,5 @@ def _whole(run: _Run, stage: Stage) -> None:
         raise Found(_history(run, stage, f"in the end {numbers} are there, {run.sure} for sure, and {found} is found"))
 
 
-def _after(run: _Run, draw: random.Random, *, lost: bool) -> Tree:
-    """What is there in the end, or after a power loss."""
-    disk = Disk()
-    for record in run.tape.records():
-        if record.op is Op.MARK:
-            disk.settle()
-        else:
-            disk.play(record)
-    return draw.choice(list(disk.states(draw.choice(ORDERS[:3]), 16, draw))) if lost else disk.visible()
-
-
 def _history(run: _Run, stage: Stage, what: str) -> str:
     return f"{what}\nbefore: {sorted(there_in(run.left))}, {run.sure} for sure\n" + "\n".join(stage.told)
-
-
-def _empty(root: Path) -> None:
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir(parents=True)
-
-
-def _fill(root: Path, tree: Tree) -> None:
-    for path, content in tree.items():
-        if content is None:
-            (root / path).mkdir()
-        else:
-            (root / path).write_bytes(content)

@@ -93,6 +93,37 @@ class Stage:
         tape.grant(actor.number)
         self._look(actor)
 
+    def play(
+        self,
+        enter: Callable[[], object],
+        entries: int = 0,
+        *,
+        comes: float = 0.0,
+        dies: float,
+        until: int | None = None,
+    ) -> None:
+        """Let one after the other act, until nobody is left or the power goes.
+
+        Args:
+            enter: lets the next actor in, or nobody; asked `entries` times.
+            entries: see enter.
+            comes: the chance of that in front of a step, while others act.
+            dies: the chance that somebody is killed instead of a step.
+            until: the step of the power loss, if there is one.
+        """
+        while (entries or self.acting) and self.step != until:
+            if entries and (not self.acting or self.draw.random() < comes):
+                entries -= 1
+                enter()
+            elif self.acting and self.draw.random() < dies:
+                self.kill(self.draw.choice(self.acting))
+            elif self.acting:
+                self.go(self.draw.choice(self.acting))
+
+    @property
+    def killed(self) -> list[Actor]:
+        return [actor for actor in self.actors if actor.outcome == KILLED]
+
     def kill(self, actor: Actor) -> None:
         """End it in front of its next operation."""
         os.kill(actor.process, signal.SIGKILL)
