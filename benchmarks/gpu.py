@@ -15,28 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import numerics_cuda
+from benchmarks import numerics, numerics_cuda
 from benchmarks.numerics_cuda import synchronised
 from benchmarks.report import at_most, with_spread
 from benchmarks.timing import interleaved, ratio
 from dcp_adapters import QuantizedStager
-from qtensor import (
-    Float8CurrentScaling,
-    MasterWeightOptimizer,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    quantize,
-    quantized_model_init,
-)
+from qtensor import MasterWeightOptimizer, quantize, quantized_model_init
 from qtensor.recipes import Recipe
 
 RECIPES: dict[str, Recipe] = {
-    "float8 row": Float8CurrentScaling(),
-    "float8 tensor": Float8CurrentScaling(granularity="tensor"),
-    "mxfp8 row": MXFP8BlockScaling(),
-    "mxfp8 square": MXFP8BlockScaling(blocks="square"),
-    "nvfp4 row": NVFP4BlockScaling(),
-    "nvfp4 square": NVFP4BlockScaling(blocks="square"),
+    name: numerics.RECIPES[name]
+    for name in ("float8 row", "float8 tensor", "mxfp8 row", "mxfp8 square", "nvfp4 row", "nvfp4 square")
 }
 ROUNDS = 21
 WIDTH, TOKENS = 4096, 8192

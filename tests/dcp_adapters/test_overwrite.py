@@ -114,7 +114,7 @@ def overwrite_twice(path: Path) -> None:
     assert len(data_files(path)) <= 6  # what loads, and what one save has left
     dist.barrier()
     if dist.get_rank() == 0:
-        remove_replaced(path)
+        remove_replaced(str(path))
     dist.barrier()
     assert len(data_files(path)) == 2
     assert_loads(path, 3)
