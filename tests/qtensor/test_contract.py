@@ -374,6 +374,18 @@ def test_view_minus_one_stays_quantized_and_goes_back(recipe: Any) -> None:
 
 
 @every_recipe
+def test_a_view_fills_in_one_size_as_torch_does(recipe: Any) -> None:
+    q = quantize(weight(), recipe)  # [64, 96]
+    for shape in ((-1, 96), (2, -1, 96), (64, -1), (1, -1, 96)):
+        viewed = q.view(shape)
+        assert viewed.shape == torch.empty(64, 96, device="meta").view(shape).shape
+        assert same_bytes(viewed.dequantize(), q.dequantize().view(shape))
+    for shape in ((-1, 95), (-1, -1, 96), (65, 96), (0, -1)):
+        with pytest.raises(RuntimeError, match="is invalid for a quantized tensor of 6144 elements"):
+            q.view(shape)
+
+
+@every_recipe
 def test_view_regroups_rows(recipe: Any) -> None:
     height, _ = whole_blocks(recipe)
     q = quantize(weight(2 * height, 64), recipe)

@@ -193,6 +193,17 @@ def test_new_tensors_like_a_weight() -> None:
         assert same_bytes(cast.dense, weight(ROWS, COLUMNS).to(dtype))
 
 
+def test_only_the_first_rows_of_a_padded_shard_stay_that_shard() -> None:
+    padded = _linear(RECIPE).weight.detach().new_zeros(ROWS, COLUMNS)
+    assert padded.padded_rows == ROWS
+    for first in (padded[:3], padded[0:3], padded.view(-1)):
+        assert first.padded_rows == ROWS
+        assert first.agreement is padded.agreement
+    for other in (padded[3:], *padded.split(3)):
+        assert other.padded_rows is None
+        assert other.agreement is not padded.agreement
+
+
 def test_casting_a_module_keeps_kind_and_tie() -> None:
     layer = _linear(RECIPE)
     model = nn.ModuleList([layer, layer])

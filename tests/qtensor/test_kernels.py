@@ -359,6 +359,24 @@ def test_each_compilation_may_warn_once_where_warnings_are_errors(double: Kernel
         assert torch.equal(double._run(run, (LARGE,)), LARGE * 2)
 
 
+def test_away_from_the_cpu_code_is_compiled_for_a_row_length_and_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: without a mark on the rows, code for the first number of rows would be compiled before."""
+    shapes: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        shapes.append([tuple(x.shape) for x in inputs if isinstance(x, Tensor)])
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    halved = Kernel(lambda x: x / 2, "halved")
+    for columns in (32, 64):
+        for rows in (8, 16, 24):
+            args = (torch.empty(rows, columns, device="meta"),)
+            assert halved.compiled_for(args)(*args).shape == (rows, columns)
+    assert len(shapes) == 2, shapes
+
+
 def test_a_compiler_that_fails_keeps_no_tensor_alive(compiler: Compiler, double: Kernel) -> None:
     compiler.error = RuntimeError("no C++ compiler")
     large = LARGE.clone()
