@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -130,6 +131,23 @@ def test_without_a_process_group(saved: Path) -> None:
         target: dict[str, Any] = {name: empty_target(kind, ROWS["even"]) for name in full}
         load(target, saved, on_mismatch="convert", allow_partial_load=True)
         assert_holds(target, full)
+
+
+def dense_rows_read(path: Path) -> None:
+    names = [f"few.{kind}" for kind in EVERY]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    target: dict[str, Any] = {name: placed(empty_target("bfloat16", ROWS["few"]), mesh, Shard(0)) for name in names}
+    planner = QuantizedLoadPlanner(on_mismatch="convert", allow_partial_load=True)
+    planner.set_up_planner(target, FileSystemReader(path).read_metadata(), dist.get_rank() == 0)
+    read = {item.storage_index.fqn: item.lengths for item in planner.create_local_plan().items}
+    payloads = {key: lengths for key, lengths in read.items() if key.endswith("payload")}
+    assert len(payloads) == len(names)
+    rows = len(target[names[0]].to_local())
+    assert all(lengths[0] == rows for lengths in payloads.values()), (rows, payloads)
+
+
+def test_a_dense_target_reads_its_own_rows_and_no_more(saved: Path) -> None:
+    run_ranks(3, dense_rows_read, saved)  # the second rank's rows begin and end at odd numbers
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
