@@ -8,10 +8,11 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+PRIVATE = "tests/test_torch_private.py"
 PLACES = {  # package -> where its tests are
-    "fsdp_hooks": ("tests/fsdp_hooks", "tests/qtensor"),
-    "qtensor": ("tests/qtensor", "tests/fsdp_hooks"),
-    "dcp_adapters": ("tests/dcp_adapters",),
+    "fsdp_hooks": ("tests/fsdp_hooks", "tests/qtensor", PRIVATE),
+    "qtensor": ("tests/qtensor", "tests/fsdp_hooks", PRIVATE),
+    "dcp_adapters": ("tests/dcp_adapters", PRIVATE),
 }
 ALWAYS = {  # asked last, whatever they name: what all of a package's code is behind
     "fsdp_hooks": ("tests/fsdp_hooks/test_matrix.py", "tests/fsdp_hooks/test_scales.py"),
@@ -33,7 +34,7 @@ def files_for(root: Path, module: str) -> list[str]:
     """Test files, those of its name first, then those that name most of it for what they cost."""
     package = module.split("/", 1)[0]
     dotted = module.removesuffix(".py").replace("/", ".")
-    paths = [path for place in PLACES[package] for path in sorted((root / place).glob("test_*.py"))]
+    paths = [path for place in PLACES[package] for path in _files(root / place)]
     said = {path: _said(_text(path), _defined(root / module)) for path in paths}
     often = Counter(name for names in said.values() for name in names)
     own: list[tuple[float, str]] = []
@@ -49,6 +50,10 @@ def files_for(root: Path, module: str) -> list[str]:
     return list(
         dict.fromkeys([*first, *(name for _, name in sorted(others)[: max(MOST - len(first), 0)]), *ALWAYS[package]])
     )
+
+
+def _files(place: Path) -> list[Path]:
+    return sorted(place.glob("test_*.py")) if place.is_dir() else [place]
 
 
 def _said(text: str, names: frozenset[str]) -> set[str]:
