@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.replicas import _who
+from qtensor.replicas import Replicas, _who
 from tests.fsdp_hooks.cases import Collectives, Net, batch, bits, build, local, mesh_of, shard, snapshot
 from tests.ranks import run_ranks, run_ranks_catching
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
     from qtensor.recipes import Recipe
 
 ROWS = (64, 33)
@@ -45,6 +50,29 @@ def checked_steps_are_the_same_steps() -> None:
         found.append((comms.counts, {name: bits(part).tolist() for name, part in snapshot(net).items()}))
     assert found[0] == found[1]
     assert found[0][0] == {"allreduce_": 1}
+
+
+CUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], list[int]]] = {  # mesh, placements, ranks that agree
+    "replicas of a cut weight": ((2, 4), (Replicate(), Shard(0)), [8]),
+    "replicas of one cut twice": ((2, 2, 2), (Replicate(), Shard(0), Shard(1)), [2, 2]),
+    "replicas, and a mesh dim of one rank": ((2, 1, 4), (Replicate(), Shard(0), Shard(0)), [8]),
+    "cut twice": ((2, 4), (Shard(0), Shard(1)), [2, 4]),
+    "all hold all": ((8,), (Replicate(),), []),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_claims_are_reduced_over_all_ranks_only_where_replicas_claim_the_same(case: str) -> None:
+    shape, placements, expected = CUTS[case]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", shape)
+        param = DTensor.from_local(torch.zeros(4, 32), mesh, placements, run_check=False)
+        plain = torch.zeros(3)  # which all ranks hold: there is something to compare
+        (cuts, _) = Replicas([("weight", param), ("plain", plain)]).cuts_of([param, plain])
+        assert [group.size() for _, group in cuts] == expected
+    finally:
+        dist.destroy_process_group()
 
 
 def flip(tensor: torch.Tensor) -> None:
