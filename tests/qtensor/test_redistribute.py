@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qtensor import NVFP4BlockScaling, QuantizedTensor, quantize
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from qtensor import Float8CurrentScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from qtensor.redistribute import scatter
-from tests.qtensor.recipes_under_test import weight
+from tests.qtensor.recipes_under_test import same_bytes, weight
+from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,3 +47,19 @@ def test_every_part_of_a_scatter_is_waited_for() -> None:
     assert len(works) == len(q.parts()) == 3
     assert [one.waited for one in works] == [True] * 3
     assert all(own == piece for own, piece in sizes)
+
+
+def _shards_of_their_own_scales(recipe: Float8CurrentScaling | NVFP4BlockScaling) -> None:
+    """Each rank's shard is a quantized tensor of values of its own magnitude, as before the first `sync_scales`."""
+    own = [quantize(weight(16, 32) * 2.0**rank, recipe) for rank in range(4)]
+    shard = own[dist.get_rank()]
+    line = DTensor.from_local(shard, init_device_mesh("cpu", (4,)), [Shard(0)])
+    assert same_bytes(line.full_tensor().dequantize(), torch.cat([q.dequantize() for q in own]))
+    square = DTensor.from_local(shard, init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(0)])
+    with pytest.raises(NotImplementedError, match=r"gathering .* over a second mesh dim is not defined; use"):
+        square.full_tensor()
+
+
+def test_shards_of_different_scales_are_gathered_over_one_mesh_dim_and_refused_over_two() -> None:
+    for recipe in (Float8CurrentScaling(granularity="tensor"), NVFP4BlockScaling()):
+        run_ranks(4, _shards_of_their_own_scales, recipe)
