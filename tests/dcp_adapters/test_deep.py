@@ -393,8 +393,9 @@ def saved_broken(path: Path) -> None:
     save(state, path, verify="deep")
 
 
-def test_ranks_judge_what_they_hold(shared_tmp_path: Path) -> None:
-    run_ranks(3, saved_whole, shared_tmp_path / "c")
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_judge_what_they_hold(world: int, shared_tmp_path: Path) -> None:
+    run_ranks(world, saved_whole, shared_tmp_path / "c")
     report = verify(shared_tmp_path / "c", level="own_scales")
     assert report.findings == ()
     assert report.judged == len(SPREAD)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_hooks import sync_scales, unsharded
+from fsdp_hooks.scale_sync import parameters_at_rest
 from qtensor import MasterWeightOptimizer, high_precision_init_val, quantize, quantized_model_init
 from qtensor.formats import tensor_wide
 from tests.fsdp_hooks.cases import (
@@ -185,6 +186,18 @@ def _meta_raises() -> None:
     with torch.device("meta"), quantized_model_init(RECIPES["nvfp4"]):
         net = Net((4,), head=4)
     sync_scales(shard(net))
+
+
+def test_a_parameter_of_several_names_is_known_by_the_least() -> None:
+    """Ranks may have registered them in different orders."""
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    for order in (("b", "a", "c"), ("c", "b", "a"), ("a", "c", "b")):
+        model = nn.Module()
+        for name in order:
+            model.add_module(name, two if name == "c" else one)
+        found = dict(parameters_at_rest(model))
+        assert sorted(found) == ["a.bias", "a.weight", "c.bias", "c.weight"]
+        assert found["a.weight"] is one.weight
 
 
 def test_sync_scales_of_a_meta_model_raises() -> None:

@@ -410,6 +410,19 @@ def test_a_transposed_source_has_no_parts_in_order_but_may_fit() -> None:
     assert torch.equal(target.dequantize(torch.float32), q.dequantize(torch.float32).t())
 
 
+def test_parts_of_other_elements_are_not_kept() -> None:
+    """Where one scale becomes one a row, the payload stays; not that of a transposed or a broadcast source."""
+    q = quantize(weight()[:96, :96], TENSOR)
+    target = quantize(torch.zeros(96, 96), ROW)
+    for source in (q.t(), q[:1], q[5]):
+        target.copy_(source)
+        values = source.dequantize(torch.float32).expand(96, 96)
+        assert same_parts(target, quantize(values, ROW)), source.shape
+    target.copy_(q)
+    assert same_parts(target, convert(q, ROW))
+    assert not same_parts(target, quantize(q.dequantize(torch.float32), ROW))
+
+
 def test_values_in_several_chunks_come_out_as_in_one() -> None:
     q = quantize(torch.randn(96, 8192, generator=torch.Generator().manual_seed(0)), MXFP4BlockScaling())
     assert q.numel() > 2 * exact.CHUNK

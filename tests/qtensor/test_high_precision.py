@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_hooks import sync_scales
+from fsdp_hooks.scale_sync import scales_of
 from qtensor import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -21,6 +22,7 @@ from qtensor import (
     quantize_,
     quantized_model_init,
 )
+from qtensor.formats import tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from tests.qtensor.recipes_under_test import RECIPES, same_bytes, same_parts, weight
 
@@ -247,6 +249,18 @@ def test_what_a_constructor_writes_is_kept_exactly() -> None:
     assert high_precision_init_val(layer.weight) is None
     clear_high_precision_init_val(layer.weight)
     assert sync_scales(layer) == 0
+
+
+@pytest.mark.parametrize("name", ["float8_row", "float8_tensor", "nvfp4"])
+def test_the_shared_scale_is_that_of_the_gather_whatever_was_agreed_on(name: str) -> None:
+    param = _linear(RECIPES[name]).weight
+    scales: Any = scales_of(param)
+    for factor in (1, 2):
+        scales.adopt(scales.claim() * factor)
+        parts = param.quantized().parts()
+        scale = parts[tensor_wide(param.recipe) or "scale"]
+        assert torch.equal(param.shared_scale(), scale)
+        assert param.shared_scale().shape == scale.shape
 
 
 def test_a_tie_with_an_embedding_stays_plain() -> None:

@@ -369,11 +369,15 @@ def test_away_from_the_cpu_code_is_compiled_for_a_row_length_and_any_rows(monkey
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    halved = Kernel(lambda x: x / 2, "halved")
+    halved = Kernel(lambda x, by: x / by, "halved")
+    codes = []
     for columns in (32, 64):
         for rows in (8, 16, 24):
-            args = (torch.empty(rows, columns, device="meta"),)
-            assert halved.compiled_for(args)(*args).shape == (rows, columns)
+            args = (torch.empty(rows, columns, device="meta"), 2)
+            codes.append(halved.compiled_for(args))
+            assert codes[-1](*args).shape == (rows, columns)
+    assert codes == [codes[0]] * 3 + [codes[3]] * 3
+    assert codes[0] is not codes[3]
     assert len(shapes) == 2, shapes
 
 

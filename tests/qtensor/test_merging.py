@@ -131,11 +131,13 @@ def test_a_callable_gets_the_place_of_the_piece() -> None:
     assert asked == [(slice(0, 64), slice(0, 96))] * 2
 
 
-def test_dense_weights_are_rounded_to_their_dtype() -> None:
-    model = nn.Linear(96, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dense_weights_are_rounded_to_their_dtype(dtype: torch.dtype) -> None:
+    model = nn.Linear(96, 64, dtype=dtype)
     update, before = factors(64, 96), model.weight.detach().clone()
     report = merge_(model, {"weight": update})
-    assert torch.equal(model.weight, (before.float() + whole(update)).bfloat16())
+    assert torch.equal(model.weight, (before.float() + whole(update)).to(dtype))
+    assert report["weight"].changed == int((model.weight != before).sum()) > 0
     error = (model.weight.detach().double() - (before.double() + whole(update).double())).norm()
     assert report["weight"].error_norm == pytest.approx(float(error), rel=1e-12)
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qtensor import (
     Float8CurrentScaling,
@@ -390,6 +394,27 @@ def test_quantize_refuses_an_include_that_matches_nothing_and_changes_nothing() 
     with pytest.raises(ValueError, match="include pattern 'norm'"):
         quantize_(model, MXFP8, include=["norm"])
     assert quantized_names(model) == []
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_dense_shards_in_place_of_quantized_ones_are_refused(storage: Any) -> None:
+    """A loader that shards a model by itself would leave it dense."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def shards(values: Tensor) -> nn.Parameter:
+            return nn.Parameter(DTensor.from_local(values, mesh, [Shard(0)], run_check=False))
+
+        with quantized_model_init(MXFP8, storage=storage):
+            model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+            held = model.weight = shards(model.weight.detach())
+            model.weight = shards(held.to_local().detach())  # quantized ones may come and go
+            with pytest.raises(RuntimeError, match=r"a dense DTensor of shape \(128, 64\) replaces a quantized weight"):
+                model.weight = shards(torch.zeros(64, 64, dtype=torch.bfloat16))
+            model.bias = shards(torch.zeros(64, dtype=torch.bfloat16))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_quantize_warns_of_an_exclude_that_matches_nothing() -> None:

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, inner_step, quantize
-from qtensor.masters import copy_many
+from qtensor.masters import copy_many, in_fp32
 from tests.qtensor.recipes_under_test import same_bytes
 from tests.recipes import ROW
 
@@ -202,6 +206,21 @@ class NoLists(Tensor):
         if "foreach" in str(func):
             raise NotImplementedError(func)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def test_a_gradient_that_lies_elsewhere_keeps_its_placements() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        master = DTensor.from_local(torch.zeros(4, 32), mesh, [Shard(0)], run_check=False)
+        for placement, shape in ((Shard(0), (4, 32)), (Replicate(), (8, 32)), (Shard(1), (8, 16))):
+            values = torch.arange(shape[0] * shape[1], dtype=torch.bfloat16).view(shape)
+            grad = DTensor.from_local(values, mesh, [placement], run_check=False)
+            found: Any = in_fp32(grad, master, None)
+            assert (found.shape, found.dtype, found.placements) == (master.shape, torch.float32, (placement,))
+            assert torch.equal(found.to_local(), values.float())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_tensors_of_other_classes_are_copied_one_by_one() -> None:
