@@ -49,6 +49,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     inputs: str = "dynamic",
+    expert_inputs: str = "routed",
     kv_cache: KVCache | None = None,
     checkpoint_dir: str | Path | None = None,
     save_every: int = 1,
@@ -81,6 +82,8 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         include: globs over module fqns of what to quantize; each must match something.
         exclude: globs over module fqns of what to leave alone; one that matches nothing warns.
         inputs: "dynamic", or "static": the result holds a scale for each linear's input.
+        expert_inputs: "routed", or "all": for statistics each expert sees every token of its block. What layers return
+            is as ever.
         kv_cache: KVCache(): the result holds scales for the keys and values of each attention.
         checkpoint_dir: where to keep finished layers, a directory that all ranks share. A later run of the same
             calibration continues after them, on any number of ranks, to the same bytes.
@@ -111,6 +114,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             recipe=recipe,
             algorithm=algorithm,
             inputs=inputs,
+            expert_inputs=expert_inputs,
             kv_cache=kv_cache,
             layer_inputs=layer_inputs,
             inputs_on=inputs_on,

@@ -40,6 +40,7 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
     layers: Any = None,
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
+    expert_inputs: str = "routed",
     checkpoint_dir: str | Path | None = None,
     save_every: int = 1,
     on_event: Callable[[Event], object] | None = None,
@@ -67,6 +68,7 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
         layers: as of `calibrate`.
         include: as of `calibrate`.
         exclude: as of `calibrate`.
+        expert_inputs: as of `calibrate`.
         checkpoint_dir: where to keep what was measured, a directory that all ranks share, which is no calibration's.
             A later search with the same recipes and data continues after it, or chooses anew for another budget.
         save_every: after how many layers to save.
@@ -97,6 +99,7 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
             recipe=menu,
             algorithm=Measuring(algorithm=algorithm, recipes=len(menu.recipes)),
             layer_inputs="unquantized",
+            expert_inputs=expert_inputs,
             inputs_on=inputs_on,
             save_every=save_every,
             device=None if device is None else this_device(device),

@@ -125,7 +125,8 @@ def observe(
     """
     algorithm = method.algorithm
     needs = needed(stage, method) - ({HESSIAN, CROSS} if algorithm.one_at_a_time else set())
-    collector = Collector({target.name: target.weight for target in stage.targets}, needs, apart=stage.kinds())
+    weights = {target.name: target.weight for target in stage.targets}
+    collector = Collector(weights, needs, apart=stage.kinds(), blocks=stage.blocks)
     partners = collector.partners()
     identities: list[Tensor | int] = []
     with raise_together(method.group), nullcontext() if method.quantized_onward else caches.watching():

@@ -79,6 +79,7 @@ def collected_again(stage: Stage, replay: Replay, method: Method, names: tuple[s
         needed(stage, method),
         only=names,
         apart=stage.kinds(),
+        blocks=stage.blocks,
     )
     partners = collector.partners()
     with raise_together(method.group):

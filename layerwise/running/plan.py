@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from layerwise.inputs.hooks import check_groups
 from layerwise.inputs.stores import INPUTS_ON
 from layerwise.running.kv_cache import KVCache
 from layerwise.stages.attentions import find_attentions
+from layerwise.stages.experts import ExpertBlock, find_blocks
 from layerwise.stages.layers import find_layers
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import Target, find_targets
@@ -50,6 +52,7 @@ class Options:
     device: torch.device | None = None
     weights: str | Path | None = None
     kv_cache: KVCache | None = None
+    expert_inputs: str = "routed"
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, Algorithm):
@@ -65,6 +68,7 @@ class Options:
             raise TypeError(f"calibrate: kv_cache is {self.kv_cache!r}; expected KVCache(), or None")
         for name, choices in (
             ("inputs", ("dynamic", "static")),
+            ("expert_inputs", ("routed", "all")),
             ("inputs_on", INPUTS_ON),
             ("layer_inputs", (None, "unquantized", "quantized")),
         ):
@@ -138,6 +142,7 @@ class Plan:
             "inputs": self.options.inputs,
             "layer_inputs": "quantized" if self.options.quantized_onward else "unquantized",
             **({} if kv_cache is None else {"kv_cache": kv_cache.to_json()}),
+            **({} if self.options.expert_inputs == "routed" else {"expert_inputs": self.options.expert_inputs}),
         }
 
     def told(self, *, checkpoint: bool) -> dict[str, list[str]]:
@@ -145,7 +150,7 @@ class Plan:
         decides, options = self.decides(), self.options
         text = {"recipe": json.dumps(options.recipe.to_json()), "algorithm": json.dumps(options.algorithm.to_json())}
         text |= {"inputs": decides["inputs"], "layer_inputs": decides["layer_inputs"]}
-        text |= {"kv_cache": json.dumps(decides.get("kv_cache"))}
+        text |= {"kv_cache": json.dumps(decides.get("kv_cache")), "expert_inputs": options.expert_inputs}
         text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
         named: list[tuple[str, Tensor]] = [*self.model.named_parameters()]
         if checkpoint:  # it holds digests of buffers, too
@@ -194,6 +199,7 @@ def planned(  # noqa: PLR0913 - keyword-only
             )
     attentions = {} if options.kv_cache is None else find_attentions(model)
     _check_attentions(attentions, in_layers)
+    blocks = [] if options.expert_inputs == "routed" else find_blocks(model, targets)
     stages: list[Stage] = []
     inside: set[int] = set()
     for index, (fqn, layer) in enumerate(named):
@@ -202,12 +208,13 @@ def planned(  # noqa: PLR0913 - keyword-only
         own = tuple(target for target in targets if id(target.owner) in owners)
         caching = {name: module for name, module in attentions.items() if id(module) in owners}
         shared = _modules_shared(fqn, layer, uses, in_layers)
-        stages.append(Stage(index, fqn, layer, (), own, shared, caching, _recipes(own, options.recipe)))
+        recipes, sharing = _recipes(own, options.recipe), _blocks_of(blocks, own, owners)
+        stages.append(Stage(index, fqn, layer, (), own, shared, caching, recipes, sharing))
     rest = tuple(target for target in targets if id(target.owner) not in inside)
     caching = {name: module for name, module in attentions.items() if id(module) not in inside}
-    without = tuple(layer for _, layer in named)
-    recipes = _recipes(rest, options.recipe)
-    outside = Stage(len(stages), "", model, without, rest, attentions=caching, recipes=recipes)
+    without, everything = tuple(layer for _, layer in named), {id(module) for module in model.modules()}
+    recipes, sharing = _recipes(rest, options.recipe), _blocks_of(blocks, rest, everything - inside)
+    outside = Stage(len(stages), "", model, without, rest, attentions=caching, recipes=recipes, blocks=sharing)
     if rest or caching or not stages:
         stages.append(outside)
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
@@ -224,6 +231,21 @@ def _placed(value: Tensor) -> str:
 
 def _recipes(targets: Sequence[Target], recipe: Formats) -> tuple[Recipe, ...]:
     return () if isinstance(recipe, Menu) else tuple(recipe_of(recipe, target.name) for target in targets)
+
+
+def _blocks_of(
+    blocks: Sequence[ExpertBlock], targets: Sequence[Target], modules: AbstractSet[int]
+) -> tuple[ExpertBlock, ...]:
+    """The blocks with experts among some targets; what is called with their tokens must be among the modules, too."""
+    names = {name for target in targets for name in target.linears()}
+    own = [block for block in blocks if any(not names.isdisjoint(expert.names) for expert in block.experts)]
+    for block in own:
+        if id(block.module) not in modules:
+            raise ValueError(
+                f'calibrate: expert_inputs="all": the experts of {block.name} are in another layer than the module '
+                "that is called with their tokens; name layers= that hold both, or leave expert_inputs out"
+            )
+    return tuple(own)
 
 
 def _check_attentions(attentions: Mapping[str, nn.Module], in_layers: Mapping[int, int]) -> None:

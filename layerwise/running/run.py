@@ -147,6 +147,11 @@ class Run(ABC, Generic[K]):
                 'calibrate: inputs="static" takes scales from inputs, and no rank has a batch (an iterator that is '
                 'used up has none left); give data, or use inputs="dynamic"'
             )
+        if self.plan.options.expert_inputs == "all":
+            raise ValueError(
+                'calibrate: expert_inputs="all" sends the tokens of all batches to each expert, and no rank has a '
+                "batch (an iterator that is used up has none left); give data, or leave expert_inputs out"
+            )
         if self.plan.options.kv_cache is not None:
             raise ValueError(
                 "calibrate: kv_cache takes scales from keys and values, and no rank has a batch (an iterator that is "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.formats.assignment import Formats
+from layerwise.stages.experts import ExpertBlock
 from layerwise.stages.targets import Target
 from qtensor.recipes import Recipe
 
@@ -32,6 +33,7 @@ class Stage:
         shared: fqns of its modules with parameters that are used outside of it, too.
         attentions: fqn in the model -> module, of those whose caches get scales.
         recipes: of each target; none while formats are searched for.
+        blocks: whose experts see every token when statistics are made.
     """
 
     index: int
@@ -42,6 +44,7 @@ class Stage:
     shared: frozenset[str] = frozenset()
     attentions: Mapping[str, nn.Module] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
+    blocks: tuple[ExpertBlock, ...] = ()
 
     @property
     def title(self) -> str:

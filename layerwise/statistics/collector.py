@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,10 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import COLUMNS, CROSS, HESSIAN, LOCAL_HESSIAN
 from layerwise.algorithms.arithmetic import full_precision
+from layerwise.stages.experts import ExpertBlock
 from layerwise.stages.targets import linear_names
 from layerwise.statistics.accumulated import Accumulated, Measured, measure
+from layerwise.statistics.every_token import EveryToken
 from layerwise.statistics.lineage import Lineage
 from layerwise.statistics.partners import Partner, Partners, origin_of
 from layerwise.statistics.statistics import Names, Part, Statistics
@@ -86,6 +89,7 @@ class Collector:
         only: names of the linears whose inputs' Hessian and CROSS are wanted, all by default. (Each is [K, K]; without
             memory for all of a layer's at once, replay the layer once for each part.)
         apart: fqn -> its kind; linears of different kinds form different groups, even if they take the same input.
+        blocks: whose experts see every token. Experts form groups of their own, though their inputs are the same.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Collector:
         *,
         only: Collection[str] | None = None,
         apart: Mapping[str, Hashable] | None = None,
+        blocks: Sequence[ExpertBlock] = (),
     ) -> None:
         self._targets = WeightsByStorage(targets)
         self._needs = needs
@@ -105,7 +110,12 @@ class Collector:
         if unknown:
             raise ValueError(f"no statistic and no linear of these targets: {', '.join(sorted(unknown))}")
         self._only = frozenset(self._places if only is None else only)
-        self._kinds = {name: kind for fqn, kind in (apart or {}).items() for name in self._linears[fqn]}
+        self._kinds: dict[str, Hashable] = {
+            name: kind for fqn, kind in (apart or {}).items() for name in self._linears[fqn]
+        }
+        self._blocks = blocks
+        for expert in (expert for block in blocks for expert in block.experts):
+            self._kinds |= {name: (self._kinds.get(name), expert.names) for name in expert.names}
         self._order = {name: index for index, name in enumerate(self._places)}
         self._accumulated: dict[Names, Accumulated] = {}
         self._samples: dict[str, list[Tensor]] = {}
@@ -122,9 +132,11 @@ class Collector:
         """
         seen: dict[tuple[int, ...], _Seen] = {}
         pairing = None if partners is None else _Pairing(partners)
+        every = EveryToken(self._blocks, lambda product: self._take(seen, product, pairing), partial(_settling, seen))
         with (
-            Watch(self._targets, lambda product: self._take(seen, product, pairing)) as watch,
+            Watch(self._targets, every.take) as watch,
             nullcontext() if pairing is None else pairing.lineage,
+            every.hooks(),
         ):
             yield
         self._unfollowed |= watch.unfollowed
@@ -140,7 +152,7 @@ class Collector:
 
     def partners(self) -> Partners | None:
         """What is to hold the partners of each batch; None where they are not needed."""
-        return Partners(self._targets, self._only) if CROSS in self._needs else None
+        return Partners(self._targets, self._only, self._blocks) if CROSS in self._needs else None
 
     def samples(self, name: str) -> Tensor | None:
         """[n, K]: up to 16 rows of a linear's input from each of this rank's first 4 batches; None without any."""
@@ -257,6 +269,17 @@ def partition(
         if fate:
             groups.setdefault(((kinds or {}).get(name), fate), []).append(name)
     return [(tuple(members), list(fate)) for (_, fate), members in groups.items()]
+
+
+@contextmanager
+def _settling(seen: dict[tuple[int, ...], _Seen], tokens: Tensor) -> Iterator[None]:
+    """Inside, inputs come that nothing outside takes, but for `tokens`: afterwards they are measured, and freed."""
+    before = {*seen}
+    yield
+    for key in [key for key, one in seen.items() if key not in before and one.x is not tokens]:
+        one = seen.pop(key)
+        one.x, one.was, one.partner = tokens, None, None
+        seen[-1, id(one)] = one  # the next tensor may get the id of the one that is freed
 
 
 def _input_key(seen: Mapping[tuple[int, ...], _Seen], product: Product) -> tuple[int, ...]:

@@ -11,13 +11,16 @@ its rows stand for the same tokens (lineage.py). That fails for experts that a r
 has no pairs for them then. Whether it has depends on the batch alone, and not on who ran it.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from layerwise.stages.experts import ExpertBlock
+from layerwise.statistics.every_token import EveryToken
 from layerwise.statistics.lineage import Lineage
 from layerwise.statistics.watching import Product, Watch, WeightsByStorage
 
@@ -35,6 +38,9 @@ class Partner:
     origin: tuple[int, ...]
 
 
+_Inputs = dict[tuple[int, ...], tuple[Tensor, Partner]]  # with the input, so that no other gets its id
+
+
 @dataclass(eq=False)
 class Partners:
     """The inputs of one batch in the unquantized model.
@@ -42,19 +48,22 @@ class Partners:
     Args:
         targets: the live weights, as of a `Collector`.
         only: names of the linears whose inputs are kept.
+        blocks: whose experts see every token.
     """
 
     targets: WeightsByStorage
     only: Collection[str]
+    blocks: Sequence[ExpertBlock] = ()
     _found: dict[str, list[Partner]] = field(default_factory=dict, init=False)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Context manager around the run of a batch; what was kept of the one before is freed."""
         self._found = {}
-        seen: dict[tuple[int, ...], tuple[Tensor, Partner]] = {}  # with the input, so that no other gets its id
+        seen: _Inputs = {}
         lineage = Lineage()
-        with Watch(self.targets, lambda product: self._take(seen, lineage, product)), lineage:
+        every = EveryToken(self.blocks, lambda product: self._take(seen, lineage, product), partial(_forgetting, seen))
+        with Watch(self.targets, every.take), lineage, every.hooks():
             yield
 
     def partner(self, name: str, number: int, origin: tuple[int, ...], rows: Tensor) -> Partner | None:
@@ -63,7 +72,7 @@ class Partners:
         one = found[number] if number < len(found) else None
         return one if one is not None and one.origin == origin and one.rows.shape == rows.shape else None
 
-    def _take(self, seen: dict[tuple[int, ...], tuple[Tensor, Partner]], lineage: Lineage, product: Product) -> None:
+    def _take(self, seen: _Inputs, lineage: Lineage, product: Product) -> None:
         wanted = [name for name in product.names if name in self.only]
         if not wanted or not product.rows.numel():
             return
@@ -77,6 +86,15 @@ class Partners:
                 seen[key] = known
         for name in wanted:
             self._found.setdefault(name, []).append(known[1])
+
+
+@contextmanager
+def _forgetting(seen: _Inputs, tokens: Tensor) -> Iterator[None]:
+    """Inside, inputs come that nothing outside takes, but for `tokens`: afterwards they are freed."""
+    before = {*seen}
+    yield
+    for key in [key for key, (x, _) in seen.items() if key not in before and x is not tokens]:
+        del seen[key]
 
 
 def origin_of(lineage: Lineage, product: Product) -> tuple[int, ...]:

@@ -1,0 +1,135 @@
+"""Blocks of experts: modules that send each token to some of their experts, found in the module tree.
+
+    list       a list of modules with "expert" in its name; each is called with rows of the tokens that its block, the
+               module around the list, is called with
+    stacked    a module with "expert" in its name and parameters [E, N, K], which is its own block; it is called with
+               the tokens [T, K], the numbers of each token's experts, [T, k], and their weights, [T, k]
+
+Which calls a block really gets shows when it runs (statistics/every_token.py); what its forward takes shows here.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from layerwise.stages.targets import Target
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+INSTEAD = 'use expert_inputs="routed", or exclude them'
+STACKED_CALL = "expected experts(tokens [T, K], numbers of experts [T, k], their weights [T, k])"
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """One expert of a block.
+
+    Attributes:
+        number: its place in the block.
+        names: its linears that are quantized.
+        module: what is called with its tokens; None in a stacked block.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    module: nn.Module | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBlock:
+    """Experts among which tokens are shared out.
+
+    Attributes:
+        name: fqn in the model of the list, or of the stacked module.
+        module: what is called with the tokens.
+        experts: those with linears to quantize.
+    """
+
+    name: str
+    module: nn.Module
+    experts: tuple[Expert, ...]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether its experts are in one parameter."""
+        return self.experts[0].module is None
+
+
+def find_blocks(model: nn.Module, targets: Sequence[Target]) -> list[ExpertBlock]:
+    """The blocks with experts to quantize, in the order of the module tree.
+
+    Raises:
+        ValueError: there is none.
+        NotImplementedError: a forward takes something else than tokens, or than a stacked block gets.
+    """
+    lists = list(_lists(model))
+    owned = {id(inner) for block in lists for inner in model.get_submodule(block).modules()}
+    blocks = [_list_block(model, name, targets) for name in lists]
+    stacked = {target.module_name: target.owner for target in targets if len(target.shape) == 3}
+    blocks += [_stacked_block(name, owner, targets) for name, owner in stacked.items() if id(owner) not in owned]
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    found = sorted((block for block in blocks if block is not None), key=lambda block: places[block.name])
+    if not found:
+        raise ValueError(
+            'calibrate: expert_inputs="all": the model has no experts to quantize; expected a list of modules, or a '
+            'module with parameters [E, N, K], with "expert" in its name. Leave expert_inputs out for this model'
+        )
+    return found
+
+
+def _lists(model: nn.Module) -> Iterator[str]:
+    """The outermost lists of experts."""
+    inside: set[int] = set()
+    for fqn, module in model.named_modules():
+        if isinstance(module, LISTS) and "expert" in fqn.rpartition(".")[2].lower() and id(module) not in inside:
+            inside |= {id(inner) for inner in module.modules()}
+            yield fqn
+
+
+def _list_block(model: nn.Module, name: str, targets: Sequence[Target]) -> ExpertBlock | None:
+    found = model.get_submodule(name)
+    experts = []
+    for number, module in enumerate(found.children()):
+        owners = {id(inner) for inner in module.modules()}
+        names = tuple(linear for target in targets if id(target.owner) in owners for linear in target.linears())
+        if names:
+            _check_one_argument(f"{name}.{number}", module)
+            experts.append(Expert(number, names, module))
+    around, called = name, found
+    while around and isinstance(called, LISTS) and type(called).forward in [one.forward for one in LISTS]:
+        around = around.rpartition(".")[0]
+        called = model.get_submodule(around)
+    return ExpertBlock(name, called, tuple(experts)) if experts else None
+
+
+def _check_one_argument(name: str, module: nn.Module) -> None:
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind in _ONE_VALUE]
+    if len(needed) > 1:
+        raise NotImplementedError(
+            f'calibrate: expert_inputs="all": {name} takes {", ".join(needed)}; expected an expert that takes its '
+            f"tokens alone. For such experts {INSTEAD}"
+        )
+
+
+def _stacked_block(name: str, owner: nn.Module, targets: Sequence[Target]) -> ExpertBlock:
+    linears = [target.linears() for target in targets if target.owner is owner and len(target.shape) == 3]
+    parameters = inspect.signature(owner.forward).parameters.values()
+    taken = [one.name for one in parameters if one.kind in _ONE_VALUE]
+    if len(taken) < 3:
+        raise NotImplementedError(
+            f'calibrate: expert_inputs="all": {name} takes {", ".join(taken) or "nothing"}; {STACKED_CALL}. For such '
+            f"experts {INSTEAD}"
+        )
+    if len({len(names) for names in linears}) > 1:
+        raise NotImplementedError(
+            f'calibrate: expert_inputs="all": the parameters of {name} hold {sorted({len(one) for one in linears})} '
+            f"experts; expected as many in each. For such experts {INSTEAD}"
+        )
+    return ExpertBlock(
+        name, owner, tuple(Expert(number, names) for number, names in enumerate(zip(*linears, strict=True)))
+    )
+
+
+_ONE_VALUE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
