@@ -35,6 +35,7 @@ from layerwise.formats.assignment import budget_of
 from layerwise.formats.candidates import Menu, Weight, least_bits
 from layerwise.running.plan import Options
 from layerwise.stages.attentions import find_attentions
+from layerwise.stages.experts import find_blocks
 from layerwise.stages.layers import find_layers
 from layerwise.stages.targets import Target, find_targets
 from layerwise.weights.on_disk import OnDisk
@@ -94,6 +95,8 @@ def checked(config: Config, now: Record, before: Record | None) -> Fitting:
                 raise ValueError("no weight is left to quantize; see include and exclude")
             if config.calibration.kv_cache is not None:
                 find_attentions(model)
+            if config.calibration.expert_inputs == "all":
+                find_blocks(model, targets)
         if targets and config.search is not None:
             with problems.of("recipe.bits_per_weight"):
                 _check_budget(config, targets)
@@ -211,6 +214,7 @@ def _check_options(config: Config) -> None:
         recipe=config.recipe,
         algorithm=config.algorithm,
         inputs=keys.inputs,
+        expert_inputs=keys.expert_inputs,
         kv_cache=keys.cache,
         layer_inputs=keys.layer_inputs,
         inputs_on=keys.inputs_on,

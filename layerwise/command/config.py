@@ -19,6 +19,7 @@ from layerwise.command.keys import key
 from layerwise.formats.candidates import COMPARE, Menu
 from layerwise.inputs.stores import INPUTS_ON
 from layerwise.running.kv_cache import GRANULARITIES, KVCache
+from layerwise.stages.experts import EXPERT_INPUTS
 from qtensor.recipes import Recipe
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -86,6 +87,11 @@ class CalibrationKeys:
     include: tuple[str, ...] = key("patterns of modules to quantize", ("*",))
     exclude: tuple[str, ...] = key("patterns of modules to leave out, such as lm_head", ())
     inputs: str = key("static: find a scale for each linear's input, too", "dynamic", choices=("dynamic", "static"))
+    expert_inputs: str = key(
+        "what experts are fitted to: the tokens that are routed to them, or all tokens of their block",
+        "routed",
+        choices=EXPERT_INPUTS,
+    )
     kv_cache: str | None = key(
         "find scales for keys and values in an FP8 cache, one of each for an attention (tensor), or for each of its "
         "heads (head); null: none",
@@ -215,6 +221,8 @@ def _data_problems(config: Config) -> list[str]:
         why = f"{type(config.algorithm).__name__} fits weights to data" if config.algorithm.needs else ""
         if config.calibration.inputs == "static":
             why = "inputs: static takes scales from data"
+        if config.calibration.expert_inputs == "all":
+            why = "expert_inputs: all sends the tokens of data to all experts"
         if config.calibration.kv_cache is not None:
             why = "kv_cache takes scales from data"
         return [f"data: missing; {why}"] if why else []

@@ -22,7 +22,7 @@ from layerwise.inputs.hooks import check_groups
 from layerwise.inputs.stores import INPUTS_ON
 from layerwise.running.kv_cache import KVCache
 from layerwise.stages.attentions import find_attentions
-from layerwise.stages.experts import ExpertBlock, find_blocks
+from layerwise.stages.experts import EXPERT_INPUTS, ExpertBlock, find_blocks
 from layerwise.stages.layers import find_layers
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import Target, find_targets
@@ -68,7 +68,7 @@ class Options:
             raise TypeError(f"calibrate: kv_cache is {self.kv_cache!r}; expected KVCache(), or None")
         for name, choices in (
             ("inputs", ("dynamic", "static")),
-            ("expert_inputs", ("routed", "all")),
+            ("expert_inputs", EXPERT_INPUTS),
             ("inputs_on", INPUTS_ON),
             ("layer_inputs", (None, "unquantized", "quantized")),
         ):

@@ -16,6 +16,7 @@ from torch import nn
 
 from layerwise.stages.targets import Target
 
+EXPERT_INPUTS = ("routed", "all")
 LISTS = (nn.ModuleList, nn.ModuleDict)
 INSTEAD = 'use expert_inputs="routed", or exclude them'
 STACKED_CALL = "expected experts(tokens [T, K], numbers of experts [T, k], their weights [T, k])"
