@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import qtensor as qt
-from layerwise import AWQ, GPTAQ, GPTQ, Algorithm, LocalHessian, Max, Mse, SmoothQuant, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, Algorithm, LocalHessian, Max, Mse, Qronos, SmoothQuant, calibrate
 from qtensor.recipes import Recipe
 
 BATCH = 8  # rows
@@ -42,6 +42,8 @@ OURS: dict[str, Algorithm] = {
     "GPTQ": GPTQ(),
     "GPTAQ": GPTAQ(),
     "GPTAQ in full": GPTAQ(alpha=1.0),
+    "Qronos": Qronos(),
+    "Qronos in full": Qronos(alpha=1.0),
     "GPTQ descent": GPTQ(descent=1),
     "GPTQ local Hessian": GPTQ(scales=LocalHessian()),
     "GPTQ SmoothQuant": GPTQ(smoothing=SmoothQuant()),

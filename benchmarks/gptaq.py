@@ -1,4 +1,4 @@
-"""Do errors of layers add up less where GPTAQ rounds them? Output errors of stacked layers, beside GPTQ's.
+"""Do errors of layers add up less where GPTAQ or Qronos round them? Output errors of stacked layers, beside GPTQ's.
 
     python -m benchmarks.gptaq                        # 8 layers of 256 channels, NVFP4; a minute of one core
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.machine import machine_and_versions
-from layerwise import GPTAQ, GPTQ, Algorithm, Max, calibrate
+from layerwise import GPTAQ, GPTQ, Algorithm, Max, Qronos, calibrate
 from qtensor import NVFP4BlockScaling
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,6 +28,9 @@ WAYS: dict[str, Algorithm] = {
     "GPTAQ(alpha=0.25)": GPTAQ(alpha=0.25),
     "GPTAQ(alpha=0.5)": GPTAQ(alpha=0.5),
     "GPTAQ(alpha=1)": GPTAQ(alpha=1.0),
+    "Qronos(alpha=0.25)": Qronos(alpha=0.25),
+    "Qronos(alpha=0.5)": Qronos(alpha=0.5),
+    "Qronos(alpha=1)": Qronos(alpha=1.0),
 }
 VOCABULARY, TOKENS, SEEDS = 512, 128, (0, 1)
 
@@ -102,7 +105,9 @@ def measure(layers: int, dim: int, count: int) -> dict[str, list[list[float]]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gptaq", description="Compares GPTAQ with GPTQ.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gptaq", description="Compares GPTAQ and Qronos with GPTQ."
+    )
     parser.add_argument("--layers", type=int, default=8, metavar="N")
     parser.add_argument("--dim", type=int, default=256, metavar="N", help="a multiple of 64")
     parser.add_argument("--batches", type=int, default=8, metavar="N", help="of 512 tokens, to calibrate on")

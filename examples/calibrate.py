@@ -28,9 +28,9 @@ from transformers import LlamaForCausalLM
 
 import qtensor as qt
 from dcp_adapters import QuantizedSavePlanner
-from layerwise import AWQ, GPTAQ, GPTQ, Max, Mse, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, Max, Mse, Qronos, calibrate
 
-ALGORITHMS: dict[str, Any] = {"Max": Max(), "Mse": Mse(), "AWQ": AWQ(), "GPTQ": GPTQ(), "GPTAQ": GPTAQ()}
+ALGORITHMS: dict[str, Any] = {type(one).__name__: one for one in (Max(), Mse(), AWQ(), GPTQ(), GPTAQ(), Qronos())}
 COLUMNS = ("algorithm", "perplexity before", "after", "SNR of layers, dB", "MiB on disk")
 MIB = 1 << 20
 

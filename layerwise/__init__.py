@@ -25,6 +25,7 @@ from layerwise.algorithms.gptq import GPTQ
 from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
+from layerwise.algorithms.qronos import Qronos
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.calibrate import calibrate
 from layerwise.formats.assignment import Assignment
@@ -55,6 +56,7 @@ __all__ = [
     "LocalHessian",
     "Max",
     "Mse",
+    "Qronos",
     "Report",
     "SmoothQuant",
     "Smoothing",

@@ -25,6 +25,7 @@ from layerwise.algorithms.gptq import GPTQ
 from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
+from layerwise.algorithms.qronos import Qronos
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.formats.assignment import Assignment
 from layerwise.running.agreement import check_agreed
@@ -36,7 +37,8 @@ from layerwise.running.run import Calibration
 from qtensor.recipes import Recipe
 
 MAX = Max()
-OWN_ALGORITHMS = (Max, Mse, LocalHessian, SmoothQuant, AWQ, GPTQ, GPTAQ)  # which write nothing on the way to a decision
+# those that write nothing on the way to a decision
+OWN_ALGORITHMS = (Max, Mse, LocalHessian, SmoothQuant, AWQ, GPTQ, GPTAQ, Qronos)
 
 
 def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
@@ -76,7 +78,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             Ranks may have different numbers of batches, or none; those of one group of tensor parallelism have the
             same. `None` is enough for Max and Mse.
         recipe: the format of the weights; or an assignment, which names the weights and gives each its own.
-        algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), GPTAQ(), or one of your own.
+        algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), GPTAQ(), Qronos(), or one of your own.
         layers: the layers, as names, glob patterns or modules; None: the largest list of modules; (): no layers, the
             whole model at once.
         include: globs over module fqns of what to quantize; each must match something.
@@ -91,7 +93,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         on_event: called with every `Event`, on every rank.
         progress: show a bar on rank 0, where it has a terminal.
         layer_inputs: what layers are calibrated on: outputs of the "unquantized" or of the "quantized" layer before;
-            None: as the algorithm says ("quantized" for GPTQ and GPTAQ, which takes nothing else).
+            None: as the algorithm says ("quantized" for GPTQ, and for GPTAQ and Qronos, which take nothing else).
         inputs_on: where inputs of layers wait: "device", "cpu" or "disk".
         device: where a model without FSDP computes; None: where its weights are.
         weights: safetensors of a model on the meta device: a file, or a directory.

@@ -34,7 +34,7 @@ from dcp_adapters import SafeFileSystemReader, export_hf, import_hf, read_manife
 from dcp_adapters.cli.main import main
 from dcp_adapters.load.conversion import Conversion
 from fsdp_hooks import sync_scales
-from layerwise import AWQ, GPTAQ, GPTQ, LocalHessian, Max, Mse, SmoothQuant
+from layerwise import AWQ, GPTAQ, GPTQ, LocalHessian, Max, Mse, Qronos, SmoothQuant
 from qtensor import (
     Float8CurrentScaling,
     MasterWeightOptimizer,
@@ -244,6 +244,7 @@ ALGORITHMS = (
     Calibration(algorithm=AWQ(alpha_step=0.25, clip_step=0.25), recipe=TENSOR, dtype=torch.float32),
     Calibration(algorithm=GPTQ()),
     Calibration(algorithm=GPTAQ()),
+    Calibration(algorithm=Qronos()),
 )
 
 

@@ -138,6 +138,7 @@ PUBLIC: dict[str, list[str]] = {
         "LocalHessian",
         "Max",
         "Mse",
+        "Qronos",
         "Report",
         "SmoothQuant",
         "Smoothing",

@@ -28,21 +28,15 @@ Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibra
 is theorem and algorithm; their code multiplies it by the column as it stands.
 """
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from layerwise.algorithms.algorithm import CROSS, Decision, Group
-from layerwise.algorithms.columns import columns_of
-from layerwise.algorithms.gptq import GPTQ
-from qtensor.recipes import Recipe
+from layerwise.algorithms.paired import Paired
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTAQ(GPTQ):
+class GPTAQ(Paired):
     """Rounds as GPTQ does, towards the outputs of the unquantized model.
 
     Batches run through every layer twice, on the inputs of the unquantized and on those of the quantized model. Where
@@ -65,54 +59,12 @@ class GPTAQ(GPTQ):
 
     alpha: float = 0.25
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"GPTAQ(alpha={self.alpha!r}): expected a number from 0 to 1, such as 0.5")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Those of GPTQ, and the products of the difference between the inputs."""
-        return super().needs | {CROSS}
-
-    @torch.no_grad()
-    def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """As GPTQ decides; where inputs have no pairs, the note "warning" says how many.
-
-        Raises:
-            RuntimeError: as of GPTQ.
-        """
-        decisions = super().decide(group, recipe)
-        if group.inputs is None or not group.inputs.unpaired:
-            return decisions
-        told = (
-            f"{group.inputs.unpaired} of {group.inputs.tokens} tokens came in batches that bring it others in the "
-            "unquantized model; for those it is GPTQ"
-        )
-        return [
-            dataclasses.replace(one, notes={**one.notes, "warning": "; ".join(filter(None, (_warning(one), told)))})
-            for one in decisions
-        ]
+    def _correction(self, cross: Tensor, factor: Tensor, columns: Tensor) -> Tensor:
+        """P^T W^T."""
+        later = (cross @ factor.t()).triu_(diagonal=1)  # [K, K]
+        return factor.t() @ (later.t() @ columns)
 
     def cost(self, rows: int, columns: int, tokens: int) -> float:
         """That of GPTQ, and three products."""
         corrections = columns**3 + 2 * rows * columns**2 if tokens else 0
         return super().cost(rows, columns, tokens) + corrections
-
-    def _aims(self, group: Group, factor: Tensor, order: Tensor | None) -> Tensor:
-        """fp32 [K, rows]: W (I + alpha P), transposed."""
-        columns = columns_of(group)
-        assert group.inputs is not None
-        cross = group.inputs.cross
-        if cross is None or not self.alpha or not cross.any():
-            return columns  # adding zeros would turn -0.0 into 0.0
-        cross = cross if order is None else cross[order][:, order]
-        later = (cross @ factor.t()).triu_(diagonal=1)  # [K, K]
-        ordered = columns if order is None else columns[order]
-        added = (factor.t() @ (later.t() @ ordered)).mul_(self.alpha)  # P^T W^T
-        return columns.add_(added) if order is None else columns.index_add_(0, order, added)
-
-
-def _warning(decision: Decision) -> str | None:
-    told = decision.notes.get("warning")
-    return None if told is None else str(told)

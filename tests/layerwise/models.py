@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from layerwise import AWQ, GPTAQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, SmoothQuant, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, Qronos, SmoothQuant, calibrate
 from qtensor import QuantizedTensor
 from tests.recipes import ROW
 
@@ -33,8 +33,9 @@ ALGORITHMS: dict[str, Any] = {
     "GPTQ": GPTQ(),
     "AWQ, then GPTQ": GPTQ(smoothing=AWQ(alpha_step=0.25), scales=LocalHessian(), descent=2),
     "GPTAQ": GPTAQ(),
+    "Qronos": Qronos(),
 }
-WRITING = ("SmoothQuant", "AWQ", "GPTQ", "AWQ, then GPTQ", "GPTAQ")
+WRITING = ("SmoothQuant", "AWQ", "GPTQ", "AWQ, then GPTQ", "GPTAQ", "Qronos")
 RECIPES = ROW
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from layerwise import (
     LocalHessian,
     Max,
     Mse,
+    Qronos,
     SmoothQuant,
     calibrate,
 )
@@ -113,6 +114,7 @@ CASES = {
     ),
     "gptq, on unquantized": Case(algorithm=GPTQ(), options={"layer_inputs": "unquantized"}, stop=("checkpoint", 2)),
     "gptaq": Case(algorithm=GPTAQ(), stop=("checkpoint", 1)),
+    "qronos": Case(algorithm=Qronos(smoothing=SmoothQuant(), hessians="one_at_a_time"), stop=("checkpoint", 1)),
     "gptaq, quantized storage": Case(
         algorithm=GPTAQ(smoothing=SmoothQuant()),
         recipe=MXFP8BlockScaling(),

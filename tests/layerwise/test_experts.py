@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "GPTQ": (ALGORITHMS["GPTQ"], NVFP4),
     "AWQ, then GPTQ": (ALGORITHMS["AWQ, then GPTQ"], MXFP8),
     "GPTAQ": (ALGORITHMS["GPTAQ"], NVFP4),
+    "Qronos": (ALGORITHMS["Qronos"], NVFP4),
 }
 Outcome = dict[str, dict[str, str]]
 
@@ -112,6 +113,7 @@ def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
         "GPTQ",
         "AWQ, then GPTQ",
         "GPTAQ",
+        "Qronos",
     ]  # Mse takes the statistics of Max; LocalHessian is below
     cases = [(method, index % 2 == 1) for index, method in enumerate(methods)]
     expected = {}
@@ -268,7 +270,7 @@ def test_experts_in_one_parameter_on_ranks() -> None:
     """Four experts on three ranks: two, two and none."""
     pytest.importorskip("transformers")
     cases = [("eager", "GPTQ"), ("eager", "SmoothQuant"), ("grouped_mm", "Max"), ("grouped_mm", "LocalHessian")]
-    cases += [("grouped_mm", "AWQ, then GPTQ"), ("grouped_mm", "GPTAQ")]
+    cases += [("grouped_mm", "AWQ, then GPTQ"), ("grouped_mm", "GPTAQ"), ("grouped_mm", "Qronos")]
     expected = []
     for implementation, method in cases:
         algorithm, recipe = METHODS[method]

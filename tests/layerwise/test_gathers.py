@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
-from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, Qronos, calibrate
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
 from tests.fsdp_hooks.cases import Collectives
 from tests.ranks import run_ranks, run_ranks_each
@@ -29,6 +29,7 @@ ALGORITHMS = {
     "one hessian at a time": GPTQ(hessians="one_at_a_time"),
     "awq": AWQ(),
     "gptaq": GPTAQ(),
+    "qronos": Qronos(),
 }
 
 
@@ -143,7 +144,7 @@ def _gathers(case: tuple[str, str, str]) -> tuple[dict[str, int], dict[str, int]
 
 
 CASES = [
-    *(("default", algorithm, "list") for algorithm in ("max", "gptq", "awq", "gptaq")),
+    *(("default", algorithm, "list") for algorithm in ("max", "gptq", "awq", "gptaq", "qronos")),
     ("kept after forward", "max", "list"),
     ("root resharded", "max", "list"),
     ("embedding of its own", "max", "loop"),

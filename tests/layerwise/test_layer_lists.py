@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, Mse, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, Mse, Qronos, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from tests.layerwise.families import assert_same, batches_for, family, off
 
@@ -143,7 +143,7 @@ def test_layers_take_their_turn_in_order_and_what_is_outside_comes_last(way: str
 
 
 @pytest.mark.parametrize(
-    "algorithm", [Max(), Mse(), AWQ(), GPTQ(), GPTQ(act_order=True, hessians="one_at_a_time"), GPTAQ()]
+    "algorithm", [Max(), Mse(), AWQ(), GPTQ(), GPTQ(act_order=True, hessians="one_at_a_time"), GPTAQ(), Qronos()]
 )
 def test_linears_outside_of_the_layers_are_calibrated_by_every_algorithm(algorithm: Any) -> None:
     net, original = Net(), Net()

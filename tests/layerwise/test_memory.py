@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, Qronos, calibrate
 from qtensor import MXFP8BlockScaling, QuantizedTensor
 from tests.dcp_adapters.live_storages import LiveStorages
 from tests.fsdp_hooks.cases import held
@@ -25,7 +25,13 @@ RECIPE = MXFP8BlockScaling()
 LAYER = 4 * (2 * DIM * ROWS + ROWS + 3 * DIM)  # bytes of a block in fp32
 STORED = 2 * DIM * ROWS * 33 // 32  # of its two weights in MXFP8, scales and all
 OUTSIDE = 4 * (2 * VOCABULARY * DIM + VOCABULARY)
-ALGORITHMS = {"max": Max(), "awq": AWQ(variant="lite"), "gptq": GPTQ(scales=Max()), "gptaq": GPTAQ(scales=Max())}
+ALGORITHMS = {
+    "max": Max(),
+    "awq": AWQ(variant="lite"),
+    "gptq": GPTQ(scales=Max()),
+    "gptaq": GPTAQ(scales=Max()),
+    "qronos": Qronos(scales=Max()),
+}
 
 
 class Block(nn.Module):

@@ -216,6 +216,7 @@ MODES = [
     ("GPTQ", None, True),
     ("GPTQ", "unquantized", False),
     ("GPTAQ", None, True),
+    ("Qronos", None, True),
 ]
 
 

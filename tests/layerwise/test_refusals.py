@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerwise import GPTAQ, GPTQ, Max, Mse, SmoothQuant, calibrate
+from layerwise import GPTAQ, GPTQ, Max, Mse, Qronos, SmoothQuant, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.layerwise.small_runs import (
     LAYERS,
@@ -359,6 +359,7 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"GPTAQ compares the inputs of the quantized model .* they are the same; leave it out, or use GPTQ\(\) instead",
     ),
+    ({"algorithm": Qronos(), "layer_inputs": "unquantized"}, ValueError, r"use GPTQ\(\) instead of Qronos\(\)"),
     ({"include": ["layers.9.*"]}, ValueError, "include pattern 'layers.9.\\*' matches no module with a weight"),
     ({"include": "layers.*"}, TypeError, r"include is a list of patterns, got 'layers.\*'; write \['layers.\*'\]"),
     ({"exclude": "lm_head"}, TypeError, r"exclude is a list of patterns, got 'lm_head'; write \['lm_head'\]"),

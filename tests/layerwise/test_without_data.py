@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from layerwise import AWQ, GPTAQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, SmoothQuant, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, Qronos, SmoothQuant, calibrate
 from qtensor import NVFP4BlockScaling
 from tests.layerwise import models, small_runs
 
@@ -35,6 +35,7 @@ def test_max_and_mse_come_to_the_same_without_data(algorithm: Any) -> None:
         (AWQ(), Max()),
         (GPTQ(), Mse()),
         (GPTAQ(), Mse()),
+        (Qronos(), Mse()),
         (GPTQ(scales=Max()), Max()),
     ],
     ids=repr,

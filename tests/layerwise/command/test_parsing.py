@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import layerwise
-from layerwise import AWQ, GPTAQ, GPTQ, Algorithm, LocalHessian, Max, Mse, SmoothQuant
+from layerwise import AWQ, GPTAQ, GPTQ, Algorithm, LocalHessian, Max, Mse, Qronos, SmoothQuant
 from layerwise.__main__ import ALGORITHMS
 from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, plain
 from layerwise.command.parsing import config_of, parse
@@ -90,7 +90,8 @@ def test_every_key_reaches_its_field() -> None:
 
 
 def test_an_option_that_only_one_of_two_alike_algorithms_has() -> None:
-    assert config(algorithm={"name": "GPTAQ", "alpha": 1}).algorithm == GPTAQ(alpha=1.0)
+    for kind in (GPTAQ, Qronos):
+        assert config(algorithm={"name": kind.__name__, "alpha": 1}).algorithm == kind(alpha=1.0)
     with pytest.raises(ConfigError, match=r"algorithm\.alpha: unknown option"):
         config(algorithm={"name": "GPTQ", "alpha": 1})
 
@@ -110,7 +111,7 @@ def test_every_public_algorithm_and_its_options_are_known() -> None:
     public = {
         name
         for name in layerwise.__all__
-        if name in ("AWQ", "GPTAQ", "GPTQ", "LocalHessian", "Max", "Mse", "SmoothQuant")
+        if name in ("AWQ", "GPTAQ", "GPTQ", "LocalHessian", "Max", "Mse", "Qronos", "SmoothQuant")
     }
     assert public <= {*ALGORITHMS}
     for name, kind in ALGORITHMS.items():

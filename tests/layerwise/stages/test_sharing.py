@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise import AWQ, GPTAQ, GPTQ, LocalHessian, Max, Mse
+from layerwise import AWQ, GPTAQ, GPTQ, LocalHessian, Max, Mse, Qronos
 from layerwise.algorithms.algorithm import Linear
 from layerwise.stages.sharing import naming, rounds_of, shared
 from layerwise.stages.stage import Method
@@ -58,7 +58,7 @@ def test_every_group_has_one_owner_and_none_has_far_more_than_its_share(costs: l
 
 
 @pytest.mark.parametrize(
-    "algorithm", [Max(), Mse(), LocalHessian(), AWQ(), GPTQ(), GPTAQ()], ids=lambda one: type(one).__name__
+    "algorithm", [Max(), Mse(), LocalHessian(), AWQ(), GPTQ(), GPTAQ(), Qronos()], ids=lambda one: type(one).__name__
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("groups", [LAYER, EXPERTS], ids=["a decoder layer", "experts"])
@@ -71,7 +71,7 @@ def test_rounds_hold_no_more_than_the_largest_group(groups: list[Any], ranks: in
     def nbytes(index: int) -> int:
         own = groups[index][1]
         columns = own[0].weight.shape[1]
-        matrices = {AWQ: 1, GPTQ: 1, GPTAQ: 2}.get(type(algorithm), 0)
+        matrices = {AWQ: 1, GPTQ: 1, GPTAQ: 2, Qronos: 2}.get(type(algorithm), 0)
         return sum(4 * one.weight.numel() for one in own) + matrices * 8 * columns**2
 
     largest = max(nbytes(index) for index in range(len(groups)))

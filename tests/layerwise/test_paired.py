@@ -1,4 +1,4 @@
-"""GPTAQ in runs: two models in step, whose difference it makes up for, whatever layers hand on."""
+"""GPTAQ and Qronos in runs: two models in step, whose difference it makes up for, whatever layers hand on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise import GPTAQ, GPTQ, SmoothQuant
+from layerwise import GPTAQ, GPTQ, Qronos, SmoothQuant
 from layerwise.algorithms.algorithm import CROSS
 from tests.layerwise.models import RECIPES, assert_same, batches, outcome, run, shard, toy
 from tests.layerwise.small_runs import Stop, stopping
@@ -21,6 +21,8 @@ from tests.ranks import run_ranks
 
 NVFP4, MXFP8 = RECIPES["nvfp4"], RECIPES["mxfp8"]
 DIM = 32
+Kind = type[GPTAQ] | type[Qronos]
+both = pytest.mark.parametrize("kind", [GPTAQ, Qronos])
 
 
 class _Block(nn.Module):
@@ -60,35 +62,38 @@ def _error(model: nn.Module, dense: nn.Module, data: list[Tensor]) -> float:
     return sum(float((model(x) - dense(x)).square().sum()) for x in data)
 
 
+@both
 @pytest.mark.parametrize("act_order", [False, True])
-def test_two_layers_come_nearer_to_the_unquantized_ones_than_by_gptq(act_order: bool) -> None:
+def test_two_layers_come_nearer_to_the_unquantized_ones_than_by_gptq(kind: Kind, act_order: bool) -> None:
     """On the data that they are calibrated on, and on others."""
     dense = _model(_Block)
     found = {}
-    for algorithm in (GPTQ(act_order=act_order), GPTAQ(act_order=act_order, alpha=1.0)):
+    for algorithm in (GPTQ(act_order=act_order), kind(act_order=act_order, alpha=1.0)):
         model = _model(_Block)
         run(model, _data(), NVFP4, algorithm, layers="layers")
         found[type(algorithm)] = _error(model, dense, _data()), _error(model, dense, _data(seed=1))
-    assert found[GPTAQ][0] < 0.95 * found[GPTQ][0], found
-    assert found[GPTAQ][1] < found[GPTQ][1], found
+    assert found[kind][0] < 0.95 * found[GPTQ][0], found
+    assert found[kind][1] < found[GPTQ][1], found
 
 
-def test_the_first_layer_is_that_of_gptq_byte_for_byte_and_the_second_is_not() -> None:
+@both
+def test_the_first_layer_is_that_of_gptq_byte_for_byte_and_the_second_is_not(kind: Kind) -> None:
     found = {}
-    for algorithm in (GPTQ(), GPTAQ()):
+    for algorithm in (GPTQ(), kind()):
         model = toy(layers=2)
         found[type(algorithm)] = outcome(model, run(model, batches(), MXFP8, algorithm))["result"]
     first = {name: value for name, value in found[GPTQ].items() if name.startswith("layers.0.")}
     assert first
-    assert first == {name: found[GPTAQ][name] for name in first}
+    assert first == {name: found[kind][name] for name in first}
     second = {name: value for name, value in found[GPTQ].items() if name.startswith("layers.1.") and "payload" in name}
     assert second
-    assert all(found[GPTAQ][name] != value for name, value in second.items())
+    assert all(found[kind][name] != value for name, value in second.items())
 
 
-def test_a_model_of_one_stage_is_that_of_gptq() -> None:
+@both
+def test_a_model_of_one_stage_is_that_of_gptq(kind: Kind) -> None:
     found = []
-    for algorithm in (GPTQ(), GPTAQ()):
+    for algorithm in (GPTQ(), kind()):
         model = toy(layers=2)
         found.append(outcome(model, run(model, batches(), MXFP8, algorithm, layers=())))
     assert_same(found[1], found[0], "no layers")
@@ -128,8 +133,9 @@ class _Routed(nn.Module):
 ROUTED: dict[str, Any] = {"layers": "layers", "exclude": ["*.router"]}
 
 
-def test_experts_that_get_other_tokens_are_told_of_in_the_report() -> None:
-    result = run(_model(_Routed), _data(), NVFP4, GPTAQ(), **ROUTED)
+@both
+def test_experts_that_get_other_tokens_are_told_of_in_the_report(kind: Kind) -> None:
+    result = run(_model(_Routed), _data(), NVFP4, kind(), **ROUTED)
     warnings = {record.name: record.warning for record in result.report.records}
     assert all(not warnings[f"layers.0.{name}.weight"] for name in ("mix", "experts.0", "experts.1"))
     assert not warnings["layers.1.mix.weight"], "what all tokens go to has pairs"
@@ -139,11 +145,12 @@ def test_experts_that_get_other_tokens_are_told_of_in_the_report() -> None:
         assert told.endswith("that bring it others in the unquantized model; for those it is GPTQ")
 
 
-@pytest.mark.parametrize("algorithm", [GPTAQ(), GPTAQ(hessians="one_at_a_time")], ids=["shared", "one at a time"])
-def test_routed_experts_and_resuming(algorithm: GPTAQ, tmp_path: Path) -> None:
+@both
+@pytest.mark.parametrize("hessians", ["shared", "one_at_a_time"])
+def test_routed_experts_and_resuming(kind: Kind, hessians: str, tmp_path: Path) -> None:
     """Any order of batches, one matrix at a time, and a run that goes on after the first layer."""
-    whole = _model(_Routed, 3)
-    expected = outcome(whole, run(whole, _data(), NVFP4, GPTAQ(), **ROUTED))
+    whole, algorithm = _model(_Routed, 3), kind(hessians=hessians)
+    expected = outcome(whole, run(whole, _data(), NVFP4, kind(), **ROUTED))
     model = _model(_Routed, 3)
     assert_same(outcome(model, run(model, _data()[::-1], NVFP4, algorithm, **ROUTED)), expected, "in another order")
     with pytest.raises(Stop):
@@ -162,9 +169,10 @@ def test_routed_experts_and_resuming(algorithm: GPTAQ, tmp_path: Path) -> None:
     assert_same(outcome(model, result), expected, "resumed")
 
 
-def test_a_smoothed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+@both
+def test_a_smoothed_run_goes_on_to_the_same_bytes(kind: Kind, tmp_path: Path) -> None:
     """The unquantized model's outputs are those from before factors were folded, however often its layers run."""
-    algorithm = GPTAQ(smoothing=SmoothQuant(), hessians="one_at_a_time")
+    algorithm = kind(smoothing=SmoothQuant(), hessians="one_at_a_time")
 
     def made() -> nn.Module:
         return toy(layers=3, dtype=torch.bfloat16)
