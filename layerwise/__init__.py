@@ -2,6 +2,7 @@
 
     calibrate         the call: plan -> run -> result, modules of running/
     search_formats    the call that chooses a recipe for each weight, by the same run through the layers
+    rotate            the call that rotates weights, before any of them is quantized
 
 Folders; each imports only from those above it:
 
@@ -12,6 +13,7 @@ Folders; each imports only from those above it:
     statistics/   what reaches linears: watched, summed exactly, reduced over ranks
     inputs/       what layers are called with: recorded from the model, replayed batch by batch
     folding/      finds where column factors can go by probing, and folds them there
+    rotating/     rotates weights so that blocks hold them better, where that can be shown to be exact
     report/       the error of each linear, measured and shown
     resume/       the identity of a run, and its state on disk
     running/      plans a run, checks that all ranks agree on it, and takes it through its stages
@@ -31,6 +33,7 @@ from layerwise.calibrate import calibrate
 from layerwise.formats.assignment import Assignment
 from layerwise.formats.candidates import Candidate, LinearErrors, LinearGroup
 from layerwise.report.report import LinearReport, Report
+from layerwise.rotate import RotationReport, rotate_
 from layerwise.running.events import Event
 from layerwise.running.kv_cache import KVCache
 from layerwise.running.result import CalibrationResult
@@ -58,8 +61,10 @@ __all__ = [
     "Mse",
     "Qronos",
     "Report",
+    "RotationReport",
     "SmoothQuant",
     "Smoothing",
     "calibrate",
+    "rotate_",
     "search_formats",
 ]

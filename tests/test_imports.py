@@ -33,8 +33,8 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         *("streams", "cli.report", "cli"),
     ),
     "layerwise": (
-        *("algorithms", "formats", "stages", "weights", "statistics", "inputs", "folding", "report", "resume"),
-        *("running", ".", "command"),
+        *("algorithms", "formats", "stages", "weights", "statistics", "inputs", "folding", "rotating", "report"),
+        *("resume", "running", ".", "command"),
     ),
 }
 
@@ -140,9 +140,11 @@ PUBLIC: dict[str, list[str]] = {
         "Mse",
         "Qronos",
         "Report",
+        "RotationReport",
         "SmoothQuant",
         "Smoothing",
         "calibrate",
+        "rotate_",
         "search_formats",
     ],
 }

@@ -164,7 +164,7 @@ def verify_outputs(before: Sequence[Tensor], after: Sequence[Tensor], allowed: f
     Raises:
         RuntimeError: it is more than `allowed`, or not a number; `what` names the layer.
     """
-    found = max((_deviation(a, b) for a, b in zip(before, after, strict=True) if a.is_floating_point()), default=0.0)
+    found = max((deviation(a, b) for a, b in zip(before, after, strict=True) if a.is_floating_point()), default=0.0)
     if not found <= allowed:
         raise RuntimeError(
             f"{what}: folding changed its outputs by {found:.3g} (relative RMS), more than the {allowed:.3g} of "
@@ -173,7 +173,8 @@ def verify_outputs(before: Sequence[Tensor], after: Sequence[Tensor], allowed: f
     return found
 
 
-def _deviation(before: Tensor, after: Tensor) -> float:
+def deviation(before: Tensor, after: Tensor) -> float:
+    """The RMS of the difference over that of `before`; infinities and NaN in the same places do not count."""
     same = (before == after) | (torch.isnan(before) & torch.isnan(after))  # such as the infinities of a mask
     off = torch.where(same, 0.0, before.double() - after.double())
     size = float(torch.linalg.vector_norm(torch.where(torch.isfinite(before), before.double(), 0.0)))

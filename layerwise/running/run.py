@@ -7,21 +7,20 @@ stage: with the weights from before, or with its result, whichever the next stag
 inputs of the unquantized model are wanted, too. If the checkpoint has all stages, no batch runs.
 """
 
-import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_hooks.across_ranks import any_of, raise_together
 from fsdp_hooks.scale_sync import sync_scales
 from fsdp_hooks.torch_private import local_of
 from layerwise.inputs.batches import batches_on
+from layerwise.inputs.evaluating import evaluating
 from layerwise.inputs.recorder import Recorder
 from layerwise.inputs.rehearsal import check_all, check_alone
 from layerwise.inputs.replay import LayerReplay, ModelReplay, Replay
@@ -103,7 +102,7 @@ class Run(ABC, Generic[K]):
 
     def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
         """Go through all stages, from the first that `directory` does not have."""
-        with _evaluating(self.plan.model), without_hooks(self.plan.model), ExitStack() as inputs:
+        with evaluating(self.plan.model), without_hooks(self.plan.model), ExitStack() as inputs:
             weights = {} if directory is None else self._digest()
             own = peers(self.plan.model) if self.plan.tensor_parallel else ()  # of weights at rest
             with self.outside:
@@ -366,26 +365,3 @@ class Calibration(Run[Outcome]):
             if algorithm.smooths:
                 self.method.known.learn(stage, outcomes[-1].pairs)
         return outcomes
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs without dropout and gradients; afterwards the modules that were training are again.
-
-    What was compiled runs as it is written, since compiled code neither shows what reaches its linears nor leaves room
-    for stand-ins. Weights change while it runs, so autocast keeps no copies of them.
-    """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    # Whoever has compiled something has imported dynamo, which takes seconds.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    try:
-        # inference tensors could not be added to later
-        with eager, torch.inference_mode(mode=False), torch.no_grad():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-        for module in training:
-            module.training = True

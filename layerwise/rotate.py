@@ -1,0 +1,167 @@
+"""`rotate_`: the same model with rotated weights, whose blocks hold fewer outliers; called before quantization.
+
+    options, modules by their names -> one run: what is reached, which norm is in front of which linear
+    -> signs: the plan fits the model, bit for bit -> weights rotated -> outputs compared, or all put back
+
+Rotations of the residual stream and of the values are R1 and R2 of SpinQuant (arXiv 2405.16406), after QuaRot (arXiv
+2404.00456). Both are in the weights alone; nothing is added to the model.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.algorithms.arithmetic import full_precision
+from layerwise.folding.folds import deviation, tolerance
+from layerwise.inputs.evaluating import evaluating
+from layerwise.rotating.hadamard import Rotation, rotate_weight_
+from layerwise.rotating.plan import Asked, Axis, Chosen, Norm, Plan, choose, norms_of, planned
+from layerwise.rotating.proof import norm_kind, prove, rotations
+from layerwise.rotating.tracing import Runs, look
+
+
+@dataclass(frozen=True)
+class RotationReport:
+    """What `rotate_` has done.
+
+    Attributes:
+        difference: the largest relative RMS difference of an output of the model on the batch, before and after.
+        allowed: how much rounding may make of it.
+        changed: fqns of all parameters that were written.
+    """
+
+    difference: float
+    allowed: float
+    changed: tuple[str, ...]
+
+
+def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
+    model: nn.Module,
+    batch: Any,
+    *,
+    where: Sequence[str] = ("stream", "values"),
+    block: int = 32,
+    seed: int | None = 0,
+    reads: Sequence[str] | None = None,
+    writes: Sequence[str] | None = None,
+    head_dim: int | None = None,
+    tied: Literal["refuse", "untie"] = "refuse",
+) -> RotationReport:
+    """Rotate the weights of a dense model in place, so that it computes the same function with other weights.
+
+    R is block-diagonal, of random signs and normalized Hadamard matrices. "stream": the gains of RMSNorms are moved
+    into the linears behind them, and embeddings and linears write x R, and read it, in place of x. "values": each head
+    of a v_proj makes v R, and its o_proj reads that. Call it before `calibrate`, `quantize_` and `fully_shard`.
+
+    It is shown on `batch` that the model allows this, by changes of signs that leave its outputs as they are bit for
+    bit; and the outputs after it are compared with those before. Products are computed in float64 and rounded to the
+    weight's dtype at the end. The result depends on weights and options alone, on every device.
+
+    Args:
+        model: plain parameters with their values, in bf16, fp16, fp32 or fp64.
+        batch: what the model is called with, as one batch of `calibrate`: a tensor, a tuple or a dict of keyword
+            arguments. It must reach every linear that is rotated.
+        where: what to rotate: "stream", "values", or both.
+        block: size of the Hadamard matrices, a power of two that divides the channels of the stream and of a head. The
+            block of the format keeps an outlier in its block.
+        seed: of the signs; None: no signs.
+        reads: globs over fqns of the linears that read the residual stream; None: the usual names.
+        writes: globs over fqns of the embeddings and linears that write it; None: the usual names.
+        head_dim: channels of a head; None: the attribute `head_dim` of each attention.
+        tied: what to do where an output projection is tied to an embedding, and the gain of the last norm would have
+            to go into it: "refuse", or "untie", which gives it a parameter of its own, and says so in `model.config`.
+
+    Returns:
+        What was written, and how far the outputs differ.
+
+    Raises:
+        ValueError, TypeError: options, names, shapes or parameters that do not fit, or a batch that does not reach
+            something; nothing was changed.
+        NotImplementedError: the model is not one that can be rotated exactly, by name; nothing was changed.
+        OverflowError, RuntimeError: rotated values leave the range of their dtype, or the outputs differ by more than
+            rounding; everything was put back.
+    """
+    asked = Asked(where=where, block=block, seed=seed, reads=reads, writes=writes, head_dim=head_dim, tied=tied)
+    chosen = choose(model, asked)
+    device = next(iter(model.parameters())).device
+    with evaluating(model), full_precision(device), ExitStack() as undo:
+        if tied == "untie":
+            _untie(model, chosen, undo)
+        runs = Runs(model, batch)
+        plan = planned(model, chosen, look(runs, chosen.reads, norms_of(model, chosen)))
+        matrices = rotations(plan, block, seed)
+        norms = list(_norms(plan, chosen, matrices))
+        prove(plan, norms, runs)
+        before = runs.outputs()
+        _write(plan, norms, matrices, undo)
+        report = _compared(plan, norms, before, runs.outputs())
+        undo.pop_all()  # all is well: keep it
+    return report
+
+
+def _norms(plan: Plan, chosen: Chosen, matrices: Mapping[Axis, Rotation]) -> Iterator[Norm]:
+    """The norms whose gains are moved; all of them are checked."""
+    for name, module in plan.norms.items():
+        assert chosen.stream is not None
+        kind = norm_kind(name, module, matrices[chosen.stream])
+        weight = module._parameters["weight"]
+        assert weight is not None
+        if name in plan.folded:
+            yield Norm(name, weight, kind)
+
+
+def _untie(model: nn.Module, chosen: Chosen, undo: ExitStack) -> None:
+    """Parameters of their own for the linears that are tied to an embedding."""
+    embeddings = {id(one.weight) for one in chosen.writes.values() if isinstance(one, nn.Embedding)}
+    tied = [linear for linear in chosen.reads.values() if id(linear.weight) in embeddings]
+    for linear in tied:
+        shared = linear.weight
+        undo.callback(_put, linear, shared)
+        linear.weight = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
+    config = getattr(model, "config", None)
+    if tied and getattr(config, "tie_word_embeddings", False):  # or transformers would tie them when they are loaded
+        undo.callback(setattr, config, "tie_word_embeddings", True)
+        config.tie_word_embeddings = False
+
+
+def _put(linear: nn.Linear, weight: nn.Parameter) -> None:
+    linear.weight = weight
+
+
+@torch.no_grad()
+def _write(plan: Plan, norms: Sequence[Norm], matrices: Mapping[Axis, Rotation], undo: ExitStack) -> None:
+    """All changes; `undo` gets copies of the values from before, in CPU memory."""
+    gains = {norm.name: norm.gain() for norm in norms}
+    for change in plan.changes:
+        undo.callback(_restore, change.tensor, change.tensor.detach().to("cpu", copy=True))
+        rotate_weight_(
+            change.tensor,
+            gain=None if change.norm is None else gains[change.norm],
+            columns=None if change.columns is None else matrices[change.columns],
+            rows=None if change.rows is None else matrices[change.rows],
+        )
+    for norm in norms:
+        undo.callback(_restore, norm.weight, norm.weight.detach().to("cpu", copy=True))
+        norm.weight.fill_(0.0 if norm.kind == "offset" else 1.0)
+
+
+@torch.no_grad()
+def _restore(tensor: Tensor, values: Tensor) -> None:
+    tensor.copy_(values)
+
+
+def _compared(plan: Plan, norms: Sequence[Norm], before: Sequence[Tensor], after: Sequence[Tensor]) -> RotationReport:
+    coarsest = max((change.tensor.dtype for change in plan.changes), key=lambda dtype: torch.finfo(dtype).eps)
+    allowed = tolerance(coarsest, len(plan.changes), max(change.tensor.shape[-1] for change in plan.changes))
+    difference = max(deviation(one, other) for one, other in zip(before, after, strict=True))
+    if not difference <= allowed:
+        raise RuntimeError(
+            f"rotate_: the model's outputs changed by {difference:.3g} (relative RMS), more than the {allowed:.3g} of "
+            "rounding, so the rotation is not exact in this model; everything was put back"
+        )
+    written = (*(one.name for one in plan.changes), *(f"{one.name}.weight" for one in norms))
+    return RotationReport(difference, allowed, written)

@@ -1,0 +1,7 @@
+"""Rotations: other weights, the same function, and values that low-precision blocks hold better.
+
+hadamard    the product of a weight with blocks of Hadamard matrices
+tracing     what reaches the modules of a model on one batch
+plan        which dims of which weights are rotated; what does not fit is refused
+proof       that the model is one whose function the plan does not change, by signs alone
+"""

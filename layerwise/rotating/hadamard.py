@@ -1,0 +1,103 @@
+"""Products with a block-diagonal orthogonal matrix R, made of signs and normalized Hadamard matrices.
+
+    R = diag(signs) (I x H)     H = Sylvester's matrix / sqrt(block); I x H has it in every block
+
+    W R      columns: the linear W reads x R instead of x, and gives what it gave        [N, K]
+    R^T W    rows: the linear W writes y R instead of y                                  [N, K]
+
+H is applied as log2(block) rounds of sums and differences, in float64. The order of additions is part of the code, so
+every device and every number of threads comes to the same bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PIECE = 2**22  # elements at a time, in float64
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The matrix R [width, width] for every width that is a multiple of its signs.
+
+    Attributes:
+        block: size of the Hadamard matrix, a power of two that divides the number of signs.
+        signs: +1 and -1, float64 [period] on the CPU; for a longer dim (heads) they repeat.
+    """
+
+    block: int
+    signs: Tensor
+
+    def part(self, channels: slice) -> "Rotation":
+        """What it does to some channels of a dim, whole blocks of them."""
+        count = -(-channels.stop // self.signs.numel())
+        return Rotation(self.block, self.signs.repeat(count)[channels])
+
+    def columns(self, values: Tensor) -> Tensor:
+        """Values R, float64 [..., width]."""
+        width = values.shape[-1]
+        signs = self.signs.to(values.device).repeat(width // self.signs.numel())
+        return hadamard(values.double() * signs, self.block)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """R^T values, float64 [width, ...]."""
+        return self.columns(values.mT).mT if values.ndim > 1 else self.columns(values)
+
+
+def hadamard(values: Tensor, block: int) -> Tensor:
+    """Each block of the last dim times Sylvester's matrix / sqrt(block), in the dtype of `values` [..., width]."""
+    shape, half = values.shape, 1
+    while half < block:
+        pairs = values.reshape(-1, 2, half)
+        values = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
+        half *= 2
+    return (values * block**-0.5).reshape(shape)
+
+
+def signs_of(seed: int | None, period: int) -> Tensor:
+    """Random signs of a seed, float64 [period] on the CPU, the same on every machine; all +1 where it is None."""
+    if seed is None:
+        return torch.ones(period, dtype=torch.float64, device="cpu")
+    drawn = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randint(0, 2, (period,), generator=drawn, dtype=torch.int64, device="cpu").double() * 2 - 1
+
+
+@torch.no_grad()
+def rotate_weight_(weight: Tensor, *, gain: Tensor | None, columns: Rotation | None, rows: Rotation | None) -> None:
+    """Weight <- rows^T (weight diag(gain)) columns, in place, rounded to its dtype at the end.
+
+    Computed in float64, some rows at a time. (torch rounds float64 to bf16 and fp16 by way of fp32.)
+
+    Args:
+        weight: [N, K], or a bias [N], whose rows alone can be rotated.
+        gain: float64 [K], or None.
+        columns: what the columns are multiplied with, or None.
+        rows: what the rows are multiplied with, or None.
+
+    Raises:
+        OverflowError: a value would leave the range of the dtype; rows before it are written.
+    """
+    for part in _parts(weight, 1 if rows is None else rows.block):
+        values = weight[part].double()
+        if gain is not None:
+            values = values * gain
+        if columns is not None:
+            values = columns.columns(values)
+        if rows is not None:
+            values = rows.part(part).rows(values)
+        rounded = values.to(weight.dtype)
+        if bool(torch.isfinite(values).all()) and not bool(torch.isfinite(rounded).all()):
+            raise OverflowError(
+                f"rotated values leave the range of {weight.dtype} (largest {float(values.abs().max()):.3g}); use "
+                "bfloat16 or float32 weights"
+            )
+        weight[part].copy_(rounded)
+
+
+def _parts(weight: Tensor, unit: int) -> Iterator[slice]:
+    """Ranges of rows, each a multiple of `unit` of them."""
+    step = max(PIECE // max(weight[:1].numel(), 1) // unit, 1) * unit
+    for start in range(0, weight.shape[0], step):
+        yield slice(start, min(start + step, weight.shape[0]))

@@ -1,0 +1,193 @@
+"""Shows that a plan fits the model, by signs: they are orthogonal matrices whose products are exact.
+
+Multiply channels of what is rotated by +1 and -1 in everything that makes them, and in everything that reads them: if
+the plan is complete, every product and every sum in the model is what it was, up to signs, and its outputs are the
+same, BIT FOR BIT. If something else reads or writes the channels, mixes them, or subtracts their mean, bits change. The
+same is done to the gains of norms and the columns of the linears behind them. Each norm is looked at alone, too: with
+gain 1 it has to commute with the rotation itself.
+
+What is left open is a nonlinear function of single channels that is odd, such as tanh: the outputs after the rotation
+tell that, within rounding.
+
+    norm_kind     how a norm alone takes its weight; refuses one that does not commute with rotations
+    prove         all of the above on the model; the weights are put back
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from layerwise.folding.folds import deviation, tolerance
+from layerwise.rotating.hadamard import Rotation, signs_of
+from layerwise.rotating.plan import Axis, Change, Norm, Plan
+from layerwise.rotating.tracing import Runs
+
+
+def norm_kind(name: str, norm: nn.Module, rotation: Rotation) -> Literal["norm", "offset"]:
+    """Whether the gain is its weight, or 1 + weight; run alone, on random rows in fp32.
+
+    Raises:
+        NotImplementedError: it is neither, or does not commute with the rotation when its gain is 1.
+    """
+    weight = norm._parameters["weight"]
+    assert weight is not None
+    width = weight.numel()
+    drawn = torch.Generator(device="cpu").manual_seed(width)
+    rows = (torch.randn(8, width, generator=drawn, dtype=torch.float32, device="cpu") + 1).to(weight.device)
+    powers = torch.exp2(torch.randint(-1, 3, (width,), generator=drawn, dtype=torch.int64, device="cpu").float())
+    powers = powers.to(weight.device)
+
+    def run(values: Tensor, given: Tensor) -> Tensor:
+        output = functional_call(norm, {"weight": given}, (values,))
+        assert isinstance(output, Tensor)
+        return output
+
+    at_zero, at_one = run(rows, torch.zeros_like(powers)), run(rows, torch.ones_like(powers))
+    kind: Literal["norm", "offset"]
+    if torch.equal(run(rows, powers), at_one * powers):
+        kind, unit, plain = "norm", torch.ones_like(powers), at_one
+    elif torch.equal(run(rows, powers - 1), at_zero * powers):
+        kind, unit, plain = "offset", torch.zeros_like(powers), at_zero
+    else:
+        raise NotImplementedError(
+            f"rotate_: {name} (a {type(norm).__name__}) multiplies its channels neither by its weight nor by 1 + weight"
+        )
+    turned = run(rotation.columns(rows).float(), unit)
+    found = deviation(rotation.columns(plain), turned)
+    if not found <= tolerance(torch.float32, 1, width):
+        raise NotImplementedError(
+            f"rotate_: {name} (a {type(norm).__name__}) does not commute with rotations: its output is off by "
+            f'{found:.3g} (relative RMS), as behind a norm that subtracts the mean; take where=("values",)'
+        )
+    return kind
+
+
+def prove(plan: Plan, norms: Sequence[Norm], runs: Runs) -> None:
+    """Run the model under changed signs. The weights are put back bit for bit, also when it raises.
+
+    Args:
+        plan: the changes.
+        norms: those whose gains are moved.
+        runs: the model on its batch.
+
+    Raises:
+        NotImplementedError: the outputs change, or do not repeat.
+        ValueError: the batch does not show it.
+    """
+    plain = runs.outputs()
+    if not _same(plain, runs.outputs()):
+        raise NotImplementedError(
+            "rotate_: the model's outputs on the same batch differ from run to run, so nothing can be shown of it; "
+            "pass a batch without a cache, and deterministic kernels"
+        )
+    _prove_gains(plan.changes, norms, runs, plain)
+    signs = {axis: signs_of(number, axis.period) for number, axis in enumerate(plan.axes())}
+    for what in dict.fromkeys(axis.what for axis in signs):
+        _prove_channels(what, [one for one in _flips(plan.changes, signs) if one.axis.what == what], runs, plain)
+
+
+@dataclass(frozen=True, eq=False)
+class Flip:
+    """Signs along a dim of a weight, in the shape to multiply it with."""
+
+    tensor: Tensor
+    signs: Tensor
+    axis: Axis
+    reads: bool
+
+
+def _flips(changes: Sequence[Change], signs: Mapping[Axis, Tensor]) -> Iterator[Flip]:
+    for one in changes:
+        if one.columns is not None:
+            yield Flip(one.tensor, _spread(signs[one.columns], one.tensor, -1), one.columns, one.reads)
+        if one.rows is not None:
+            yield Flip(one.tensor, _spread(signs[one.rows], one.tensor, 0), one.rows, reads=False)
+
+
+def _prove_channels(what: str, flips: Sequence[Flip], runs: Runs, plain: Sequence[Tensor]) -> None:
+    with _flipped((one.tensor, one.signs) for one in flips):
+        if not _same(plain, runs.outputs()):
+            raise NotImplementedError(
+                f"rotate_: other signs in all that makes and reads {what}, as planned, changed the model's outputs: "
+                "something else takes part in it, or mixes its channels (LayerNorm subtracts means); name what reads "
+                "and writes the residual stream in reads= and writes=, or leave this out by where="
+            )
+    with _flipped((one.tensor, one.signs) for one in flips if not one.reads):
+        if _same(plain, runs.outputs()):
+            raise ValueError(
+                f"rotate_: other signs of {what} do not show in the model's outputs on this batch; give another"
+            )
+
+
+def _prove_gains(changes: Sequence[Change], norms: Sequence[Norm], runs: Runs, plain: Sequence[Tensor]) -> None:
+    """Signs in the gains, and the same in the columns behind them; for 1 + weight at weight 0, where it is exact."""
+    if not norms:
+        return
+    signs = {norm.name: signs_of(number, norm.weight.numel()) for number, norm in enumerate(norms)}
+    offset = {id(norm.weight): norm for norm in norms if norm.kind == "offset"}
+    behind = [(one.tensor, _spread(signs[one.norm], one.tensor, -1)) for one in changes if one.norm is not None]
+    gains = [(norm.weight, _spread(signs[norm.name], norm.weight, 0)) for norm in norms]
+    with _kept([norm.weight for norm in offset.values()]):
+        for norm in offset.values():
+            norm.weight.zero_()
+        before = runs.outputs() if offset else plain
+        with _flipped([*behind, *[flip for flip in gains if id(flip[0]) not in offset]]):
+            for weight, own in gains:
+                if id(weight) in offset:
+                    weight.copy_(own - 1)
+            if not _same(before, runs.outputs()):
+                names = ", ".join(norm.name for norm in norms[:3])
+                raise NotImplementedError(
+                    f"rotate_: other signs in the gains of norms ({names}, ...) and in the columns of the linears "
+                    "behind them changed the model's outputs: something else takes the output of a norm; name it in "
+                    "reads="
+                )
+
+
+def _spread(signs: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    """The signs along a dim of a tensor, repeated, to multiply it with."""
+    repeated = signs.repeat(tensor.shape[dim] // signs.numel()).to(tensor)
+    return repeated.unsqueeze(-1) if dim == 0 and tensor.ndim > 1 else repeated
+
+
+@contextmanager
+def _flipped(flips: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, the weights are multiplied by signs, which is undone by doing it again."""
+    done: list[tuple[Tensor, Tensor]] = []
+    try:
+        for tensor, signs in flips:
+            tensor.mul_(signs)
+            done.append((tensor, signs))
+        yield
+    finally:
+        for tensor, signs in reversed(done):
+            tensor.mul_(signs)
+
+
+@contextmanager
+def _kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Afterwards they hold the bytes that they had before."""
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in saved:
+            tensor.copy_(value)
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether all values are equal; NaN equals itself, and 0 equals -0, since signs of nothing may change."""
+    return len(left) == len(right) and all(
+        a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def rotations(plan: Plan, block: int, seed: int | None) -> Mapping[Axis, Rotation]:
+    """The matrix of every axis."""
+    return {axis: Rotation(block, signs_of(seed, axis.period)) for axis in plan.axes()}

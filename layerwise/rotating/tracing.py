@@ -1,0 +1,97 @@
+"""One batch, run through a model as often as it is needed, and what reaches the modules in it."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.inputs.batches import batches_of
+from layerwise.inputs.stores import Store
+from layerwise.inputs.structure import flatten
+
+
+class Runs:
+    """Runs of a model on one batch.
+
+    Raises:
+        TypeError: the batch is not what a model can be called with.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.model = model
+        (self._batch,) = batches_of(model, [batch], Store("device").keep)
+
+    def outputs(self) -> list[Tensor]:
+        """All floating-point tensors that the model returns, copied. Caches are not looked into.
+
+        Raises:
+            ValueError: there are none.
+        """
+        args, kwargs, _ = self._batch.call()
+        leaves = flatten(self.model(*args, **kwargs))[0]
+        found = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not found:
+            raise ValueError(
+                "rotate_: the model returned no floating-point tensor for this batch, so nothing can be compared"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one run has shown.
+
+    Attributes:
+        reached: fqns of the modules that were called with a tensor that is not empty.
+        sources: fqn of a linear -> fqns of what gave it its inputs: norms, or None for all else.
+    """
+
+    reached: set[str] = field(default_factory=set)
+    sources: dict[str, set[str | None]] = field(default_factory=dict)
+
+
+def look(runs: Runs, linears: Collection[str], norms: Mapping[str, nn.Module]) -> Sight:
+    """Run the model once, and note what is called, and which linears take the output of which norms.
+
+    An output is known by its memory, so views of it are, and copies are not. (A linear whose norm is not noticed is
+    planned without a gain, which the proof then refuses.)
+    """
+    sight, held = Sight(), {}
+    names = {module: name for name, module in norms.items()}
+
+    def before(name: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+            if any(one.numel() for one in given):
+                sight.reached.add(name)
+            if name in linears and given:
+                source = held.get(given[0].untyped_storage().data_ptr())
+                sight.sources.setdefault(name, set()).add(source[0] if source else None)
+
+        return note
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor):  # held, so that no other tensor gets its memory meanwhile
+            held[output.untyped_storage().data_ptr()] = (names[module], output)
+
+    with _hooked(runs.model, before, after, norms):
+        runs.outputs()
+    return sight
+
+
+@contextmanager
+def _hooked(
+    model: nn.Module, before: Callable[[str], Any], after: Callable[..., None], norms: Mapping[str, nn.Module]
+) -> Iterator[None]:
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
+        handles += [module.register_forward_hook(after) for module in norms.values()]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
