@@ -119,6 +119,11 @@ def next_token_losses(logits: Tensor, ids: Tensor) -> Tensor:
 
 def rotated_smollm2() -> nn.Module:
     """SmolLM2-135M in fp32, off its grid; the output projection is a weight of its own."""
+    return rotated(untied_smollm2(), seed=0)
+
+
+def untied_smollm2() -> nn.Module:
+    """SmolLM2-135M in fp32 as it is, but its output projection is a weight of its own."""
     from transformers import LlamaForCausalLM
 
     config = smollm2.config()
@@ -129,7 +134,8 @@ def rotated_smollm2() -> nn.Module:
         for fqn, weight in smollm2.iter_weights(set(params) - {"lm_head.weight"}):
             params[fqn].copy_(weight)
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-    return rotated(model, seed=0)
+    untied: nn.Module = model
+    return untied
 
 
 @torch.no_grad()

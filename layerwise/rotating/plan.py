@@ -21,13 +21,10 @@ from torch.distributed.tensor import DTensor
 from layerwise.rotating.tracing import Sight
 from qtensor.selection import check_lists, matches, unmatched
 
-# The names of Llama and its relatives in transformers, and of torchtitan's Llama.
-READS = (
-    *("*q_proj", "*k_proj", "*v_proj", "*qkv_proj", "*gate_proj", "*up_proj", "*gate_up_proj", "lm_head", "*.lm_head"),
-    *("*.wq", "*.wk", "*.wv", "*.w1", "*.w3", "output"),
-)
-WRITES = ("*embed_tokens", "*o_proj", "*down_proj", "*tok_embeddings", "*.wo", "*.w2")
-VALUES = {"v_proj": "o_proj", "wv": "wo"}
+# The names of Llama and its relatives in transformers.
+READS = ("*q_proj", "*k_proj", "*v_proj", "*qkv_proj", "*gate_proj", "*up_proj", "*gate_up_proj", "*lm_head")
+WRITES = ("*embed_tokens", "*o_proj", "*down_proj")
+MADE, TAKEN = "v_proj", "o_proj"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PLACES = ("stream", "values")
 _SHOWN = 5  # names in one message
@@ -218,8 +215,8 @@ def _values(modules: Mapping[str, nn.Module], asked: Asked) -> Iterator[tuple[st
     found = False
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
-        reader = ".".join(filter(None, (parent, VALUES.get(last))))
-        if last not in VALUES or reader not in modules:
+        reader = f"{parent}.{TAKEN}".removeprefix(".")
+        if last != MADE or reader not in modules:
             continue
         found = True
         head = asked.head_dim or getattr(modules[parent], "head_dim", None)
@@ -236,8 +233,9 @@ def _values(modules: Mapping[str, nn.Module], asked: Asked) -> Iterator[tuple[st
             )
         yield name, reader, head
     if not found:
-        pairs = " or ".join(f"{made} beside {taken}" for made, taken in VALUES.items())
-        raise ValueError(f'rotate_: no attention has {pairs}, so its values cannot be rotated; take where=("stream",)')
+        raise ValueError(
+            f'rotate_: no attention has {MADE} beside {TAKEN}, so its values cannot be rotated; take where=("stream",)'
+        )
 
 
 def _check_plain(name: str, module: nn.Module) -> None:
