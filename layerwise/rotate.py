@@ -122,13 +122,13 @@ def _untie(model: nn.Module, chosen: Chosen, undo: ExitStack) -> None:
         shared = linear.weight
         undo.callback(_put, linear, shared)
         linear.weight = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if tied and getattr(config, "tie_word_embeddings", False):  # or transformers would tie them when they are loaded
         undo.callback(setattr, config, "tie_word_embeddings", True)
         config.tie_word_embeddings = False
 
 
-def _put(linear: nn.Linear, weight: nn.Parameter) -> None:
+def _put(linear: nn.Linear, weight: Tensor) -> None:
     linear.weight = weight
 
 

@@ -9,6 +9,7 @@ H is applied as log2(block) rounds of sums and differences, in float64. The orde
 every device and every number of threads comes to the same bits.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def hadamard(values: Tensor, block: int) -> Tensor:
         pairs = values.reshape(-1, 2, half)
         values = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
         half *= 2
-    return (values * block**-0.5).reshape(shape)
+    return values.mul(1 / math.sqrt(block)).reshape(shape)
 
 
 def signs_of(seed: int | None, period: int) -> Tensor:

@@ -59,7 +59,8 @@ def look(runs: Runs, linears: Collection[str], norms: Mapping[str, nn.Module]) -
     An output is known by its memory, so views of it are, and copies are not. (A linear whose norm is not noticed is
     planned without a gain, which the proof then refuses.)
     """
-    sight, held = Sight(), {}
+    sight = Sight()
+    held: dict[int, tuple[str, Tensor]] = {}
     names = {module: name for name, module in norms.items()}
 
     def before(name: str) -> Callable[..., None]:
