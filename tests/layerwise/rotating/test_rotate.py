@@ -371,6 +371,29 @@ def test_a_norm_whose_output_is_copied_is_refused() -> None:
     refused(filled(model), NotImplementedError, message)
 
 
+class PostNorm(Layer):
+    """Norms behind attention, too, whose output goes into the stream."""
+
+    def __init__(self) -> None:
+        super().__init__(rms_norm, bias=False)
+        self.behind = rms_norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.behind(self.self_attn(self.input_layernorm(x)))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def test_parameters_that_may_belong_to_the_stream_are_refused() -> None:
+    model = decoder()
+    model.layers[1] = PostNorm()
+    message = "layers.1.behind.weight [48] may belong to the residual stream of 48 channels, and is neither among the"
+    refused(filled(model), NotImplementedError, message)
+    model = decoder()
+    model.layers[0].experts = nn.ParameterList([nn.Parameter(torch.ones(3, 8, HIDDEN))])
+    message = "layers.0.experts.0 [3, 8, 48] may belong to the residual stream of 48 channels, and is neither among the"
+    refused(model, NotImplementedError, message)
+
+
 class Twofold(nn.Module):
     """Multiplies by the square of its weight."""
 
@@ -542,7 +565,7 @@ def test_all_is_put_back_where_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(KeyboardInterrupt):
             rotate_(model, ids(), block=BLOCK)
         assert digest(model) == was, f"after {last} runs"
-        assert not model.lm_head._forward_pre_hooks
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.layers.modules())
     assert runs == 9
 
 
