@@ -17,6 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from layerwise import rotate_
 from qtensor import MXFP8BlockScaling, quantize_
+from tests.devices import every_device
 from tests.layerwise.rotating.decoders import (
     BLOCK,
     HIDDEN,
@@ -102,6 +103,16 @@ def test_the_same_bytes_every_time_and_others_for_another_seed() -> None:
     rotate_(third, ids(), block=BLOCK, seed=1)
     assert digest(first) == digest(second)
     assert digest(first) != digest(third)
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bytes_on_every_device(device: str, dtype: torch.dtype) -> None:
+    model, there = decoder(dtype, bias=True), decoder(dtype, bias=True).to(device)
+    rotate_(model, ids(), block=BLOCK)
+    rotate_(there, ids().to(device), block=BLOCK)
+    assert there.lm_head.weight.device.type == device
+    assert digest(there.cpu()) == digest(model)
 
 
 def test_modules_that_train_do_so_again() -> None:
