@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_adapters import QuantizedSavePlanner, export_hf
 from dcp_adapters.cli.main import main
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
-from dcp_adapters.save.unsound import refuse_mixtures, refuse_unsound
+from dcp_adapters.save.unsound import _cut_dims, refuse_mixtures, refuse_unsound
 from dcp_adapters.soundness import BOTH, FRESH, WRITTEN, Masters
 from dcp_adapters.stored.deep import CONVERTED
 from dcp_adapters.stored.verify import verify
@@ -38,6 +42,8 @@ from tests.recipes import TABLE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.distributed.tensor.placement_types import Placement
 
     from dcp_adapters.stored.findings import Report
 
@@ -391,6 +397,28 @@ def saved_broken(path: Path) -> None:
     if torch.distributed.get_rank() == 1:
         state["model"]["mxfp8_square.weight"].to_local().scale.add_(1)
     save(state, path, verify="deep")
+
+
+CUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], set[int]]] = {
+    "rows": ((4,), (Shard(0),), {0}),
+    "columns": ((4,), (Shard(1),), {1}),
+    "columns, counted from behind": ((4,), (Shard(-1),), {1}),
+    "both": ((2, 2), (Shard(0), Shard(1)), {0, 1}),
+    "replicas": ((2, 2), (Replicate(), Shard(1)), {1}),
+    "one rank": ((4, 1), (Shard(0), Shard(1)), {0}),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_a_piece_is_whole_along_dims_that_are_not_cut(case: str) -> None:
+    shape, placements, expected = CUTS[case]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", shape)
+        assert _cut_dims(DTensor.from_local(torch.zeros(4, 32), mesh, placements, run_check=False)) == expected
+    finally:
+        dist.destroy_process_group()
+    assert _cut_dims(torch.zeros(4, 32)) == set()
 
 
 @pytest.mark.parametrize("world", [2, 3])

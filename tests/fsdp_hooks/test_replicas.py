@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.replicas import Replicas, _who
+from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, replicas
+from qtensor.replicas import PIECES, Replicas, _who
 from tests.fsdp_hooks.cases import Collectives, Net, batch, bits, build, local, mesh_of, shard, snapshot
 from tests.ranks import run_ranks, run_ranks_catching
 
@@ -71,6 +72,33 @@ def test_claims_are_reduced_over_all_ranks_only_where_replicas_claim_the_same(ca
         plain = torch.zeros(3)  # which all ranks hold: there is something to compare
         (cuts, _) = Replicas([("weight", param), ("plain", plain)]).cuts_of([param, plain])
         assert [group.size() for _, group in cuts] == expected
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_bit_of_a_digest_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        rows: list[Tensor] = []
+        for digest in (0, *(1 << bit for bit in range(63)), -1, -(1 << 63)):
+            monkeypatch.setattr(replicas, "digests", lambda groups, held=digest: torch.tensor([held] * len(groups)))
+            one = Replicas([("weight", torch.zeros(4))])
+            one.look()
+            rows += one.values
+        first = rows[0]
+        Replicas([]).check([torch.maximum(first, first)])
+        assert all(bool((torch.maximum(first, row).view(2, PIECES).sum(0) != 0).any()) for row in rows[1:])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_outside_of_a_mesh_takes_part() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        param = DTensor.from_local(torch.zeros(4, 32), DeviceMesh("cpu", [1]), [Shard(0)], run_check=False)
+        found = Replicas([("weight", param)])
+        assert found.groups == [[dist.group.WORLD]]
+        assert found.cuts_of([param]) == [[]]
     finally:
         dist.destroy_process_group()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -371,6 +372,14 @@ def test_view_minus_one_stays_quantized_and_goes_back(recipe: Any) -> None:
     assert same_parts(back[16:32], q[16:32])
     with pytest.raises(NotImplementedError, match="view it back first"):
         flat[:96]
+
+
+def test_matrices_that_no_block_spans_are_regrouped_whatever_their_rows() -> None:
+    """200 rows hold a square block and a part of one; they stay together when dims in front of them change."""
+    q = quantize(torch.randn(4, 200, 64, generator=torch.Generator().manual_seed(0)), Float8BlockScaling())
+    viewed = q.view(2, 2, 200, 64)
+    assert viewed.parts()["payload"].shape == (2, 2, 200, 64)
+    assert same_parts(viewed[1, 0], q[2])
 
 
 @every_recipe

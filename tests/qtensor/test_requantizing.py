@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtensor import Float8DelayedScaling, MasterWeightOptimizer, quantize
+from qtensor import Float8CurrentScaling, Float8DelayedScaling, MasterWeightOptimizer, kernels, quantize
 from qtensor.float8_delayed import history_fault
 from qtensor.own_scales import elements_of
 from qtensor.requantizing import MasterCheck, differing_bytes
@@ -98,6 +98,19 @@ def test_columns_are_judged_without_the_amax_of_their_rows() -> None:
         piece = {"payload": parts["payload"][:, columns].contiguous(), "scale": parts["scale"]}
         assert differing_bytes(piece, master[:, columns].contiguous(), recipe, whole_rows=False) == 0
         assert differing_bytes(piece, master[:, columns] * 1.1, recipe, whole_rows=False) > 0
+
+
+def test_bytes_of_columns_are_counted_under_an_amax_that_leads_to_their_scale() -> None:
+    """The payload of the piece's own amax beside the scale of a larger one: the scale is what others agreed on."""
+    recipe = Float8CurrentScaling()
+    master = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    own, amax = quantize(master, recipe).parts(), 2.5 * master.abs().amax(dim=1, keepdim=True)
+    theirs = kernels.encode(master, recipe, amax)
+    piece = {"payload": own["payload"], "scale": theirs["scale"]}
+    expected = int((own["payload"].view(torch.uint8) != theirs["payload"].view(torch.uint8)).sum())
+    assert expected > master.numel() / 2
+    assert differing_bytes(piece, master, recipe, whole_rows=False) == expected
+    assert differing_bytes(theirs, master, recipe, whole_rows=False) == 0
 
 
 # -- histories ---------------------------------------------------------------------------------------------------------
