@@ -29,6 +29,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_adapters import QuantizedLoadPlanner
 from dcp_adapters.load import all_conversions
 from dcp_adapters.load.conversion import Conversion, narrowed, widened_box
+from fsdp_hooks.exchange import RanksDifferError
 from qtensor import high_precision_init_val, quantize, quantized_model_init
 from qtensor.tensor import QuantizedTensor
 from tests import ranks
@@ -148,6 +149,31 @@ def dense_rows_read(path: Path) -> None:
 
 def test_a_dense_target_reads_its_own_rows_and_no_more(saved: Path) -> None:
     run_ranks(3, dense_rows_read, saved)  # the second rank's rows begin and end at odd numbers
+
+
+STACK = (4, 96, 256)  # experts [E, N, K]; 24 rows of a rank hold no whole square block
+SQUARE = [kind for kind in EVERY if facts(EVERY[kind]).square]
+
+
+def stack() -> Tensor:
+    return values(STACK, 7, torch.float32)
+
+
+def stacks_are_filled(path: Path) -> None:
+    for shape, placements in (((4,), (Shard(1),)), ((2, 2), (Shard(0), Shard(1))), ((2, 2), (Shard(1), Shard(2)))):
+        mesh = init_device_mesh("cpu", shape)
+        for kind in SQUARE:
+            empty = quantize(torch.ones(STACK, dtype=torch.bfloat16), EVERY[kind])
+            target: dict[str, Any] = {"experts": placed(empty, mesh, *placements)}
+            load(target, path, on_mismatch="convert")
+            expected = empty.clone()
+            expected.copy_(stack())
+            assert_holds(target, {"experts": expected})
+
+
+def test_square_blocks_of_stacked_experts_may_be_cut(shared_tmp_path: Path) -> None:
+    run_ranks(1, save, {"experts": stack()}, shared_tmp_path)
+    run_ranks(4, stacks_are_filled, shared_tmp_path)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -384,6 +410,24 @@ def test_a_rank_that_fails_behind_its_reads_leaves_no_other_waiting(saved: Path)
     for error in run_ranks_catching(2, a_rank_can_not_decode, saved, timeout=30):
         assert "rank 1 has no room" in error
         assert "another rank failed to read its part" in error
+
+
+def ranks_list_other_weights(path: Path) -> None:
+    """Which the plans have compared; what is said where the exchange of amaxes finds it all the same."""
+    mesh = init_device_mesh("cpu", (2,))
+    target = {"even.bfloat16": placed(empty_target("nvfp4", 64), mesh, Shard(0))}
+    before = held(target)
+    with patch.object(all_conversions, "largest", side_effect=RanksDifferError("ranks list other weights")):
+        try:
+            load(target, path, on_mismatch="convert", allow_partial_load=True)
+        finally:
+            assert held(target) == before
+
+
+def test_ranks_that_differ_in_the_exchange_are_told_so(saved: Path) -> None:
+    for error in run_ranks_catching(2, ranks_list_other_weights, saved, timeout=30):
+        assert "ranks list other weights" in error
+        assert "another rank failed" not in error
 
 
 def into_other_recipes(path: Path) -> list[str]:

@@ -408,3 +408,13 @@ def test_tensors_in_pieces_of_their_own_are_checked_piece_by_piece() -> None:
     assert coverage_problems(items, parts, kept_otherwise) == [problem]
     assert problem.startswith("w: its chunks do not make up the tensor (8, 4): no chunk holds the elements")
     assert problem.endswith(" from (1, 0) on, counted from (6, 0), where this rank's piece begins")
+
+
+def test_a_chunk_beside_one_that_is_the_whole_is_told() -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 4]))]
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([4, 4]), chunks)
+    metadata = Metadata({"w": entry}, storage_data={MetadataIndex("w", chunks[0].offsets): StorageInfo("f", 0, 64)})
+    (item,) = create_read_items_for_chunk_list("w", entry, chunks)
+    assert coverage_problems([item], {"w": (4, 4)}, metadata) == []
+    (problem, *_) = coverage_problems([item, item], {"w": (4, 4)}, metadata)
+    assert problem.startswith("w: its chunks do not make up the tensor (4, 4): ")

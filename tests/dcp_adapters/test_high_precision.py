@@ -364,3 +364,16 @@ def test_modules_and_parameters_keep_their_kind(way: str, requires_grad: bool) -
     assert whole(net.state_dict()) == expected(), "a copy shares its values"
     tied = copied({"a": net[0].weight, "b": net[0].weight})
     assert tied["a"] is tied["b"]
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_a_load_counts_as_a_write(storage: Any, tmp_path: Path) -> None:
+    """Whoever keeps something of a weight, such as a master or a saved tensor, asks its version."""
+    with quantized_model_init(RECIPES["mxfp8"], storage=storage):
+        layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    state = {"weight": layer.weight}
+    with alone():
+        dcp.save(state, checkpoint_id=tmp_path, planner=QuantizedSavePlanner())
+        before = layer.weight._version
+        dcp.load(state, checkpoint_id=tmp_path, planner=QuantizedLoadPlanner())
+    assert layer.weight._version > before

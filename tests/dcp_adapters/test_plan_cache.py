@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -253,3 +254,10 @@ def checksums_on_one_rank(base: Path) -> None:
 def test_ranks_must_agree_on_checksums(shared_tmp_path: Path) -> None:
     for error in run_ranks_catching(2, checksums_on_one_rank, shared_tmp_path):
         assert "some ranks save with checksums=True, some with False; choose one for all" in error
+
+
+def test_the_plans_that_were_used_last_are_kept() -> None:
+    plans = OrderedDict.fromkeys("abcd")
+    plans.move_to_end("a")
+    plan_cache._trim(plans, 2)
+    assert [*plans] == ["d", "a"]

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_hooks import across_ranks, scale_sync
+from fsdp_hooks import across_ranks, gathering, scale_sync
 from fsdp_hooks.scale_sync import sum_over_groups
+from tests.ranks import run_ranks
 
 
 def test_a_tensor_that_the_group_cannot_reduce_travels_to_its_device_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +38,31 @@ def test_a_tensor_that_the_group_can_reduce_stays_where_it_is(monkeypatch: pytes
     tensor = torch.ones(4)
     across_ranks.all_reduce(tensor, dist.ReduceOp.SUM, None)
     assert seen[0] is tensor
+
+
+def _checks_what_ranks_hold() -> None:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    for value in (0, -(1 << 62), 1 << 62):
+        across_ranks.check_same(world, torch.tensor(value), "never")
+        with pytest.raises(RuntimeError, match="ranks differ"):
+            across_ranks.check_same(world, torch.tensor(value + (rank == 1)), "ranks differ")
+    across_ranks.check_same(None, torch.tensor(rank), "never: there is nobody to compare with")
+
+
+def test_ranks_that_hold_different_values_all_raise() -> None:
+    run_ranks(3, _checks_what_ranks_hold)
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"), [("cuda:nccl", "meta"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo", "cpu")]
+)
+def test_shards_are_gathered_from_where_they_are_if_the_group_reaches_it(
+    backends: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = object()
+    monkeypatch.setattr(dist, "get_backend_config", lambda asked: backends if asked is group else "")
+    monkeypatch.setattr(gathering, "device_of", lambda asked: torch.device("meta" if asked is group else "cpu"))
+    assert gathering._device(torch.zeros(1), group).type == expected
 
 
 def test_values_of_several_devices_are_summed_in_one_message_and_each_stays_where_it_is(

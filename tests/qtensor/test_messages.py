@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_hooks import sync_scales
 from qtensor import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     MasterWeightOptimizer,
     MXFP8BlockScaling,
@@ -27,6 +28,7 @@ from qtensor.recipes import Recipe
 
 MXFP8 = MXFP8BlockScaling()
 MXFP8_TEXT = "MXFP8BlockScaling(element='e4m3', blocks='row', scale_rounding='up')"
+DYNAMIC = Float8CurrentScaling(activations="dynamic")
 W = f"a quantized weight of shape (64, 96) ({MXFP8_TEXT})"
 
 
@@ -69,6 +71,10 @@ RECIPE_MESSAGES = {
     "nvfp4 blocks": (
         lambda: NVFP4BlockScaling(blocks=None),
         "NVFP4BlockScaling: blocks=None is not one of 'row', 'square'",
+    ),
+    "float8 blocks": (
+        lambda: Float8BlockScaling(blocks="column"),
+        "Float8BlockScaling: blocks='column' is not one of 'square', 'row'",
     ),
     "json": (
         lambda: Recipe.from_json({"type": "MXFP6BlockScaling"}),
@@ -271,6 +277,12 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         TypeError,
         lambda: nn.functional.linear(q(), torch.ones(64, 96)),
         f"F.linear: the input is {W}; call .dequantize() on it",
+    ),
+    "stacked, dynamic": (
+        NotImplementedError,
+        lambda: torch.bmm(torch.ones(2, 4, 64), q(DYNAMIC, 2, 64, 96)),
+        f'aten.bmm.default with a quantized weight of shape (2, 64, 96) ({DYNAMIC}): activations="dynamic" is defined for linear '
+        "layers; loop over them, or call .dequantize()",
     ),
     "shard dim": (
         NotImplementedError,

@@ -396,6 +396,19 @@ def test_quantize_refuses_an_include_that_matches_nothing_and_changes_nothing() 
     assert quantized_names(model) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_dense_entry_that_is_loaded_becomes_an_initial_value_of_its_own(dtype: torch.dtype) -> None:
+    with quantized_model_init(MXFP8, preserve_high_precision_init_val=True):
+        model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    entry = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    model.load_state_dict({"weight": entry})
+    expected = entry.to(torch.bfloat16, copy=True)
+    entry.zero_()
+    held = high_precision_init_val(model.weight)
+    assert held is not None
+    assert same_bytes(held, expected)
+
+
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_dense_shards_in_place_of_quantized_ones_are_refused(storage: Any) -> None:
     """A loader that shards a model by itself would leave it dense."""

@@ -140,10 +140,19 @@ def test_a_history_that_led_to_its_scale_is_never_doubted(recipe: Any) -> None:
     assert fault(trained.parts(), recipe) is None
 
 
-def test_a_scale_smaller_than_its_history_is_found() -> None:
+def test_a_step_of_zeros_leaves_the_scale_of_the_step_before() -> None:
+    recipe = DELAYED[1]
+    history = torch.tensor([0.0, 5.0, 4.0, 0.0])
+    parts = {"payload": torch.zeros(4, 32).to(torch.float8_e4m3fn), "amax_history": history}
+    assert fault({**parts, "scale": torch.tensor(5 / 448)}, recipe) is None
+    assert "the amax history leads to 0.0 to 0.0111" in str(fault({**parts, "scale": torch.tensor(6 / 448)}, recipe))
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e3])
+def test_a_scale_smaller_than_its_history_is_found(magnitude: float) -> None:
     """A weight that grows: the scale of the step before is too small for the amaxes that are recorded."""
     recipe = DELAYED[0]
-    trained = Trained(recipe)
+    trained = Trained(recipe, magnitude)
     for size in (0.1, 6.0, 0.1):
         trained.step(size)
     message = fault({**trained.parts(), "scale": trained.before["scale"]}, recipe)
