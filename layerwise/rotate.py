@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import deviation, tolerance
 from layerwise.inputs.evaluating import evaluating
+from layerwise.rotating.choice import Asked, Axis, Chosen, choose
 from layerwise.rotating.hadamard import Rotation, rotate_weight_
-from layerwise.rotating.plan import Asked, Axis, Chosen, Norm, Plan, choose, norms_of, planned
+from layerwise.rotating.plan import Norm, Plan, norms_of, planned
 from layerwise.rotating.proof import norm_kind, prove, rotations
 from layerwise.rotating.tracing import Runs, look
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from layerwise.folding.folds import deviation, tolerance
+from layerwise.rotating.choice import Axis
 from layerwise.rotating.hadamard import Rotation, signs_of
-from layerwise.rotating.plan import Axis, Change, Norm, Plan
+from layerwise.rotating.plan import Change, Norm, Plan
 from layerwise.rotating.tracing import Runs
 
 

@@ -1,0 +1,192 @@
+"""Which modules are to be rotated: options, and modules by their names, checked by themselves."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qtensor.selection import check_lists, matches, unmatched
+
+# The names of Llama and its relatives in transformers.
+READS = ("*q_proj", "*k_proj", "*v_proj", "*qkv_proj", "*gate_proj", "*up_proj", "*gate_up_proj", "*lm_head")
+WRITES = ("*embed_tokens", "*o_proj", "*down_proj")
+MADE, TAKEN = "v_proj", "o_proj"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PLACES = ("stream", "values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of `rotate_`, checked.
+
+    Raises:
+        ValueError, TypeError: an option is not one of the allowed values.
+    """
+
+    where: Sequence[str]
+    block: int
+    seed: int | None
+    reads: Sequence[str] | None
+    writes: Sequence[str] | None
+    head_dim: int | None
+    tied: Literal["refuse", "untie"]
+
+    def __post_init__(self) -> None:
+        check_lists("rotate_", where=self.where, reads=self.reads or (), writes=self.writes or ())
+        if not self.where or not {*self.where} <= {*PLACES}:
+            raise ValueError(f"rotate_: where={self.where!r}; expected one or both of {', '.join(map(repr, PLACES))}")
+        if type(self.block) is not int or self.block < 2 or self.block & (self.block - 1):
+            raise ValueError(f"rotate_: block={self.block!r} is not a power of two from 2 on")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ValueError(f"rotate_: seed={self.seed!r} is neither an integer nor None")
+        if self.head_dim is not None and (type(self.head_dim) is not int or self.head_dim < 1):
+            raise ValueError(f"rotate_: head_dim={self.head_dim!r} is not a positive integer")
+        if self.tied not in ("refuse", "untie"):
+            raise ValueError(f"rotate_: tied={self.tied!r} is neither 'refuse' nor 'untie'")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is rotated: the residual stream, or the values of one attention, whose heads are rotated alike.
+
+    Attributes:
+        what: in words.
+        period: how many channels the stream has, or a head.
+        maker: fqn of the linear that makes the values; empty for the stream.
+    """
+
+    what: str
+    period: int
+    maker: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The modules to change, by fqn.
+
+    Attributes:
+        reads, writes: those of the residual stream; empty where that is not rotated.
+        values: (fqn of the values' linear, fqn of the linear that reads them, head_dim).
+        stream: the residual stream, if it is rotated.
+    """
+
+    reads: Mapping[str, nn.Linear]
+    writes: Mapping[str, nn.Linear | nn.Embedding]
+    values: Sequence[tuple[str, str, int]]
+    stream: Axis | None
+
+    def names(self) -> list[str]:
+        """All fqns, each once."""
+        pairs = (name for pair in self.values for name in pair[:2])
+        return list(dict.fromkeys([*self.writes, *self.reads, *pairs]))
+
+
+def choose(model: nn.Module, asked: Asked) -> Chosen:
+    """The modules that the options name, checked by themselves.
+
+    Raises:
+        ValueError, TypeError: patterns, modules, widths or parameters that do not fit, by name.
+    """
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise TypeError(f"rotate_: {name} is sharded (a DTensor); rotate the model before fully_shard")
+    modules = dict(model.named_modules())
+    reads, writes, stream = {}, {}, None
+    if "stream" in asked.where:
+        reads = {name: _linear(name, found) for name, found in _named(modules, asked.reads, READS, "reads")}
+        writes = {
+            name: found if isinstance(found, nn.Embedding) else _linear(name, found)
+            for name, found in _named(modules, asked.writes, WRITES, "writes")
+        }
+        stream = Axis("the residual stream", _width(reads, writes, asked.block))
+    values = list(_values(modules, asked)) if "values" in asked.where else []
+    chosen = Chosen(reads, writes, values, stream)
+    for name in chosen.names():
+        check_plain(name, modules[name])
+    return chosen
+
+
+def _named(
+    modules: Mapping[str, nn.Module], patterns: Sequence[str] | None, usual: Sequence[str], argument: str
+) -> Iterator[tuple[str, nn.Module]]:
+    for pattern in unmatched(patterns or (), modules):
+        raise ValueError(f"rotate_: the pattern {pattern!r} of {argument}= matches no module")
+    found = [
+        (name, module) for name, module in modules.items() if matches(name, usual if patterns is None else patterns)
+    ]
+    if not found:
+        raise ValueError(
+            f"rotate_: no module has one of the usual names of what {argument} the residual stream "
+            f"({', '.join(usual)}); name them by {argument}="
+        )
+    return iter(found)
+
+
+def _linear(name: str, module: nn.Module) -> nn.Linear:
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise TypeError(f"rotate_: {name} is a {type(module).__name__}; only nn.Linear, as it is, can be rotated")
+    return module
+
+
+def _width(reads: Mapping[str, nn.Linear], writes: Mapping[str, nn.Linear | nn.Embedding], block: int) -> int:
+    """The channels of the residual stream."""
+    widths = {name: module.in_features for name, module in reads.items()}
+    for name, module in writes.items():
+        out = module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features
+        widths[f"{name} (writes)"] = out
+    first, width = next(iter(widths.items()))
+    for name, other in widths.items():
+        if other != width:
+            raise ValueError(
+                f"rotate_: the residual stream has {width} channels in {first} and {other} in {name}; expected the "
+                "same everywhere"
+            )
+    if width % block:
+        raise ValueError(f"rotate_: block={block} does not divide the {width} channels of the residual stream")
+    return width
+
+
+def _values(modules: Mapping[str, nn.Module], asked: Asked) -> Iterator[tuple[str, str, int]]:
+    found = False
+    for name, module in modules.items():
+        parent, _, last = name.rpartition(".")
+        reader = f"{parent}.{TAKEN}".removeprefix(".")
+        if last != MADE or reader not in modules:
+            continue
+        found = True
+        head = asked.head_dim or getattr(modules[parent], "head_dim", None)
+        made, taken = _linear(name, module).out_features, _linear(reader, modules[reader]).in_features
+        if type(head) is not int or head < 1 or made % head or taken % head:
+            raise ValueError(
+                f"rotate_: heads of {head!r} channels do not divide the {made} of {name} and the {taken} of {reader}; "
+                "give head_dim="
+            )
+        if head % asked.block:
+            raise ValueError(
+                f"rotate_: block={asked.block} does not divide the {head} channels of a head of {name}; take a smaller "
+                'block, or where=("stream",)'
+            )
+        yield name, reader, head
+    if not found:
+        raise ValueError(
+            f'rotate_: no attention has {MADE} beside {TAKEN}, so its values cannot be rotated; take where=("stream",)'
+        )
+
+
+def check_plain(name: str, module: nn.Module) -> None:
+    """Raise TypeError or ValueError unless all parameters of a module are plain tensors with values."""
+    if module._parameters.get("weight") is None:
+        raise TypeError(f"rotate_: the weight of {name} is no parameter of its own (a parametrization?)")
+    for attribute, param in module._parameters.items():
+        if param is None:
+            continue
+        what = f"rotate_: {name}.{attribute}"
+        if type(param) not in (Tensor, nn.Parameter):
+            raise TypeError(f"{what} is a {type(param).__name__}; rotate the dense model, and quantize it afterwards")
+        if param.dtype not in DTYPES:
+            raise TypeError(f"{what} has dtype {param.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+        if param.is_meta:
+            raise ValueError(f"{what} is on the meta device; load the weights first")
