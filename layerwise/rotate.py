@@ -7,6 +7,7 @@ Rotations of the residual stream and of the values are R1 and R2 of SpinQuant (a
 2404.00456). Both are in the weights alone; nothing is added to the model.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.algorithms.arithmetic import full_precision
-from layerwise.folding.folds import deviation, tolerance
+from layerwise.folding.folds import AMPLIFICATION, deviation, tolerance
 from layerwise.inputs.evaluating import evaluating
 from layerwise.rotating.choice import Asked, Axis, Chosen, choose
 from layerwise.rotating.hadamard import Rotation, rotate_weight_
@@ -31,7 +32,8 @@ class RotationReport:
 
     Attributes:
         difference: the largest relative RMS difference of an output of the model on the batch, before and after.
-        allowed: how much rounding may make of it.
+        allowed: how much rounding may make of it: 4 times what the same rounding of weights made of the outputs when
+            they were rotated, rounded, and rotated back; at least that of one weight, and at most a bound for all.
         changed: fqns of all parameters that were written.
     """
 
@@ -96,10 +98,16 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         plan = planned(model, chosen, look(runs, chosen.reads, norms_of(model, chosen)))
         matrices = rotations(plan, block, seed)
         norms = list(_norms(plan, chosen, matrices))
+        copies = _copies(plan, norms)
+        undo.callback(_restore, copies)  # also what an interrupt leaves between a change of signs and its note
         prove(plan, norms, runs)
         before = runs.outputs()
-        _write(plan, norms, matrices, undo)
-        report = _compared(plan, norms, before, runs.outputs())
+        _write(plan, norms, matrices)
+        _write_back(plan, matrices)
+        rounding = _difference(before, runs.outputs())
+        _restore(copies)
+        _write(plan, norms, matrices)
+        report = _compared(plan, norms, _difference(before, runs.outputs()), rounding)
         undo.pop_all()  # all is well: keep it
     return report
 
@@ -133,12 +141,17 @@ def _put(linear: nn.Linear, weight: Tensor) -> None:
     linear.weight = weight
 
 
+def _copies(plan: Plan, norms: Sequence[Norm]) -> list[tuple[Tensor, Tensor]]:
+    """All that is written, and its values in CPU memory."""
+    tensors = [*(change.tensor for change in plan.changes), *(norm.weight for norm in norms)]
+    return [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+
+
 @torch.no_grad()
-def _write(plan: Plan, norms: Sequence[Norm], matrices: Mapping[Axis, Rotation], undo: ExitStack) -> None:
-    """All changes; `undo` gets copies of the values from before, in CPU memory."""
+def _write(plan: Plan, norms: Sequence[Norm], matrices: Mapping[Axis, Rotation]) -> None:
+    """All changes."""
     gains = {norm.name: norm.gain() for norm in norms}
     for change in plan.changes:
-        undo.callback(_restore, change.tensor, change.tensor.detach().to("cpu", copy=True))
         rotate_weight_(
             change.tensor,
             gain=None if change.norm is None else gains[change.norm],
@@ -146,19 +159,40 @@ def _write(plan: Plan, norms: Sequence[Norm], matrices: Mapping[Axis, Rotation],
             rows=None if change.rows is None else matrices[change.rows],
         )
     for norm in norms:
-        undo.callback(_restore, norm.weight, norm.weight.detach().to("cpu", copy=True))
         norm.weight.fill_(0.0 if norm.kind == "offset" else 1.0)
 
 
+def _write_back(plan: Plan, matrices: Mapping[Axis, Rotation]) -> None:
+    """Rotate the rotated weights back (gains stay in them): the weights of before, with the rounding of rotated ones.
+
+    Whether the model allows a rotation makes no difference to these, so they show what rounding alone does to outputs.
+    """
+    for change in plan.changes:
+        rotate_weight_(
+            change.tensor,
+            gain=None,
+            columns=None if change.columns is None else matrices[change.columns].inverted(),
+            rows=None if change.rows is None else matrices[change.rows].inverted(),
+        )
+
+
 @torch.no_grad()
-def _restore(tensor: Tensor, values: Tensor) -> None:
-    tensor.copy_(values)
+def _restore(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, values in copies:
+        tensor.copy_(values)
 
 
-def _compared(plan: Plan, norms: Sequence[Norm], before: Sequence[Tensor], after: Sequence[Tensor]) -> RotationReport:
+def _difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    return max(deviation(one, other) for one, other in zip(before, after, strict=True))
+
+
+def _compared(plan: Plan, norms: Sequence[Norm], difference: float, rounding: float) -> RotationReport:
     coarsest = max((change.tensor.dtype for change in plan.changes), key=lambda dtype: torch.finfo(dtype).eps)
-    allowed = tolerance(coarsest, len(plan.changes), max(change.tensor.shape[-1] for change in plan.changes))
-    difference = max(deviation(one, other) for one, other in zip(before, after, strict=True))
+    columns = max(change.tensor.shape[-1] for change in plan.changes)
+    allowed = tolerance(coarsest, len(plan.changes), columns)
+    if math.isfinite(rounding):
+        # Rotated activations are rounded anew too, by about as much; where no weight is rounded, they alone are.
+        allowed = min(allowed, max(AMPLIFICATION * rounding, tolerance(coarsest, 1, columns)))
     if not difference <= allowed:
         raise RuntimeError(
             f"rotate_: the model's outputs changed by {difference:.3g} (relative RMS), more than the {allowed:.3g} of "

@@ -190,3 +190,12 @@ def check_plain(name: str, module: nn.Module) -> None:
             raise TypeError(f"{what} has dtype {param.dtype}; expected one of {', '.join(map(str, DTYPES))}")
         if param.is_meta:
             raise ValueError(f"{what} is on the meta device; load the weights first")
+        if param.is_inference():
+            raise TypeError(
+                f"{what} was made under torch.inference_mode(), so it cannot be written; make the model outside of it"
+            )
+        if not bool(torch.isfinite(param).all()):
+            raise ValueError(
+                f"{what} holds values that are not finite (NaN or infinities), which a rotation would spread over "
+                "their blocks"
+            )

@@ -26,20 +26,28 @@ class Rotation:
     Attributes:
         block: size of the Hadamard matrix, a power of two that divides the number of signs.
         signs: +1 and -1, float64 [period] on the CPU; for a longer dim (heads) they repeat.
+        inverse: whether it is R^T in place of R.
     """
 
     block: int
     signs: Tensor
+    inverse: bool = False
 
     def part(self, channels: slice) -> "Rotation":
         """What it does to some channels of a dim, whole blocks of them."""
         count = -(-channels.stop // self.signs.numel())
-        return Rotation(self.block, self.signs.repeat(count)[channels])
+        return Rotation(self.block, self.signs.repeat(count)[channels], self.inverse)
+
+    def inverted(self) -> "Rotation":
+        """What undoes it."""
+        return Rotation(self.block, self.signs, not self.inverse)
 
     def columns(self, values: Tensor) -> Tensor:
         """Values R, float64 [..., width]."""
         width = values.shape[-1]
         signs = self.signs.to(values.device).repeat(width // self.signs.numel())
+        if self.inverse:
+            return hadamard(values.double(), self.block) * signs
         return hadamard(values.double() * signs, self.block)
 
     def rows(self, values: Tensor) -> Tensor:

@@ -187,13 +187,16 @@ def _check_uses(model: nn.Module, chosen: Chosen, changes: Sequence[Change]) -> 
 
 
 def _check_rest(model: nn.Module, chosen: Chosen, norms: Mapping[str, nn.Module], width: int) -> None:
-    """Whatever else has a dim of the stream's width may belong to the stream."""
+    """Whatever else has a dim of the stream's width may belong to the stream.
+
+    Buffers too: signs do not show a scale for each channel. (A mask of integers is none.)
+    """
     known = {*chosen.names(), *norms}
     rest = [
-        f"{name}.{attribute} {list(param.shape)}"
+        f"{name}.{attribute} {list(found.shape)}".removeprefix(".")
         for name, module in model.named_modules()
-        for attribute, param in module._parameters.items()
-        if name not in known and param is not None and width in param.shape
+        for attribute, found in [*module._parameters.items(), *module._buffers.items()]
+        if name not in known and found is not None and width in found.shape and found.is_floating_point()
     ]
     if rest:
         more = f" and {len(rest) - _SHOWN} more" if len(rest) > _SHOWN else ""

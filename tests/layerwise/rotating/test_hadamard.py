@@ -61,6 +61,16 @@ def test_a_weight_comes_out_the_same_in_pieces(dtype: torch.dtype, monkeypatch: 
     assert bool(((whole.double() - dense).abs() <= 0.501 * torch.finfo(dtype).eps * dense.abs() + 1e-12).all())
 
 
+def test_an_inverted_rotation_undoes_it() -> None:
+    given = _normal(96, WIDTH)
+    columns, rows = Rotation(32, signs_of(3, WIDTH)), Rotation(16, signs_of(1, 48))
+    weight = given.clone()
+    rotate_weight_(weight, gain=None, columns=columns, rows=rows)
+    assert not torch.allclose(weight, given, rtol=0, atol=0.1)
+    rotate_weight_(weight, gain=None, columns=columns.inverted(), rows=rows.inverted())
+    torch.testing.assert_close(weight, given, rtol=0, atol=1e-13)
+
+
 def test_values_out_of_range_are_refused() -> None:
     weight = torch.full((2, 32), 6e4, dtype=torch.float16)
     with pytest.raises(OverflowError, match=r"^rotated values leave the range of torch.float16 \(largest 3\.39e\+05\)"):
