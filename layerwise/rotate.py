@@ -1,7 +1,7 @@
 """`rotate_`: the same model with rotated weights, whose blocks hold fewer outliers; called before quantization.
 
     options, modules by their names -> one run: what is reached, which norm is in front of which linear
-    -> signs: the plan fits the model, bit for bit -> weights rotated -> outputs compared, or all put back
+    -> signs: the plan fits the model, exactly -> weights rotated -> outputs compared, or all put back
 
 Rotations of the residual stream and of the values are R1 and R2 of SpinQuant (arXiv 2405.16406), after QuaRot (arXiv
 2404.00456). Both are in the weights alone; nothing is added to the model.
@@ -60,8 +60,8 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
     into the linears behind them, and embeddings and linears write x R, and read it, in place of x. "values": each head
     of a v_proj makes v R, and its o_proj reads that. Call it before `calibrate`, `quantize_` and `fully_shard`.
 
-    It is shown on `batch` that the model allows this, by changes of signs that leave its outputs as they are bit for
-    bit; and the outputs after it are compared with those before. Products are computed in float64 and rounded to the
+    It is tested on `batch` whether the model allows this: changes of signs have to leave its outputs equal (0 equals
+    -0), and the outputs after it are compared with those before, within what rounding makes of them. Products are computed in float64 and rounded to the
     weight's dtype at the end. The result depends on weights and options alone, on every device.
 
     Args:
@@ -82,8 +82,8 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         What was written, and how far the outputs differ.
 
     Raises:
-        ValueError, TypeError: options, names, shapes or parameters that do not fit, or a batch that does not reach
-            something; nothing was changed.
+        ValueError, TypeError: options, names, shapes or parameters that do not fit, values that are not finite, or a
+            batch that does not reach something; nothing was changed.
         NotImplementedError: the model is not one that can be rotated exactly, by name; nothing was changed.
         OverflowError, RuntimeError: rotated values leave the range of their dtype, or the outputs differ by more than
             rounding; everything was put back.

@@ -1,13 +1,14 @@
 """Shows that a plan fits the model, by signs: they are orthogonal matrices whose products are exact.
 
 Multiply channels of what is rotated by +1 and -1 in everything that makes them, and in everything that reads them: if
-the plan is complete, every product and every sum in the model is what it was, up to signs, and its outputs are the
-same, BIT FOR BIT. If something else reads or writes the channels, mixes them, or subtracts their mean, bits change. The
+the plan is complete, every product and every sum in the model is what it was, up to signs, and its outputs are EQUAL,
+value by value (0 equals -0). If something else reads or writes the channels, mixes them, or subtracts their mean, bits change. The
 same is done to the gains of norms and the columns of the linears behind them. Each norm is looked at alone, too: with
 gain 1 it has to commute with the rotation itself.
 
-What is left open is a nonlinear function of single channels that is odd, such as tanh: the outputs after the rotation
-tell that, within rounding.
+What is left open is what commutes with signs and not with a rotation: an odd function of single channels (tanh), a
+factor for each channel (a gate), a norm without a gain that is not RMS (the largest magnitude), heads that are shorter
+than head_dim says. And what the batch does not reach. The outputs after the rotation tell the former, within rounding.
 
     norm_kind     how a norm alone takes its weight; refuses one that does not commute with rotations
     prove         all of the above on the model; the weights are put back
