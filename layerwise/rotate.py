@@ -61,8 +61,9 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
     of a v_proj makes v R, and its o_proj reads that. Call it before `calibrate`, `quantize_` and `fully_shard`.
 
     It is tested on `batch` whether the model allows this: changes of signs have to leave its outputs equal (0 equals
-    -0), and the outputs after it are compared with those before, within what rounding makes of them. Products are computed in float64 and rounded to the
-    weight's dtype at the end. The result depends on weights and options alone, on every device.
+    -0), and the outputs after it are compared with those before, within what rounding makes of them. Products are
+    computed in float64 and rounded to the weight's dtype at the end. The result depends on weights and options alone,
+    on every device.
 
     Args:
         model: plain parameters with their values, in bf16, fp16, fp32 or fp64.

@@ -2,9 +2,9 @@
 
 Multiply channels of what is rotated by +1 and -1 in everything that makes them, and in everything that reads them: if
 the plan is complete, every product and every sum in the model is what it was, up to signs, and its outputs are EQUAL,
-value by value (0 equals -0). If something else reads or writes the channels, mixes them, or subtracts their mean, bits change. The
-same is done to the gains of norms and the columns of the linears behind them. Each norm is looked at alone, too: with
-gain 1 it has to commute with the rotation itself.
+value by value (0 equals -0). If something else reads or writes the channels, mixes them, or subtracts their mean, bits
+change. The same is done to the gains of norms and the columns of the linears behind them. Each norm is looked at alone,
+too: with gain 1 it has to commute with the rotation itself.
 
 What is left open is what commutes with signs and not with a rotation: an odd function of single channels (tanh), a
 factor for each channel (a gate), a norm without a gain that is not RMS (the largest magnitude), heads that are shorter

@@ -634,6 +634,28 @@ def test_all_is_put_back_where_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> N
     assert runs == 10
 
 
+@pytest.mark.parametrize("last", [0, 3, 30])
+def test_an_interrupt_right_behind_a_change_of_signs_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """Signs are undone by changing them again, which needs to know of the change: copies do not."""
+    model, multiply, calls = decoder(norm=Offset), Tensor.mul_, 0
+    was = digest(model)
+
+    def interrupted(tensor: Tensor, other: Tensor) -> Tensor:
+        nonlocal calls
+        multiply(tensor, other)
+        calls += 1
+        if calls == last + 1:
+            raise KeyboardInterrupt
+        return tensor
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Tensor, "mul_", interrupted)
+        rotate_(model, ids(), block=BLOCK)
+    assert digest(model) == was
+
+
 class Silent(nn.Module):
     """Returns no numbers, or numbers that have nothing to do with its weights."""
 
