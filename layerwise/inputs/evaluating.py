@@ -16,12 +16,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     for stand-ins. Weights change while it runs, so autocast keeps no copies of them.
     """
     training = [module for module in model.modules() if module.training]
-    model.eval()
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     # Whoever has compiled something has imported dynamo, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
+        model.eval()
+        torch.set_autocast_cache_enabled(False)
         # inference tensors could not be added to later
         with eager, torch.inference_mode(mode=False), torch.no_grad():
             yield

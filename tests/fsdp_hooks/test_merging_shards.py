@@ -125,6 +125,29 @@ def test_the_bytes_and_the_report_are_those_of_one_process(shape: Any) -> None:
     run_ranks_each(ranks(shape), RECIPES, _merges, shape)
 
 
+STACK = (4, 96, 256)  # experts [E, N, K]
+
+
+def _merges_stacks(name: str) -> None:
+    """Ranks hold 24 rows, or 48 of some matrices or columns: hardly a block of any size is whole."""
+    generator = torch.Generator().manual_seed(0)
+    before, change = (torch.randn(STACK, generator=generator, dtype=torch.float32) for _ in range(2))
+    whole = quantize(before.bfloat16(), RECIPES[name])
+    expected = whole.clone()
+    merge_([("experts", expected)], {"experts": lambda index: change[index]})
+    for shape, placements in (((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Shard(1), Shard(2)])):
+        param = nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", shape), placements, src_data_rank=None))
+        merge_([("experts", param)], {"experts": lambda index: change[index]})
+        parts = expand({"experts": param})
+        for part, tensor in expected.parts().items():
+            found: Any = parts[f"experts.{part}"]
+            assert_same_bytes(found.to_local(), piece(tensor, found), f"{name}, {placements}: {part}")
+
+
+def test_stacked_experts_may_be_cut_anywhere() -> None:
+    run_ranks_each(4, RECIPES, _merges_stacks)
+
+
 def _counts(name: str, shape: tuple[Any, ...]) -> dict[str, int]:
     net = sharded(name, shape)
     with Collectives() as comms:

@@ -396,12 +396,13 @@ def test_quantize_refuses_an_include_that_matches_nothing_and_changes_nothing() 
     assert quantized_names(model) == []
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_dense_entry_that_is_loaded_becomes_an_initial_value_of_its_own(dtype: torch.dtype) -> None:
+def test_a_dense_entry_that_is_loaded_becomes_an_initial_value_of_its_own(dtype: torch.dtype, assign: bool) -> None:
     with quantized_model_init(MXFP8, preserve_high_precision_init_val=True):
         model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     entry = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    model.load_state_dict({"weight": entry})
+    model.load_state_dict({"weight": entry}, assign=assign)
     expected = entry.to(torch.bfloat16, copy=True)
     entry.zero_()
     held = high_precision_init_val(model.weight)

@@ -1,0 +1,43 @@
+"""How a model runs while it is looked at, and that it is as before afterwards, whatever happened."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from layerwise.inputs.evaluating import evaluating
+
+
+class Stubborn(nn.Module):
+    """Refuses to leave training."""
+
+    def train(self, mode: bool = True) -> Stubborn:
+        if not mode:
+            raise RuntimeError("I train for ever")
+        return super().train(mode)
+
+
+def look(model: nn.Module) -> None:
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        assert not torch.is_autocast_cache_enabled()
+        raise ZeroDivisionError
+
+
+def test_modules_train_again_that_did() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    with pytest.raises(ZeroDivisionError):
+        look(model)
+    assert [module.training for module in model.modules()] == [True, True, False]
+    assert torch.is_grad_enabled()
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_an_error_on_the_way_in_leaves_nothing_changed() -> None:
+    model = nn.Sequential(nn.Dropout(), Stubborn())
+    with pytest.raises(RuntimeError, match="I train for ever"), evaluating(model):
+        pass
+    assert all(module.training for module in model.modules())
+    assert torch.is_autocast_cache_enabled()
