@@ -28,13 +28,17 @@ class Expert:
 
     Attributes:
         number: its place in the block.
+        fqn: its name in the model.
         names: its linears that are quantized.
         module: what is called with its tokens; None in a stacked block.
+        columns: how many columns its tokens may have, for one of its weights to take them.
     """
 
     number: int
+    fqn: str
     names: tuple[str, ...]
     module: nn.Module | None = None
+    columns: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,17 +95,26 @@ def _lists(model: nn.Module) -> Iterator[str]:
 def _list_block(model: nn.Module, name: str, targets: Sequence[Target]) -> ExpertBlock | None:
     found = model.get_submodule(name)
     experts = []
-    for number, module in enumerate(found.children()):
+    for number, (key, module) in enumerate(found.named_children()):
         owners = {id(inner) for inner in module.modules()}
-        names = tuple(linear for target in targets if id(target.owner) in owners for linear in target.linears())
+        owned = [target for target in targets if id(target.owner) in owners]
+        names = tuple(linear for target in owned for linear in target.linears())
         if names:
-            _check_one_argument(f"{name}.{number}", module)
-            experts.append(Expert(number, names, module))
+            fqn = f"{name}.{key}"
+            _check_one_argument(fqn, module)
+            experts.append(Expert(number, fqn, names, module, _columns(module, owned)))
     around, called = name, found
     while around and isinstance(called, LISTS) and type(called).forward in [one.forward for one in LISTS]:
         around = around.rpartition(".")[0]
         called = model.get_submodule(around)
     return ExpertBlock(name, called, tuple(experts)) if experts else None
+
+
+def _columns(module: nn.Module, targets: Sequence[Target]) -> frozenset[int]:
+    """What the tokens of an expert may have: the K of its targets, or any size of a weight that is none of them."""
+    known = {id(target.param) for target in targets}
+    others = [param for param in module.parameters() if param.ndim > 1 and id(param) not in known]
+    return frozenset({target.shape[-1] for target in targets} | {size for param in others for size in param.shape})
 
 
 def _check_one_argument(name: str, module: nn.Module) -> None:
@@ -125,12 +138,11 @@ def _stacked_block(name: str, owner: nn.Module, targets: Sequence[Target]) -> Ex
         )
     if len({len(names) for names in linears}) > 1:
         raise NotImplementedError(
-            f'calibrate: expert_inputs="all": the parameters of {name} hold {sorted({len(one) for one in linears})} '
+            f'calibrate: expert_inputs="all": {name} has parameters of {sorted({len(one) for one in linears})} '
             f"experts; expected as many in each. For such experts {INSTEAD}"
         )
-    return ExpertBlock(
-        name, owner, tuple(Expert(number, names) for number, names in enumerate(zip(*linears, strict=True)))
-    )
+    experts = enumerate(zip(*linears, strict=True))
+    return ExpertBlock(name, owner, tuple(Expert(number, f"{name}[{number}]", names) for number, names in experts))
 
 
 _ONE_VALUE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

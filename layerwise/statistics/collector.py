@@ -35,7 +35,7 @@ from layerwise.statistics.every_token import EveryToken
 from layerwise.statistics.lineage import Lineage
 from layerwise.statistics.partners import Partner, Partners, origin_of
 from layerwise.statistics.statistics import Names, Part, Statistics
-from layerwise.statistics.watching import Product, Watch, WeightsByStorage
+from layerwise.statistics.watching import PRODUCTS_SEEN, Product, Watch, WeightsByStorage
 
 SAMPLE_BATCHES = 4  # of which rows are kept
 _SHOWN = 5  # linears that one message names
@@ -249,9 +249,8 @@ class Collector:
         for fqn, function in unfollowed.items():
             if reached.isdisjoint(self._linears[fqn]):
                 raise RuntimeError(
-                    f"{fqn}: calibration can not see its inputs, for the layer uses it through {function}(); expected "
-                    "F.linear(x, w), x @ w.T, torch.bmm(x, w.mT) or F.grouped_mm(x, w.mT). For experts of "
-                    'a transformers model, model.set_experts_implementation("eager") helps; else exclude it'
+                    f"{fqn}: calibration can not see its inputs, for the layer uses it through {function}(); "
+                    f"{PRODUCTS_SEEN}"
                 )
 
 

@@ -29,6 +29,10 @@ from torch.overrides import TorchFunctionMode
 
 from layerwise.stages.targets import linear_names
 
+PRODUCTS_SEEN = (
+    "expected F.linear(x, w), x @ w.T, torch.bmm(x, w.mT) or F.grouped_mm(x, w.mT). For experts of a transformers "
+    'model, model.set_experts_implementation("eager") helps; else exclude it'
+)
 _PLAIN = (Tensor, Parameter)
 
 # Product functions by name (some have several names, and some are private to torch or transformers), with the positions

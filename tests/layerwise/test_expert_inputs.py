@@ -292,6 +292,13 @@ class Weighted(Expert):
         return super().forward(x * weights)
 
 
+class Scaled(Expert):
+    """May take a scale."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x * scale)
+
+
 class Bypassed(nn.Module):
     """Its experts are used by a method that is called past the module."""
 
@@ -318,12 +325,103 @@ class StackedExperts(nn.Module):
             rows, factors = x[token], weights[token, place, None]
             if self.kind == "weighted":
                 rows, factors = rows * factors, torch.ones_like(factors)
+            if self.kind == "padded" and 0 < len(rows) < len(x):
+                rows = F.pad(rows, (0, 0, 0, 1))
             if self.kind == "dense":  # one product for all experts
                 made = torch.relu(torch.matmul(rows, self.up_proj.mT))[expert]
             else:
                 made = torch.relu(F.linear(rows, self.up_proj[expert]))
-            out.index_add_(0, token, F.linear(made, self.down_proj[expert]) * factors)
+            out.index_add_(0, token, F.linear(made, self.down_proj[expert])[: len(token)] * factors)
         return out
+
+
+class WeightsTokens(StackedExperts):
+    """Weights its tokens before a product; `kind` says where."""
+
+    def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        if self.kind == "sums":
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        for expert in range(4):
+            token, place = torch.where(numbers == expert)
+            rows, factors = x[token], weights[token, place, None]
+            if self.kind == "normed":
+                rows = F.normalize(rows) * factors
+            if self.kind == "cast":
+                rows = (rows * factors).to(self.up_proj.dtype)
+            made = torch.relu(F.linear(rows, self.up_proj[expert]))
+            if self.kind in ("between", "sums"):
+                made = made * factors
+            out.index_add_(0, token, F.linear(made, self.down_proj[expert]).to(out))
+        return out
+
+
+class Fixed(StackedExperts):
+    """Of parameters with different numbers of experts."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.gate_proj = nn.Parameter(torch.zeros(3, 32, DIM))
+
+
+class Past(Experts):
+    """Uses its experts past their call; `way` says how."""
+
+    def __init__(self, way: Callable[[Any, Tensor], Tensor], expert: Callable[[], nn.Module] = Expert) -> None:
+        super().__init__(4)
+        self.way, self.experts = way, nn.ModuleList(expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, DIM)
+        chosen = (flat @ self.directions.to(flat).T).argmax(dim=-1)
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            mine = chosen == index
+            if bool(mine.any()):
+                out[mine] = self.way(expert, flat[mine])
+        return out.reshape(x.shape)
+
+
+class Whole(Experts):
+    """Calls all its experts with tokens [B, T, K]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = torch.softmax(x @ self.directions.T, dim=-1)
+        return torch.stack([shares[..., i, None] * expert(x) for i, expert in enumerate(self.experts)]).sum(dim=0)
+
+
+class Reshaping(StackedExperts):
+    """Takes tokens of any shape."""
+
+    def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, DIM), numbers, weights).reshape(x.shape)
+
+
+class WholeStacked(nn.Module):
+    """Calls stacked experts with tokens [B, T, K]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Reshaping("")
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = torch.zeros(len(x.reshape(-1, DIM)), 2, dtype=torch.int64)
+        return self.experts(x, numbers, torch.ones(numbers.shape))
+
+
+class TwoLists(nn.Module):
+    """The linears of an expert are in two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts_up = nn.ModuleList(nn.Linear(DIM, 32, bias=False) for _ in range(4))
+        self.experts_down = nn.ModuleList(nn.Linear(32, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, out = x.reshape(-1, DIM), []
+        for rows, up, down in zip(flat.chunk(4), self.experts_up, self.experts_down, strict=False):
+            out.append(down(torch.relu(up(rows))))
+        return torch.cat(out).reshape(x.shape)
 
 
 class Alone(StackedExperts):
@@ -363,7 +461,36 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "bypassed": (Bypassed, r"inner\.experts: .*experts\.0 is used while the module around the experts is not called"),
     "weighted": (
         lambda: Router(StackedExperts("weighted")),
+        r"mlp\.experts: it weights its tokens before a product",
+    ),
+    **{
+        f"weighted {kind}": (
+            lambda kind=kind: Router(WeightsTokens(kind)),  # type: ignore[misc]
+            r"mlp\.experts: it weights its tokens before a product",
+        )
+        for kind in ("between", "sums", "normed", "cast")
+    },
+    "padded": (
+        lambda: Router(StackedExperts("padded")),
         r"up_proj\[\d\] got rows that are none of the tokens that the block is called with",
+    ),
+    "forward": (
+        lambda: Past(lambda expert, x: expert.forward(F.normalize(x))),
+        r"experts\.\d\.up_proj\.weight is used past the call of its expert layers\.0\.mlp\.experts\.\d",
+    ),
+    "parts": (
+        lambda: Past(lambda expert, x: expert.down_proj(expert(x) @ expert.up_proj.weight.T)),
+        r"experts\.\d\.(up|down)_proj\.weight is used past the call of its expert layers\.0\.mlp\.experts\.\d",
+    ),
+    "whole": (lambda: Whole(4), r"experts\.0 is called with torch\.float32 \[2, 5, 64\]; expected rows \[T, K\]"),
+    "whole, stacked": (WholeStacked, r"it is called with x=torch\.float32 \[2, 5, 64\], .*; expected experts\(tokens"),
+    "two values": (
+        lambda: Past(lambda expert, x: expert(x, 0.5), Scaled),
+        r"mlp\.experts\.\d is called with something else than one tensor",
+    ),
+    "two lists": (
+        TwoLists,
+        r"experts_down: the module around the experts is called without tokens \[\.\., K\] of a K that .* \(32\)",
     ),
     "dense": (
         lambda: Router(StackedExperts("dense")),
@@ -377,6 +504,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 PLANNED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "arguments": (lambda: with_experts(Weighted), r"mlp\.experts\.0 takes x, weights; expected an expert that takes"),
     "tokens alone": (lambda: Router(Alone("")), r"mlp\.experts takes x; expected experts\(tokens \[T, K\], numbers of"),
+    "numbers": (lambda: Router(Fixed()), r"mlp\.experts has parameters of \[3, 4\] experts; expected"),
 }
 
 
