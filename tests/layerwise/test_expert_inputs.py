@@ -539,6 +539,93 @@ def test_stacked_experts_of_ones_own_are_taken() -> None:
     }
 
 
+class Peak(Expert):
+    """Keeps the largest value that it saw, in a buffer, and rounds at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("peak", torch.ones(1))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.peak.copy_(torch.maximum(self.peak, x.abs().amax()))
+        self.calls = self.calls + 1
+        return super().forward((x + torch.rand_like(x)) / self.peak)
+
+
+def test_buffers_and_random_numbers_stay_those_of_the_routed_run() -> None:
+    def states(expert_inputs: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = model_of(lambda: with_experts(Peak))
+        found: list[Tensor] = []
+        model.layers[0].register_forward_hook(lambda *args: found.append(args[2].clone()))
+        run(model, DATA, NVFP4, Max(), expert_inputs=expert_inputs, layers=())
+        return [*found, *model.buffers()]
+
+    routed, every = states("routed"), states("all")
+    assert len(every) == len(routed) > 8
+    assert all(torch.equal(one, other) for one, other in zip(every, routed, strict=True))
+
+
+class Inference(Experts):
+    """Runs in inference mode."""
+
+    @torch.inference_mode()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone())
+
+
+def test_blocks_in_inference_mode_are_taken_and_their_writes_seen() -> None:
+    def block(expert: Callable[[], nn.Module]) -> Experts:
+        made = Inference(4)
+        made.experts = nn.ModuleList(expert() for _ in range(4))
+        return made
+
+    class InferenceLayer(Layer):
+        @torch.inference_mode()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.clone())
+
+    assert not run(model_of(lambda: block(Expert)), DATA, NVFP4, Max(), expert_inputs="all").starved
+    for expert in (Expert, Writing):
+        model = filled(Toy([InferenceLayer(block(expert))]), torch.float32)
+        if expert is Expert:
+            assert not run(model, DATA, NVFP4, Max(), expert_inputs="all").starved
+            continue
+        with pytest.raises(NotImplementedError, match="writes into the tokens"):
+            run(model, DATA, NVFP4, Max(), expert_inputs="all")
+
+
+class Cut(nn.Module):
+    """Multiplies with the two halves of a fused gate and up, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down_proj = nn.Linear(DIM, 64, bias=False), nn.Linear(32, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up.weight.chunk(2)
+        x = x * 2
+        return self.down_proj(F.silu(F.linear(x, gate)) * F.linear(x, up))
+
+
+def test_keywords_and_cut_weights_are_taken() -> None:
+    blocks: list[Callable[[], nn.Module]] = [
+        lambda: Past(lambda expert, x: expert(x=x)),
+        lambda: with_experts(Cut),
+    ]
+    tokens = sum(ids.numel() for ids in DATA)
+    for block in blocks:
+        found = recorded(model_of(block), DATA, expert_inputs="all")
+        assert {inputs.tokens for name, inputs in found.items() if ".experts." in name} == {tokens}
+
+
+def test_products_that_cannot_be_seen_are_refused_with_what_helps() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(NotImplementedError, match=r"no product of .* was seen .* model\.set_experts_implementation"):
+        run(qwen3_moe("batched_mm"), batches(), NVFP4, Max(), expert_inputs="all")
+
+
 def test_what_an_expert_raises_says_where_it_came_from() -> None:
     class Failing(Expert):
         def forward(self, x: Tensor) -> Tensor:
