@@ -620,6 +620,16 @@ def test_keywords_and_cut_weights_are_taken() -> None:
         assert {inputs.tokens for name, inputs in found.items() if ".experts." in name} == {tokens}
 
 
+def test_casts_by_hooks_of_experts_are_theirs() -> None:
+    """As those of FSDP's mixed precision: what the block gives them is looked at, and not what hooks make of it."""
+    model = model_of(lambda: Past(lambda expert, x: expert(x).float()))
+    for expert in model.layers[0].mlp.experts:
+        expert.bfloat16().register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+    found = recorded(model, DATA, expert_inputs="all")
+    tokens = sum(ids.numel() for ids in DATA)
+    assert {inputs.tokens for name, inputs in found.items() if ".experts." in name} == {tokens}
+
+
 def test_products_that_cannot_be_seen_are_refused_with_what_helps() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(NotImplementedError, match=r"no product of .* was seen .* model\.set_experts_implementation"):
