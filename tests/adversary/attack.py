@@ -96,6 +96,8 @@ def one(attack: Attack, seed: int, tally: Tally) -> None:
     """One scenario into the tally; whatever it raises is a finding, an error of the attack itself, too."""
     try:
         tally.end(attack.scenario(seed))
-    except Exception:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # DCP's CheckpointException is no Exception
         tally.end("FOUND")
         tally.findings.append(Finding(attack.name, seed, traceback.format_exc()))

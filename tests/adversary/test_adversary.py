@@ -19,10 +19,11 @@ def test_seeds_differ_by_run_attack_and_number_and_stay_the_same():
     assert seed_of(0, "lives", 0) == seed_of(0, "lives", 0) < 2**53
 
 
-def test_a_finding_is_kept_with_its_seed_and_the_run_goes_on():
+@pytest.mark.parametrize("error", [Found("the second one"), BaseException("the second one")])
+def test_a_finding_is_kept_with_its_seed_and_the_run_goes_on(error):
     def scenario(seed):
         if seed == seed_of(0, "odd", 1):
-            raise Found("the second one")
+            raise error
         return "fine"
 
     tally = list(run(Attack("odd", scenario), 0, 60, most=3))[-1]

@@ -9,6 +9,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from tests.adversary.attack import Found
 from tests.adversary.lives import calibrating, checkpoints, deltas, on_ranks, outgoing, training, writes
 from tests.adversary.lives.life import Failure, Plan, live
@@ -71,14 +73,14 @@ def _judge(
     try:
         attempt(life)
         return
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         kind, last = _kind(error), error
 
     def fails(shorter: Any) -> bool:
         nonlocal last
         try:
             attempt(shorter)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             if _kind(error) == kind:
                 last = error
                 return True

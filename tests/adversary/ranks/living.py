@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import (
@@ -202,7 +203,7 @@ KINDS: dict[str, Callable[[list[State], Path, str, int], Any]] = {
 def _ended(operation: Callable[[], Any]) -> tuple[str, Any]:
     try:
         return "", operation()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         return words(error), None
 
 
