@@ -184,7 +184,7 @@ def live_era(case: tuple[Era, str, Any]) -> Any:
     end = life.path / f"end-{era.plan.seed}"
     dcp.save({"model": life.net.state_dict()}, checkpoint_id=end, planner=QuantizedSavePlanner())
     stored_ = {name: (weight.parts, weight.value) for name, weight in life.weights.items()}
-    return (str(end), life.layers, stored_) if dist.get_rank() == 0 else None
+    return (str(end), life.layers, stored_, life.saves) if dist.get_rank() == 0 else None
 
 
 def born(era: Era, path: Path) -> RankLife:
@@ -205,9 +205,9 @@ def born(era: Era, path: Path) -> RankLife:
     return life
 
 
-def take_over(life: RankLife, before: tuple[str, list[Layer], Mapping[str, Any]]) -> None:
-    """Load what the era before has saved."""
-    end, _, held = before
+def take_over(life: RankLife, before: tuple[str, list[Layer], Mapping[str, Any], int]) -> None:
+    """Load what the era before has saved, and count its saves on: the eras of a life share a directory."""
+    end, _, held, life.saves = before
     dcp.load({"model": life.net.state_dict()}, checkpoint_id=end, planner=QuantizedLoadPlanner())
     for name, (parts, value) in held.items():
         life.weights[name].parts, life.weights[name].value = parts, value
