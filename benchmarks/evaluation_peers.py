@@ -58,6 +58,9 @@ def by_llm_compressor(model: Any, rows: Tensor, algorithm: str, format: str) -> 
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
 
     if format == "INT4 g32":
         weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
@@ -69,10 +72,12 @@ def by_llm_compressor(model: Any, rows: Tensor, algorithm: str, format: str) -> 
         scheme.weights.observer = observer
     kind = GPTQModifier if algorithm.startswith("GPTQ") else QuantizationModifier
     modifier = kind(config_groups={"group_0": scheme}, ignore=["lm_head"])
-    # a loader: a Dataset would need a tokenizer
+    # a loader, which uses no tokenizer; but oneshot insists on having one
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"": 0})))
     data = DataLoader([{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows], batch_size=1)
     oneshot(
         model=model,
+        processor=tokenizer,
         dataset=data,
         recipe=modifier,
         max_seq_length=rows.shape[1],
