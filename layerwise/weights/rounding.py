@@ -13,7 +13,10 @@ from qtensor.formats import format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
-PIECE = 2**24  # elements at a time, unless a row, or a row of square blocks, has more
+# Elements at a time, unless a row, or a row of square blocks, has more. On the CPU the temporaries of a piece are used
+# again for the next one; those of 2^24 elements would be fresh pages of the system, at three times the time.
+PIECE = {"cpu": 2**20}
+PIECE_ELSEWHERE = 2**24
 
 Parts = dict[str, Tensor]
 
@@ -21,7 +24,7 @@ Parts = dict[str, Tensor]
 def rounded(weight: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Parts:
     """The parts of a weight [N, K] under a quantizer, as `Format.encode_with` makes them of all rows in fp32."""
     fmt, pieces = format_of(recipe), []
-    for rows in _pieces(weight.shape, recipe):
+    for rows in _pieces(weight, recipe):
         own = {name: value[rows] if value.ndim else value for name, value in quantizer.items()}
         with full_precision(weight.device):
             pieces.append(fmt.encode_with(weight[rows].float(), recipe, own))
@@ -36,16 +39,17 @@ def rounded(weight: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> 
 def put_values(weight: QuantizedTensor, into: Tensor) -> None:
     """Write what a weight [N, K] or [E, N, K] decodes to into a dense tensor of its shape; experts one at a time."""
     if into.ndim == 2:
-        for rows in _pieces(weight.shape, weight.recipe):
+        for rows in _pieces(into, weight.recipe):
             into[rows].copy_(weight[rows].dequantize())
     else:
         for expert in range(len(into)):
             into[expert : expert + 1].copy_(weight[expert : expert + 1].dequantize())
 
 
-def _pieces(shape: torch.Size, recipe: Recipe) -> Iterator[slice]:
+def _pieces(weight: Tensor, recipe: Recipe) -> Iterator[slice]:
     """Ranges of rows of [N, K], whole blocks each."""
-    unit = row_multiple(recipe)
-    step = max(PIECE // max(shape[1], 1) // unit, 1) * unit
-    for start in range(0, max(shape[0], 1), step):
+    rows, columns = weight.shape
+    unit, piece = row_multiple(recipe), PIECE.get(weight.device.type, PIECE_ELSEWHERE)
+    step = max(piece // max(columns, 1) // unit, 1) * unit
+    for start in range(0, max(rows, 1), step):
         yield slice(start, start + step)

@@ -38,7 +38,7 @@ def test_pieces_are_those_of_the_whole(name: str, rows: int, monkeypatch: pytest
     x = weight(N, K)
     quantizer = quantizer_of(x, recipe)
     expected = format_of(recipe).encode_with(x.float(), recipe, quantizer)
-    monkeypatch.setattr(rounding, "PIECE", rows * K)
+    monkeypatch.setitem(rounding.PIECE, "cpu", rows * K)
     parts = rounded(x, recipe, quantizer)
     assert parts.keys() == expected.keys()
     for key, part in parts.items():
@@ -62,7 +62,7 @@ def test_experts_one_by_one_are_those_of_the_whole(name: str, monkeypatch: pytes
         for key, part in rounded(x[expert], recipe, own).items():
             assert same(part.reshape(-1), (parts[key][expert] if parts[key].ndim else parts[key]).reshape(-1)), key
     whole = QuantizedTensor.from_parts({key: part.contiguous() for key, part in parts.items()}, recipe, torch.bfloat16)
-    monkeypatch.setattr(rounding, "PIECE", 2 * N * K)
+    monkeypatch.setitem(rounding.PIECE, "cpu", 2 * N * K)
     into = torch.empty(3, N, K, dtype=torch.float32)
     put_values(whole, into)
     assert same(into, whole.dequantize().float())
