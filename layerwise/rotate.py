@@ -24,6 +24,7 @@ from layerwise.rotating.hadamard import Rotation, rotate_weight_
 from layerwise.rotating.plan import Norm, Plan, norms_of, planned
 from layerwise.rotating.proof import norm_kind, prove, rotations
 from layerwise.rotating.tracing import Runs, look
+from layerwise.rotating.written import note_written
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         _write(plan, norms, matrices)
         report = _compared(plan, norms, _difference(before, runs.outputs()), rounding)
         undo.pop_all()  # all is well: keep it
+    note_written(model, report.changed)
     return report
 
 

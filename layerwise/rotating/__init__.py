@@ -5,4 +5,5 @@ tracing     what reaches the modules of a model on one batch
 choice      options, and the modules that they name
 plan        which dims of which weights are rotated; what does not fit is refused
 proof       that the model is one whose function the plan does not change, by signs alone
+written     which parameters of a model it has changed, for the results of a calibration
 """

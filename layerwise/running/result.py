@@ -10,6 +10,7 @@ from torch import Tensor
 from layerwise.formats.assignment import Assignment, recipe_of
 from layerwise.formats.candidates import Menu
 from layerwise.report.report import Report
+from layerwise.rotating.written import written
 from layerwise.running.kv_cache import kv_scales
 from layerwise.running.outcome import Outcome
 from layerwise.running.plan import Plan
@@ -39,7 +40,8 @@ class CalibrationResult:
         """What was calibrated, by fqn.
 
         It holds quantized weights (QuantizedTensor, or DTensors of them where the model is sharded), other parameters
-        that the algorithm changed (norms that factors were folded into), and with inputs="static" also
+        that the algorithm changed (norms that factors were folded into) or `rotate_` had written before (embeddings,
+        norms, linears that stay dense; these are the model's own, not copies), and with inputs="static" also
         `<module>.input_scale`, fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`); with kv_cache
         also `<attention>.k_scale` and `.v_scale`, fp32 [], or [heads] for granularity="head". Save it with `dcp.save`
         and `QuantizedSavePlanner`.
@@ -64,6 +66,8 @@ def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -
         entries |= outcome.dense
         if plan.options.kv_cache is not None:
             entries |= kv_scales(plan.options.kv_cache, outcome.kv_amax)
+    for name, param in written(plan.model).items():
+        entries.setdefault(name, param.detach())
     report = Report(
         records=tuple(record for outcome in outcomes for record in outcome.measured.records),
         layer_errors={

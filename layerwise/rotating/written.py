@@ -1,0 +1,29 @@
+"""The parameters that a rotation has written, noted at their modules, so that a result can bring them along.
+
+Files of the model before the rotation have other values of them: beside rotated weights they make another function.
+The note is an attribute of the module, which stays where parameters are replaced (sharding), moved or copied.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+ATTRIBUTE = "rotated_parameters"
+
+
+def note_written(model: nn.Module, names: Iterable[str]) -> None:
+    """Note parameters of a model, given by their fqns."""
+    for name in names:
+        fqn, _, attribute = name.rpartition(".")
+        module = model.get_submodule(fqn)
+        setattr(module, ATTRIBUTE, frozenset({*getattr(module, ATTRIBUTE, ()), attribute}))
+
+
+def written(model: nn.Module) -> dict[str, Tensor]:
+    """Fqn -> parameter, of all that rotations have written; what is on meta has no values, and is left out."""
+    noted = {
+        id(module._parameters.get(attribute))
+        for module in model.modules()
+        for attribute in getattr(module, ATTRIBUTE, ())
+    }
+    return {name: param for name, param in model.named_parameters() if id(param) in noted and not param.is_meta}
