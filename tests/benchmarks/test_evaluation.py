@@ -60,10 +60,11 @@ def test_a_rotated_model_is_the_same_function_of_other_weights(dense: nn.Module,
         assert not torch.allclose(plain.get_parameter(f"{name}.weight"), turned.get_parameter(f"{name}.weight"))
 
 
-def test_splits_share_no_text() -> None:
-    held_out = dense_models.text("heldout")
+@pytest.mark.parametrize("name", ["bytes", "smollm2"])
+def test_splits_share_no_text(name: Any) -> None:
+    held_out = dense_models.text(name, "heldout")
     assert len(held_out) > 60_000
-    assert held_out[:2000] not in dense_models.text("train")
+    assert held_out[:2000] not in dense_models.text(name, "train")
 
 
 def test_inputs_are_rounded_as_a_quantized_linear_rounds_them() -> None:
