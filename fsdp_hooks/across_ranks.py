@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -64,6 +65,15 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
 def is_first(group: dist.ProcessGroup | None) -> bool:
     """Whether this is the rank that writes for all."""
     return rank_of(group) == 0
+
+
+def has_first(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> bool:
+    """Whether the first rank of a group is in a mesh.
+
+    Of weights that are sharded along some dims of a larger mesh, the ranks along the others have copies, each on a mesh
+    of its own: what FSDP shards in a model with tensor parallelism. Where one copy counts, it is that of this mesh.
+    """
+    return bool((mesh.mesh == dist.get_global_rank(group or dist.group.WORLD, 0)).any())
 
 
 def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:

@@ -85,7 +85,7 @@ def _digest(shards: Shards, sums: Tensor, group: dist.ProcessGroup | None) -> st
 def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], Tensor]:
     """Key -> what will be written, for all that changes on any rank; and the sums of the shards afterwards.
 
-    The sums are int64 [2, keys].
+    The sums are int64 [3, keys].
     """
     written: dict[str, Written] = {}
     sums = []
@@ -105,7 +105,7 @@ def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], 
             written[key] = positions, flat[positions]
         one = Shards(shards.layout, {key: shard})
         sums.append(one.sums({key: data}))
-    return written, torch.cat(sums, dim=1) if sums else torch.zeros(2, 0, dtype=torch.int64, device="cpu")
+    return written, torch.cat(sums, dim=1) if sums else torch.zeros(3, 0, dtype=torch.int64, device="cpu")
 
 
 def _of_shard(shard: Shard, delta: Delta, changes: Changes) -> Changes:

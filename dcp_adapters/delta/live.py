@@ -65,7 +65,7 @@ class HeldVersion:
             changes = {key: self._changes(shard) for key, shard in shards.held.items()}
             kept = {key: piece.data for key, piece in self._kept.items()}
             sums = torch.stack([shards.sums(kept), shards.sums(shards.data)])
-        totals = added_up(sums, self.group)  # [old and new, 2, keys]
+        totals = added_up(sums, self.group)  # [old and new, 3, keys]
         shards.refuse_other_replicas(totals[1])
         before, after = shards.named(totals[0, 0]), shards.named(totals[1, 0])
         digests = state_digest(self.layout, before, {}), state_digest(self.layout, after, {})

@@ -1,8 +1,8 @@
 """The shards that a rank has of a state dict, as plain boxes of plain global tensors.
 
-Whatever several ranks hold alike, one of them counts: the first along each mesh dim on which a part is replicated, and
-rank 0 for what is no DTensor. So each unit of the state is counted once, by exactly one rank. All copies are summed,
-and copies that differ are refused.
+Whatever several ranks hold alike, one of them counts: the first along each mesh dim on which a part is replicated, on
+the mesh that has rank 0, and rank 0 for what is no DTensor. So each unit of the state is counted once, by exactly one
+rank. All copies are summed, and copies that differ are refused.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.torch_private import flatten_state_dict
 from dcp_adapters.words import in_lines
-from fsdp_hooks.across_ranks import device_of, on_all, rank_of, ranks_of
+from fsdp_hooks.across_ranks import device_of, has_first, is_first, on_all
 from fsdp_hooks.byte_sums import Piece, byte_sums
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
@@ -31,13 +31,12 @@ from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, loca
 class Shard:
     """This rank's box of one part; it aliases the live bytes.
 
-    counts: no other rank counts it. copies: how many of the whole part there are on all ranks.
+    counts: no other rank counts it.
     """
 
     key: str
     piece: Piece
     counts: bool
-    copies: int
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,17 @@ class Shards:
         return {key: shard.piece.data for key, shard in self.held.items()}
 
     def sums(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """int64 [2, keys]: what this rank adds to the byte sum of each part, where it counts, and in any case.
+        """int64 [3, keys]: what this rank adds to the byte sum of each part, where it counts; in any case; elements.
 
         tensors: the local bytes of each key; keys that are missing add nothing.
         """
-        sums = torch.zeros(2, len(self.held), dtype=torch.int64, device="cpu")
+        sums = torch.zeros(3, len(self.held), dtype=torch.int64, device="cpu")
         by_device: dict[torch.device, list[tuple[int, Piece]]] = {}
         for number, (key, shard) in enumerate(self.held.items()):
             data = tensors.get(key)
             if data is not None and data.numel():
                 by_device.setdefault(data.device, []).append((number, shard.piece._replace(data=data)))
+                sums[2, number] = data.numel()
         for pieces in by_device.values():
             sums[1, [number for number, _ in pieces]] = byte_sums([piece for _, piece in pieces]).to("cpu")
         counts = torch.tensor([shard.counts for shard in self.held.values()], dtype=torch.bool, device="cpu")
@@ -95,8 +95,16 @@ class Shards:
         return sums
 
     def refuse_other_replicas(self, sums: Tensor) -> None:
-        """Raise ValueError where copies of a part differ, from the sums of all ranks, int64 [2, keys]."""
-        copies = torch.tensor([shard.copies for shard in self.held.values()], dtype=torch.int64, device="cpu")
+        """Raise ValueError where copies of a part differ, or are no whole ones. sums: of all ranks, int64 [3, keys]."""
+        sizes = [math.prod(shard.piece.shape) for shard in self.held.values()]
+        whole = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        copies = sums[2] // whole.clamp(min=1)
+        partial = (copies * whole != sums[2]).nonzero().flatten().tolist()
+        if partial:
+            raise ValueError(
+                f"{list(self.held)[partial[0]]}: the ranks hold {int(sums[2, partial[0]])} elements of it, which has "
+                f"{sizes[partial[0]]}; pass the group of all ranks that hold the weights, and of none else"
+            )
         wrong = (sums[0] * copies != sums[1]).nonzero().flatten().tolist()
         if wrong:
             key = list(self.held)[wrong[0]]
@@ -149,20 +157,21 @@ def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
     local = local_of(tensor)
     shape = tuple(tensor.shape)
     offsets: Sequence[int] = (0,) * len(shape)
-    counts, copies = group is None or rank_of(group) == 0, ranks_of(group)
+    counts = group is None or is_first(group)
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
-        copies = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_replicate())
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             counts = False
         else:
             _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
             along = zip(coordinate, placements, strict=True)
-            counts = all(place == 0 or not placement.is_replicate() for place, placement in along)
+            counts = has_first(mesh, group) and all(
+                place == 0 or not placement.is_replicate() for place, placement in along
+            )
     if not is_plain(local):
         raise ValueError(f"{key} is a {type(local).__name__}, of which no bytes are known here; dequantize it first")
     problem = without_bytes(local)
     if problem is not None:
         raise ValueError(f"{key}: {problem}")
-    return Shard(key, Piece(local, shape, tuple(offsets)), counts and local.numel() > 0, copies)
+    return Shard(key, Piece(local, shape, tuple(offsets)), counts and local.numel() > 0)

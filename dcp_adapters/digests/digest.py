@@ -16,7 +16,6 @@ from dcp_adapters.expand import entry_of
 from dcp_adapters.hf.live_source import live_tensors
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.weight_sums import PartSum, tensor_digest, whole_digest
-from fsdp_hooks.across_ranks import is_first
 from fsdp_hooks.torch_private import without_torch_function
 
 
@@ -99,7 +98,7 @@ def _live_digests(weights: Any, prefix: str | None, group: dist.ProcessGroup | N
         state_dict = _state_dict(weights)
         with without_torch_function():  # attributes of a subclass go through it, thousands of times
             tensors = live_tensors(state_dict, prefix, what="a digest")
-            shares = Shares(first=is_first(group)).of(tensors)
+            shares = Shares(group).of(tensors)
     except Exception:
         tell_failure(group)
         raise

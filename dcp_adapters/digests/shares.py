@@ -1,8 +1,8 @@
 """What this rank holds of the tensors of a state dict, as pieces of their parts, and which of them it counts.
 
 Each element counts once over all ranks: where several hold it (replicas, tensor-wide scales, scales of whole rows under
-column cuts), the rank at coordinate 0 of the mesh dims that do not cut the part; of a tensor without a mesh, the first
-rank of the group.
+column cuts), the rank at coordinate 0 of the mesh dims that do not cut the part, on the mesh that has the first rank of
+the group; of a tensor without a mesh, that first rank itself.
 
 Where a shard lies is asked once for all weights that are alike; a model repeats its layers.
 """
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,7 @@ from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.part_places import Box, box_of, part_box
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.weight_sums import digested_parts
+from fsdp_hooks.across_ranks import has_first, is_first
 from fsdp_hooks.byte_sums import Piece
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from qtensor.formats import PartSpec
@@ -60,11 +62,11 @@ class Shares:
     """The shares of one state dict's tensors.
 
     Args:
-        first: whether this rank counts what has no mesh.
+        group: the ranks that hold it; None: all.
     """
 
-    def __init__(self, *, first: bool) -> None:
-        self._first = first
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
         self._known: dict[object, list[_Place]] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> list[Share]:
@@ -115,7 +117,9 @@ class Shares:
     def _counts(self, spec: PartSpec, value: Tensor) -> bool:
         """Whether this rank is the one, among those that hold its piece of a part, that counts it."""
         if not isinstance(value, DTensor):
-            return self._first
+            return is_first(self._group)
+        if not has_first(value.device_mesh, self._group):
+            return False
         ndim = value.ndim
         coordinate = value.device_mesh.get_coordinate() or ()
         cuts = (

@@ -92,6 +92,11 @@ def by_fsdp_over_tp(tensors: Mapping[str, Tensor], shape: tuple[int, ...], cut: 
     return module(pieces, mesh["dp"]).state_dict()
 
 
+def by_fsdp_beside_tp(tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Any]:
+    """What tensor parallelism does not cut: fully_shard along one dim of the mesh, a copy for each place on the other."""
+    return module(tensors, init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["dp"]).state_dict()
+
+
 def module(tensors: Mapping[str, Tensor], mesh: Any) -> nn.Module:
     net = nn.Module()
     for name, tensor in tensors.items():
@@ -117,6 +122,7 @@ MATRIX: dict[str, tuple[Any, ...]] = {
 LAYOUTS = MATRIX | {
     "hsdp 2x1": ((2, 1), by_fsdp),
     "rows cut twice": ((2, 2), by_placements, Shard(0), Shard(0)),
+    "fsdp beside tp": ((2, 2), by_fsdp_beside_tp),
     "columns": ((4,), by_placements, Shard(1)),
     "replicated": ((4,), by_placements, Replicate()),
 }

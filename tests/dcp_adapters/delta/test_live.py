@@ -63,8 +63,8 @@ def test_the_file_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
 
 
 def state_on_a_mesh(seed: int) -> dict[str, Any]:
-    """Rows and columns cut, replicas, and tensors that are on all ranks alike."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    """Rows and columns cut, replicas, tensors that are on all ranks alike, and shards along one dim of the mesh alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     w = {
         "mx": quantize(nudged(seed, (64, 128)), MXFP8BlockScaling()),
         "nv": quantize(nudged(seed, (64, 128)), NVFP4BlockScaling()),
@@ -74,6 +74,8 @@ def state_on_a_mesh(seed: int) -> dict[str, Any]:
         "columns": placed(w["nv"], mesh, Replicate(), Shard(1)),
         "codes": distribute_tensor(nudged(seed, (6, 10)).mul(1e6).int(), mesh, (Shard(1), Replicate())),
         "plain": nudged(seed, (5,)),
+        "rows beside": placed(w["nv"], mesh["dp"], Shard(0)),
+        "codes beside": distribute_tensor(nudged(seed, (6, 10)).mul(1e6).int(), mesh["tp"], (Shard(1),)),
         "replicated": distribute_tensor(nudged(seed, (7, 3)), mesh, (Replicate(), Replicate())),
     }
 
