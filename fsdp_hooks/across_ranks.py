@@ -73,7 +73,9 @@ def has_first(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> bool:
     Of weights that are sharded along some dims of a larger mesh, the ranks along the others have copies, each on a mesh
     of its own: what FSDP shards in a model with tensor parallelism. Where one copy counts, it is that of this mesh.
     """
-    return bool((mesh.mesh == dist.get_global_rank(group or dist.group.WORLD, 0)).any())
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return first in ranks
 
 
 def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:

@@ -93,7 +93,7 @@ def by_fsdp_over_tp(tensors: Mapping[str, Tensor], shape: tuple[int, ...], cut: 
 
 
 def by_fsdp_beside_tp(tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Any]:
-    """What tensor parallelism does not cut: fully_shard along one dim of the mesh, a copy for each place on the other."""
+    """What tensor parallelism does not cut: fully_shard along one dim, a copy for each place on the other."""
     return module(tensors, init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["dp"]).state_dict()
 
 

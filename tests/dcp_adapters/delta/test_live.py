@@ -63,7 +63,7 @@ def test_the_file_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
 
 
 def state_on_a_mesh(seed: int) -> dict[str, Any]:
-    """Rows and columns cut, replicas, tensors that are on all ranks alike, and shards along one dim of the mesh alone."""
+    """Rows and columns cut, replicas, tensors on all ranks alike, and shards along one dim of the mesh alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     w = {
         "mx": quantize(nudged(seed, (64, 128)), MXFP8BlockScaling()),
