@@ -12,6 +12,7 @@ affects no other element.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,10 +41,15 @@ class Float8CurrentScaling(Recipe):
         power_of_two: round the encoding scale down to a power of two.
         activations: None, or "dynamic": a linear layer quantizes its input too, with one scale a row whatever the
             granularity.
+        gradients: None, or with activations="dynamic" the element of gradients: "e5m2" (more range; what
+            TransformerEngine's HYBRID takes) or "e4m3" (more digits). Both products of backward are then low-precision
+            ones, see qtensor/gradients.py.
 
     Raises:
         ValueError: for any other value.
     """
+
+    gradient_elements: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)
 
     element: str = "e4m3"
     granularity: str = "row"
@@ -109,6 +115,12 @@ class Float8:
     def decode(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
         """`payload * scale`."""
         return parts["payload"].float().mul_(parts["scale"])
+
+    def turned(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> tuple[dict[str, Tensor], Tensor]:
+        """The same elements with scales of 1; the scales are factors of the rows, which become columns."""
+        payload = parts["payload"].t()  # [K, N]
+        ones = torch.ones((payload.shape[0], 1), dtype=torch.float32, device=payload.device)
+        return {"payload": payload, "scale": ones}, parts["scale"].reshape(1, -1)
 
 
 def grid_of(amax: Tensor, element: str, *, power_of_two: bool) -> tuple[Tensor, Tensor]:

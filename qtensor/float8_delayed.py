@@ -16,6 +16,7 @@ so that values of another magnitude are never clamped under an old scale.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,10 +45,14 @@ class Float8DelayedScaling(Recipe):
         amax_compute: "max" of the history, or "most_recent".
         margin: powers of two of headroom, 0 or more.
         activations: None, or "dynamic": a linear layer quantizes its input too, with one current scale a row.
+        gradients: None, or with activations="dynamic" the element of gradients, "e5m2" or "e4m3": both products of
+            backward are then low-precision ones, with current scales (see qtensor/gradients.py).
 
     Raises:
         ValueError: for any other value.
     """
+
+    gradient_elements: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)
 
     element: str = "e4m3"
     amax_history_len: int = 1024

@@ -88,6 +88,10 @@ class Format(Protocol):
         fineness(x, recipe)            facts of the values behind each scale, and behind each shared scale (or None)
         fitted(recipe, facts, shared)  (quantizer, enc, fits): what `encode_with` takes, and where it is exact then
 
+    One whose scales belong to whole rows, and whose recipes take `gradients`, has one more for the backward products:
+
+        turned(parts, recipe)          (parts of the transposed elements [K, N], factors of its columns [1, N])
+
     One whose stored scales can be judged has `asked(parts, recipe, name, largest)`: where its scale of that name can be
     what `quantizer` makes, bool, by the largest number that is stored under each (see own_scales.py).
     """

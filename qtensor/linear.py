@@ -3,10 +3,11 @@
     forward    y  = x  @ dequantize(w).T + b         # [T, K] @ [K, N] -> [T, N]
                y  = product(x, w) + b                # activations="dynamic": Q(x) @ Q(w).T, see products.py
     backward   dx = dy @ dequantize(w)               # [T, N] @ [N, K] -> [T, K]
-               dw = dy.T @ x                         # [N, T] @ [T, K] -> [N, K], in w.dtype, never quantized
+               dw = dy.T @ x                         # [N, T] @ [T, K] -> [N, K], a plain tensor in w.dtype
 
-The backward products are the same for all recipes: gradients pass straight through the rounding of a quantized input,
-dw is computed from the input before rounding, and gradients are never quantized.
+Gradients pass straight through the rounding of a quantized input, and dw is computed from the input before rounding.
+The backward products above are those of all recipes without `gradients`; with it, both are products of quantized
+operands, see gradients.py.
 
 Backward saves x and the quantized weight; a dense weight exists only during one product. The weight reaches this
 function through __torch_function__, before autograd takes F.linear apart.
@@ -18,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_hooks.torch_private import without_torch_function
+from fsdp_hooks.torch_private import is_tracing, without_torch_function
 from qtensor.formats import describe
+from qtensor.gradients import input_gradient, weight_gradient
 from qtensor.late_decode import multiply_decoded
 from qtensor.products import product
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
@@ -40,19 +42,69 @@ class QuantizedLinear(torch.autograd.Function):
         """The gradients of x, weight and bias from that of the output, [.., N]."""
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            with without_torch_function():
-                dx = multiply_decoded("matmul", [grad], 1, weight, grad.dtype).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dw = (
-                (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
-                if grad.ndim > 1
-                else torch.outer(grad, x)
-            )
+        wanted = ctx.needs_input_grad[:2]
+        if weight.recipe.gradients is None:
+            dx, dw = _dense_gradients(grad, x, weight, wanted)
+        elif torch.is_grad_enabled() and not is_tracing():
+            dx, dw = _DifferentiatedOnce.apply(grad, x, weight, wanted)
+        else:
+            dx, dw = _quantized_gradients(grad, x, weight, wanted)
+        db = None
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
         return dx, dw, db
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """`_quantized_gradients` where a graph of the backward is asked for (create_graph=True): an error behind it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, x: Tensor, weight: QuantizedTensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and weight."""
+        ctx.weight = describe(weight.shape, weight.recipe)
+        return _quantized_gradients(grad, x, weight, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Raises: rounding has no derivative, and nothing says what should pass straight through it here."""
+        raise NotImplementedError(
+            f"the second derivative of F.linear with {ctx.weight}: its backward rounds gradients; leave gradients=None "
+            "where a loss contains gradients"
+        )
+
+
+def _dense_gradients(
+    grad: Tensor, x: Tensor, weight: QuantizedTensor, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and weight, those that are wanted."""
+    dx = dw = None
+    if wanted[0]:
+        with without_torch_function():
+            dx = multiply_decoded("matmul", [grad], 1, weight, grad.dtype).to(x.dtype)
+    if wanted[1]:
+        dw = (
+            (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
+            if grad.ndim > 1
+            else torch.outer(grad, x)
+        )
+    return dx, dw
+
+
+def _quantized_gradients(
+    grad: Tensor, x: Tensor, weight: QuantizedTensor, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same by gradients.py."""
+    flat = grad.flatten(0, -2) if grad.ndim > 1 else grad.unsqueeze(0)  # [T, N]
+    dx = dw = None
+    with without_torch_function():
+        if wanted[0]:
+            dx = input_gradient(flat, weight).to(x.dtype).reshape(x.shape)
+        if wanted[1]:
+            tokens = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)  # [T, K]
+            dw = weight_gradient(flat, tokens.to(grad.dtype), weight.recipe).to(weight.dtype)
+    return dx, dw
 
 
 def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -56,6 +56,7 @@ def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """[T, K] @ t(w) as a linear layer computes it if activations="dynamic", else a product of dequantized values."""
     x, weight = args
     if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
+        _refuse_gradients(func, weight)
         return product(x, _transposed(weight))
     return _decoded_inside(func, args, kwargs)
 
@@ -67,9 +68,20 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
         if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
             raise NotImplementedError(f"addmm with beta or alpha of {describe(weight.shape, weight.recipe)}")
+        _refuse_gradients(func, weight)
         y: Tensor = product(x, _transposed(weight)) + bias
         return y
     return _decoded_inside(func, args, kwargs)
+
+
+def _refuse_gradients(func: Any, weight: QuantizedTensor) -> None:
+    """Raise where autograd would go on to a dense backward under a recipe that asks for another one."""
+    if weight.recipe.gradients is not None and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{func} with {describe(weight.shape, weight.recipe)}: gradients={weight.recipe.gradients!r} is defined "
+            "for F.linear, and neither for tensor parallelism nor for products of a transposed weight; leave "
+            "gradients=None, or compute under torch.no_grad()"
+        )
 
 
 def _decoded_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

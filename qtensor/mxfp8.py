@@ -8,8 +8,10 @@ Rounding up never saturates an element; it equals TransformerEngine's kernels an
 2^-127. Code 255 means NaN and marks a block with an element that is not finite; the whole block decodes to NaN.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,10 +41,14 @@ class MXFP8BlockScaling(Recipe):
         blocks: "row" (1x32 along K) or "square" (32x32; the same bytes serve the transposed product).
         scale_rounding: "up" (never saturates) or "floor" (the OCP specification's rule).
         activations: None, or "dynamic": a linear layer quantizes its input too, in 1x32 blocks.
+        gradients: None, or with activations="dynamic" the element of gradients, "e4m3", as TransformerEngine has it:
+            both products of backward are then low-precision ones, see qtensor/gradients.py.
 
     Raises:
         ValueError: for any other value.
     """
+
+    gradient_elements: ClassVar[tuple[str, ...]] = ("e4m3",)
 
     element: str = "e4m3"
     blocks: str = "row"
@@ -53,6 +59,11 @@ class MXFP8BlockScaling(Recipe):
         check_choice(self, "element", tuple(ELEMENTS))
         check_choice(self, "blocks", ("row", "square"))
         check_choice(self, "scale_rounding", ("up", "floor"))
+
+    @property
+    def of_backward(self) -> Recipe:
+        """Scales rounded up, always: "floor" would clamp finite gradients, and values of square blocks cut along N."""
+        return dataclasses.replace(super().of_backward, scale_rounding="up")  # type: ignore[call-arg]
 
 
 class _MXFP8:

@@ -74,7 +74,7 @@ def emulated(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The product in fp32 of the decoded operands, [M, N], rounded once to `dtype`."""
     rows = weight.recipe.of_rows
     values = kernels.decode(x, rows, torch.float32)
-    with _without_autocast(values.device):
+    with without_autocast(values.device):
         return F.linear(values, decoded(weight, torch.float32)).to(dtype)
 
 
@@ -125,6 +125,6 @@ def swizzled(scale: Tensor) -> Tensor:
     return tiled.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
 
 
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Turn off autocast, which would round the fp32 operands of the emulation (the meta device has no autocast)."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

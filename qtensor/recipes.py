@@ -4,8 +4,8 @@ A recipe holds numbers and strings only (never a process group, a mesh, a rank o
 compared, pickled, put into JSON and baked into a compiled graph as a constant. The recipe of a format is in the file of
 that format.
 
-Most fields say what the stored bytes are. `activations` says how to compute with them, so no checkpoint holds it:
-recipes that differ only in this field describe the same bytes. Code that moves bytes compares `stored`.
+Most fields say what the stored bytes are. `activations` and `gradients` say how to compute with them, so no checkpoint
+holds them: recipes that differ only in these fields describe the same bytes. Code that moves bytes compares `stored`.
 """
 
 import dataclasses
@@ -29,14 +29,19 @@ class Recipe:
     Args:
         activations: how a linear layer treats its input. None: it stays as it is and the weight is dequantized.
             "dynamic": each row (token) is quantized on the fly in the weight's format (see qtensor/products.py).
+        gradients: what the products of backward are made of. None: dense values. An element ("e4m3" or "e5m2", where
+            the format has it): the gradient of the output is quantized to that element, and weight and input to those
+            of forward (see qtensor/gradients.py); needs activations="dynamic".
 
     Raises:
         ValueError: for any other value.
     """
 
     registry: ClassVar[dict[str, type["Recipe"]]] = {}
+    gradient_elements: ClassVar[tuple[str, ...]] = ()  # what `gradients` may be besides None
 
     activations: str | None = dataclasses.field(default=None, metadata=NOT_STORED)
+    gradients: str | None = dataclasses.field(default=None, metadata=NOT_STORED)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -44,12 +49,24 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_choice(self, "activations", (None, "dynamic"))
+        if self.gradients is not None and not self.gradient_elements:
+            known = ", ".join(name for name, kind in Recipe.registry.items() if kind.gradient_elements)
+            raise ValueError(
+                f"{type(self).__name__}: gradients={self.gradients!r} is not offered for this format, whose backward "
+                f"products are dense; leave it None, or choose one of {known}"
+            )
+        check_choice(self, "gradients", (None, *self.gradient_elements))
+        if self.gradients is not None and self.activations is None:
+            raise ValueError(
+                f'{type(self).__name__}: gradients={self.gradients!r} needs activations="dynamic", since a product '
+                "whose input stays dense in forward has no quantized input for backward"
+            )
 
     def __repr__(self) -> str:
-        """Like a dataclass's repr, but `activations` comes last, and only where it is set."""
+        """Like a dataclass's repr, but `activations` and `gradients` come last, and only where they are set."""
         described = [f"{name}={getattr(self, name)!r}" for name in _stored_names(type(self))]
-        if self.activations is not None:
-            described.append(f"activations={self.activations!r}")
+        computed = {"activations": self.activations, "gradients": self.gradients}
+        described += [f"{name}={value!r}" for name, value in computed.items() if value is not None]
         return f"{type(self).__name__}({', '.join(described)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -57,8 +74,8 @@ class Recipe:
 
     @property
     def stored(self) -> Self:
-        """The recipe with activations=None. Two recipes describe the same bytes where their `stored` are equal."""
-        return self if self.activations is None else dataclasses.replace(self, activations=None)
+        """Without `activations` and `gradients`. Two recipes describe the same bytes where their `stored` are equal."""
+        return self if self.activations is None else dataclasses.replace(self, activations=None, gradients=None)
 
     @property
     def of_rows(self) -> "Recipe":
@@ -66,6 +83,16 @@ class Recipe:
         if getattr(self, "blocks", "row") == "row":
             return self
         return dataclasses.replace(self, blocks="row")  # type: ignore[call-arg]
+
+    @property
+    def of_backward(self) -> "Recipe":
+        """The recipe for inputs and weights in the products of backward, which are quantized along other dims."""
+        return self.of_rows.stored
+
+    @property
+    def of_gradients(self) -> "Recipe":
+        """The recipe for gradients of outputs: `of_backward` with the element that `gradients` names."""
+        return dataclasses.replace(self.of_backward, element=self.gradients)  # type: ignore[call-arg]
 
     def to_json(self) -> dict[str, Any]:
         """The fields that describe bytes plus the type's name, as stored in a checkpoint's manifest."""

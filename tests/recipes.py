@@ -7,7 +7,6 @@ layouts and the archives of tests/torch_versions spell their recipes out instead
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,7 +160,7 @@ _FACTS = {each.recipe: each for each in TABLE}
 
 def facts(recipe: Any) -> Facts:
     """What is known of a recipe of the table, whatever its layer's inputs are quantized as."""
-    return _FACTS[dataclasses.replace(recipe, activations=None)]
+    return _FACTS[recipe.stored]
 
 
 def recipes(wanted: Callable[[Facts], bool]) -> dict[str, Any]:

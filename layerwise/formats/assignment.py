@@ -105,7 +105,7 @@ class Assignment:
         recipes = list(dict.fromkeys([*self.recipes.values(), *(c.recipe for g in self.groups for c in g.candidates)]))
         record = {
             "version": VERSION,
-            "recipes": [recipe and {**recipe.to_json(), "activations": recipe.activations} for recipe in recipes],
+            "recipes": [recipe and _record(recipe) for recipe in recipes],
             "weights": {name: recipes.index(recipe) for name, recipe in self.recipes.items()},
             "groups": [
                 {
@@ -202,5 +202,12 @@ def assigned(groups: Sequence[LinearGroup], bits_per_weight: float) -> Assignmen
     return Assignment(recipes, tuple(groups), choice.bits, choice.error, choice.bound)
 
 
+def _record(recipe: Recipe) -> dict[str, Any]:
+    computed = {"activations": recipe.activations, "gradients": recipe.gradients}
+    return {**recipe.to_json(), **{name: value for name, value in computed.items() if value or name == "activations"}}
+
+
 def _recipe(record: dict[str, Any]) -> Recipe:
-    return dataclasses.replace(Recipe.from_json(record), activations=record["activations"])
+    return dataclasses.replace(
+        Recipe.from_json(record), activations=record["activations"], gradients=record.get("gradients")
+    )

@@ -1,4 +1,4 @@
-"""Recipes as values, and `activations`: a way to compute that leaves no trace in what is stored."""
+"""Recipes as values; `activations` and `gradients`: ways to compute that leave no trace in what is stored."""
 
 import copy
 import dataclasses
@@ -11,16 +11,34 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+import qtensor
 from dcp_adapters import read_manifest
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+)
 from qtensor.recipes import Recipe
 from tests.dcp_adapters.cases import load, save
-from tests.qtensor.recipes_under_test import all_recipes, same_bytes, same_parts, weight
+from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, same_parts, weight
 from tests.recipes import HANDS, MAIN, facts
+
+LOW_PRECISION = {name: recipe for name, recipe in RECIPES.items() if recipe.gradient_elements}
+low_precision_recipes = pytest.mark.parametrize("recipe", LOW_PRECISION.values(), ids=LOW_PRECISION.keys())
 
 
 def dynamic(recipe: Any) -> Any:
     return dataclasses.replace(recipe, activations="dynamic")
+
+
+def low_precision(recipe: Any) -> Any:
+    return dataclasses.replace(recipe, activations="dynamic", gradients="e4m3")
 
 
 def unlikely(recipe: Any) -> QuantizedTensor:
@@ -73,6 +91,53 @@ def test_activations_are_part_of_the_value(recipe: Any) -> None:
     assert recipe.stored is recipe
 
 
+@pytest.mark.parametrize(
+    ("kind", "elements"),
+    [(Float8CurrentScaling, "'e4m3', 'e5m2'"), (Float8DelayedScaling, "'e4m3', 'e5m2'"), (MXFP8BlockScaling, "'e4m3'")],
+)
+def test_gradients_are_none_or_an_element(kind: Any, elements: str) -> None:
+    for value in ("dynamic", "", True, "e2m1", *(["e5m2"] if kind is MXFP8BlockScaling else [])):
+        with pytest.raises(ValueError, match="gradients") as caught:
+            kind(activations="dynamic", gradients=value)
+        assert str(caught.value) == f"{kind.__name__}: gradients={value!r} is not one of None, {elements}"
+
+
+def test_gradients_need_quantized_inputs() -> None:
+    with pytest.raises(ValueError, match="needs activations") as caught:
+        MXFP8BlockScaling(gradients="e4m3")
+    assert str(caught.value) == (
+        "MXFP8BlockScaling: gradients='e4m3' needs activations=\"dynamic\", since a product whose input stays dense in "
+        "forward has no quantized input for backward"
+    )
+    with pytest.raises(ValueError, match="needs activations"):
+        dataclasses.replace(low_precision(MXFP8BlockScaling()), activations=None)
+
+
+@pytest.mark.parametrize("kind", [NVFP4BlockScaling, MXFP4BlockScaling, Int4GroupScaling, Float8BlockScaling])
+def test_formats_without_a_quantized_backward_refuse_it(kind: Any) -> None:
+    with pytest.raises(ValueError, match="not offered") as caught:
+        kind(activations="dynamic", gradients="e4m3")
+    said, known = str(caught.value).split("or choose one of ")
+    assert said == (
+        f"{kind.__name__}: gradients='e4m3' is not offered for this format, whose backward products are dense; leave "
+        "it None, "
+    )
+    assert {"Float8CurrentScaling", "Float8DelayedScaling", "MXFP8BlockScaling"} <= set(known.split(", "))
+    assert kind.__name__ not in known.split(", ")
+
+
+@low_precision_recipes
+def test_gradients_are_part_of_the_value(recipe: Any) -> None:
+    other = low_precision(recipe)
+    assert len({other, dynamic(recipe), recipe}) == 3
+    assert len({repr(each) for each in (other, dynamic(recipe), recipe)}) == 3
+    assert repr(other).endswith("activations='dynamic', gradients='e4m3')")
+    assert pickle.loads(pickle.dumps(other)) == other
+    assert copy.deepcopy(other) is other
+    assert other.stored == recipe
+    assert eval(repr(other), vars(qtensor)) == other
+
+
 def test_a_recipe_is_written_as_it_is_built() -> None:
     assert repr(NVFP4BlockScaling()) == "NVFP4BlockScaling(blocks='row')"
     assert repr(NVFP4BlockScaling(activations="dynamic")) == "NVFP4BlockScaling(blocks='row', activations='dynamic')"
@@ -85,6 +150,21 @@ def test_json_tells_what_the_bytes_are_and_nothing_else(recipe: Any) -> None:
     assert "activations" not in recipe.to_json()
     assert Recipe.from_json(dynamic(recipe).to_json()) == recipe
     assert Recipe.from_json({**recipe.to_json(), "activations": "from elsewhere"}) == recipe
+
+
+@low_precision_recipes
+def test_json_does_not_tell_of_gradients(recipe: Any) -> None:
+    assert low_precision(recipe).to_json() == recipe.to_json()
+    assert Recipe.from_json({**recipe.to_json(), "gradients": "from elsewhere"}) == recipe
+
+
+@low_precision_recipes
+def test_a_recipe_pickled_before_gradients_existed_has_a_dense_backward(recipe: Any) -> None:
+    old = object.__new__(type(recipe))
+    old.__dict__.update({name: value for name, value in vars(dynamic(recipe)).items() if name != "gradients"})
+    again = pickle.loads(pickle.dumps(old))
+    assert again == dynamic(recipe)
+    assert again.gradients is None
 
 
 @all_recipes
@@ -125,6 +205,37 @@ def test_a_checkpoint_loads_whatever_the_activations(recipe: Any, into_dynamic: 
     load({"w": dst}, tmp_path)
     assert dst.recipe == target
     assert bytes_agree(dst, src)
+
+
+@low_precision_recipes
+@pytest.mark.parametrize("into_gradients", [True, False])
+def test_bytes_move_between_recipes_that_differ_in_gradients(recipe: Any, into_gradients: bool, tmp_path: Path) -> None:
+    """By copy_ and through a checkpoint, which holds what it held before there were gradients: no conversion."""
+    source, target = recipe, low_precision(recipe)
+    if not into_gradients:
+        source, target = target, source
+    src, dst = unlikely(source), quantize(weight(seed=1), target)
+    dst.copy_(src)
+    assert bytes_agree(dst, src)
+    save({"w": nn.Parameter(src)}, tmp_path)
+    assert read_manifest(tmp_path).tensors["w"].recipe == recipe
+    assert "gradients" not in str(read_manifest(tmp_path).to_json())
+    loaded = nn.Parameter(quantize(weight(seed=1), target))
+    load({"w": loaded}, tmp_path)
+    assert loaded.recipe == target
+    assert bytes_agree(loaded, src)
+
+
+@low_precision_recipes
+def test_a_model_keeps_its_gradients_when_it_is_copied_or_pickled(recipe: Any) -> None:
+    module = nn.Linear(96, 64, bias=False)
+    module.weight = nn.Parameter(quantize(weight(), low_precision(recipe)))
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    assert copied.weight.recipe == low_precision(recipe)
+    assert bytes_agree(copied.weight, module.weight)
+    module.load_state_dict({"weight": quantize(weight(seed=1), recipe)})
+    assert module.weight.recipe == low_precision(recipe)
+    assert bytes_agree(module.weight, quantize(weight(seed=1), recipe))
 
 
 def test_other_fields_still_have_to_agree(tmp_path: Path) -> None:

@@ -66,6 +66,13 @@ def test_it_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert again.recipes["a.weight"] == MXFP8 != MXFP8BlockScaling(), "with what no checkpoint stores"
 
 
+def test_it_keeps_gradients_and_reads_files_from_before_they_existed(tmp_path: Path) -> None:
+    recipe = MXFP8BlockScaling(activations="dynamic", gradients="e4m3")
+    path = Assignment({"a.weight": recipe, "b.weight": MXFP8}).save(tmp_path / "assignment.json")
+    assert Assignment.load(path).recipes == {"a.weight": recipe, "b.weight": MXFP8}
+    assert [("gradients" in one) for one in json.loads(path.read_text())["recipes"]] == [True, False]
+
+
 @pytest.mark.parametrize(
     "change",
     [
