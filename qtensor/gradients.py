@@ -90,7 +90,7 @@ def input_gradient(grad: Tensor, weight: "QuantizedTensor") -> Tensor:
         return _input_gradient(grad, parts, kinds, seen)
     held = [parts[spec.name] for spec in specs_of(kinds.weight) if spec.gathered]
     how = [seen.view, seen.transposed]
-    return torch.ops.qtensor.input_gradient(grad, held, _text(*kinds), list(seen.shape), how)  # type: ignore[no-any-return]
+    return torch.ops.qtensor.quantized_input_gradient(grad, held, _text(*kinds), list(seen.shape), how)  # type: ignore[no-any-return]
 
 
 def weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
@@ -98,7 +98,7 @@ def weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
     kinds = kinds_of(recipe)
     if not _in_a_graph():
         return _weight_gradient(grad, x, kinds)
-    return torch.ops.qtensor.weight_gradient(grad, x, _text(*kinds))  # type: ignore[no-any-return]
+    return torch.ops.qtensor.quantized_weight_gradient(grad, x, _text(*kinds))  # type: ignore[no-any-return]
 
 
 def kinds_of(recipe: Recipe) -> Kinds:
@@ -186,7 +186,7 @@ def _kinds(text: str) -> Kinds:
     return Kinds(*(Recipe.from_json(record) for record in json.loads(text)))
 
 
-@torch.library.custom_op("qtensor::input_gradient", mutates_args=())
+@torch.library.custom_op("qtensor::quantized_input_gradient", mutates_args=())
 def _input_gradient_op(grad: Tensor, parts: list[Tensor], kinds: str, shape: list[int], seen: list[bool]) -> Tensor:
     """`input_gradient`, given the parts of the weight and how it sees them: [view, transposed]."""
     told = _kinds(kinds)
@@ -201,7 +201,7 @@ def _(grad: Tensor, parts: list[Tensor], kinds: str, shape: list[int], seen: lis
     return grad.new_empty((grad.shape[0], shape[1]))
 
 
-@torch.library.custom_op("qtensor::weight_gradient", mutates_args=())
+@torch.library.custom_op("qtensor::quantized_weight_gradient", mutates_args=())
 def _weight_gradient_op(grad: Tensor, x: Tensor, kinds: str) -> Tensor:
     """`weight_gradient`, given recipes in words."""
     return _weight_gradient(grad, x, _kinds(kinds))
