@@ -24,6 +24,11 @@ DYNAMIC = {
     "mxfp8_row": qt.MXFP8BlockScaling(activations="dynamic"),
     "nvfp4_row": qt.NVFP4BlockScaling(activations="dynamic"),
 }
+LOW_PRECISION = {
+    "float8_row": qt.Float8CurrentScaling(activations="dynamic", gradients="e5m2"),
+    "float8_tensor": qt.Float8CurrentScaling(granularity="tensor", activations="dynamic", gradients="e5m2"),
+    "mxfp8_row": qt.MXFP8BlockScaling(activations="dynamic", gradients="e4m3"),
+}
 every_recipe = pytest.mark.parametrize(
     "recipe", [*RECIPES.values(), *DYNAMIC.values()], ids=[*RECIPES, *(f"{name}_dynamic" for name in DYNAMIC)]
 )
@@ -73,3 +78,15 @@ def test_the_hooks_of_a_gather_keep_to_the_device(recipe: Any, ranks: int) -> No
     weight = gathered[0].as_strided((ROWS * ranks, COLUMNS), (COLUMNS, 1))
     on_gpu(F.linear(activations(), weight))
     assert q.fsdp_post_all_gather(outputs, metadata, torch.bfloat16, out=weight) is None
+
+
+@pytest.mark.parametrize("recipe", LOW_PRECISION.values(), ids=LOW_PRECISION.keys())
+@pytest.mark.parametrize("tokens", [TOKENS, 32])
+def test_a_low_precision_backward_keeps_to_the_device(recipe: Any, tokens: int) -> None:
+    module, x = layer(recipe), torch.empty(tokens, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = module(x)
+    y.backward(torch.empty_like(y))
+    for grad, like in ((x.grad, x), (module.weight.grad, module.weight)):
+        assert grad is not None
+        on_gpu(grad)
+        assert (grad.shape, grad.dtype) == (like.shape, like.dtype)
