@@ -8,8 +8,8 @@ quantized, with inputs (`activations="dynamic"`). A variant is a recipe; of each
 products and one or two whose products are quantized (`gradients`). Everything else is the same: initial values, the
 order of the data, AdamW on fp32 masters.
 
-Two seeds and a model of half a million weights tell whether backward's rounding breaks training, and how large its effect is
-beside that of a seed. They do not tell what happens to large models, or after many more steps.
+Two seeds and a model of half a million weights tell whether backward's rounding breaks training, and how large its
+effect is beside that of a seed. They do not tell what happens to large models, or after many more steps.
 """
 
 import argparse

@@ -486,8 +486,12 @@ HARDWARE = {name: recipe for name, recipe in EVERY.items() if recipe.element == 
 hardware = pytest.mark.parametrize("recipe", HARDWARE.values(), ids=HARDWARE.keys())
 
 
-def both(recipe: Any, tokens: int, device: str = "cpu") -> tuple[Callable[[], tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """The two products, to be called, with the bounds of what their accumulation may change."""
+Products = Callable[[], tuple[Tensor, Tensor]]
+Operands = tuple[Tensor, Tensor]  # decoded, fp32: [M, C] and [L, C]
+
+
+def both(recipe: Any, tokens: int, device: str = "cpu") -> tuple[Products, list[Operands]]:
+    """The two products, to be called, and what they multiply."""
     q, x = quantize(weight(160, 96), recipe), inputs(tokens, 96).detach()
     dy = seed(torch.empty(tokens, 160, dtype=torch.bfloat16))
     kinds = kinds_of(recipe)
@@ -497,12 +501,8 @@ def both(recipe: Any, tokens: int, device: str = "cpu") -> tuple[Callable[[], tu
         (rows(scaled, recipe, recipe.gradients), format_of(kinds.other).decode(w, kinds.other)),
         (rows(dy.T, recipe, recipe.gradients), rows(x.T, recipe, recipe.element)),
     ]
-    bounds = [accumulation_bound(a, b, torch.bfloat16) for a, b in operands]
     q, x, dy = q.to(device), x.to(device), dy.to(device)
-    return (
-        lambda: (gradients.input_gradient(dy, q), gradients.weight_gradient(dy, x, recipe)),
-        *(bound.to(device) for bound in bounds),
-    )
+    return lambda: (gradients.input_gradient(dy, q), gradients.weight_gradient(dy, x, recipe)), operands
 
 
 @hardware
@@ -513,14 +513,14 @@ def test_the_operands_of_the_hardware_are_those_of_the_emulation(
     """With stand-ins for the kernels that the CPU lacks, which refuse what the kernels refuse."""
     if not isinstance(recipe, MXFP8BlockScaling) and RELEASE < (2, 12):
         pytest.skip("torch 2.11 has no scaled_mm for Float8 on the CPU")
-    products, *bounds = both(recipe, tokens)
+    products, operands = both(recipe, tokens)
     expected = products()
     monkeypatch.setattr(gradients, "scaled_mm_support", lambda *args: (True, ""))
     monkeypatch.setattr(gradients, "emulated", None)
     monkeypatch.setattr(mxfp8, "scaled_mm", block_scaled_mm)
-    for found, wanted, bound in zip(products(), expected, bounds, strict=True):
+    for found, wanted, (a, b) in zip(products(), expected, operands, strict=True):
         assert (found.shape, found.dtype) == (wanted.shape, torch.bfloat16)
-        assert ((found.double() - wanted.double()).abs() <= bound).all()
+        assert ((found.double() - wanted.double()).abs() <= accumulation_bound(a, b, torch.bfloat16)).all()
 
 
 @hardware
@@ -532,7 +532,7 @@ def test_the_hardware_is_asked_about_what_is_padded(recipe: Any, monkeypatch: py
         return False, ""
 
     monkeypatch.setattr(gradients, "scaled_mm_support", support)
-    products, *_ = both(recipe, 5)
+    products, _ = both(recipe, 5)
     products()
     padded = 32 if isinstance(recipe, MXFP8BlockScaling) else 16
     rest = (torch.device("cpu"), kinds_of(recipe).other, torch.bfloat16, 96)
@@ -547,13 +547,13 @@ def test_the_hardware_agrees_with_the_emulation(recipe: Any, tokens: int, monkey
     supported, reason = scaled_mm_support(torch.device("cuda"), kinds_of(recipe).other, torch.bfloat16, 96, 160)
     if not supported:
         pytest.skip(reason)
-    products, *bounds = both(recipe, tokens, "cuda")
+    products, operands = both(recipe, tokens, "cuda")
     expected = both(recipe, tokens)[0]()
     monkeypatch.setattr(gradients, "emulated", None)
-    for found, wanted, bound in zip(products(), expected, bounds, strict=True):
-        # accumulation_bound is at least 2 * terms * 2^-24 of sum |a||b|, and the tensor cores cut off 2^-5.95 of it
-        cut_off = bound * 2.0**24 * 4 * 33 * 2.0**-13
-        assert ((found.cpu().double() - wanted.double()).abs() <= (bound + cut_off).cpu()).all()
+    for found, wanted, (a, b) in zip(products(), expected, operands, strict=True):
+        cut_off = 4 * 33 * 2.0**-13 * (a.double().abs() @ b.double().abs().T)
+        bound = cut_off + accumulation_bound(a, b, torch.bfloat16) + 2.0**-8 * cut_off
+        assert ((found.cpu().double() - wanted.double()).abs() <= bound).all()
 
 
 @pytest.mark.gpu
