@@ -28,6 +28,7 @@ amax is taken over tokens of other ranks, so no collective is needed; dw depends
 A compiled graph sees one operation a product, for the reasons in late_decode.py.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -83,24 +84,22 @@ def input_gradient(grad: Tensor, weight: "QuantizedTensor") -> Tensor:
         grad: dense [T, N], bf16, fp16 or fp32.
         weight: [N, K], also a gathered one whose shards have different tensor-wide scales, or a transposed view.
     """
-    parts, lens = parts_per_row(weight), weight._lens
+    parts, lens, recipe = parts_per_row(weight), weight._lens, weight.recipe
     seen = Seen((weight.shape[0], weight.shape[1]), lens.described is not None, lens.transposed)
-    kinds = kinds_of(weight.recipe)
     if not _in_a_graph():
-        return _input_gradient(grad, parts, kinds, seen)
-    held = [parts[spec.name] for spec in specs_of(kinds.weight) if spec.gathered]
-    how = [seen.view, seen.transposed]
-    return torch.ops.qtensor.quantized_input_gradient(grad, held, _text(*kinds), list(seen.shape), how)  # type: ignore[no-any-return]
+        return _input_gradient(grad, parts, kinds_of(recipe), seen)
+    held, how = [parts[spec.name] for spec in specs_of(recipe) if spec.gathered], [seen.view, seen.transposed]
+    return torch.ops.qtensor.quantized_input_gradient(grad, held, _text(recipe), list(seen.shape), how)  # type: ignore[no-any-return]
 
 
 def weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
     """[T, N], [T, K] -> [N, K] in grad.dtype: the gradient of a weight of this recipe, not differentiable."""
-    kinds = kinds_of(recipe)
     if not _in_a_graph():
-        return _weight_gradient(grad, x, kinds)
-    return torch.ops.qtensor.quantized_weight_gradient(grad, x, _text(*kinds))  # type: ignore[no-any-return]
+        return _weight_gradient(grad, x, kinds_of(recipe))
+    return torch.ops.qtensor.quantized_weight_gradient(grad, x, _text(recipe))  # type: ignore[no-any-return]
 
 
+@functools.cache
 def kinds_of(recipe: Recipe) -> Kinds:
     """What the operands are quantized to under a recipe with `gradients`."""
     return Kinds(recipe.of_gradients, recipe.of_backward, recipe.stored)
@@ -176,20 +175,21 @@ def _in_a_graph() -> bool:
 
 @constant_in_graphs
 @functools.cache
-def _text(gradient: Recipe, other: Recipe, weight: Recipe) -> str:
+def _text(recipe: Recipe) -> str:
     """A text that another process understands, too: it may find this graph, compiled, in a cache on disk."""
-    return json.dumps([kind.to_json() for kind in (gradient, other, weight)])
+    return json.dumps([recipe.to_json(), recipe.gradients])
 
 
 @functools.cache
 def _kinds(text: str) -> Kinds:
-    return Kinds(*(Recipe.from_json(record) for record in json.loads(text)))
+    record, element = json.loads(text)
+    return kinds_of(dataclasses.replace(Recipe.from_json(record), activations="dynamic", gradients=element))
 
 
 @torch.library.custom_op("qtensor::quantized_input_gradient", mutates_args=())
-def _input_gradient_op(grad: Tensor, parts: list[Tensor], kinds: str, shape: list[int], seen: list[bool]) -> Tensor:
-    """`input_gradient`, given the parts of the weight and how it sees them: [view, transposed]."""
-    told = _kinds(kinds)
+def _input_gradient_op(grad: Tensor, parts: list[Tensor], recipe: str, shape: list[int], seen: list[bool]) -> Tensor:
+    """`input_gradient`, given what the weight consists of, and how it sees its parts: [view, transposed]."""
+    told = _kinds(recipe)
     names = [spec.name for spec in specs_of(told.weight) if spec.gathered]
     view, transposed = seen
     named = dict(zip(names, parts, strict=True))
@@ -197,16 +197,16 @@ def _input_gradient_op(grad: Tensor, parts: list[Tensor], kinds: str, shape: lis
 
 
 @_input_gradient_op.register_fake
-def _(grad: Tensor, parts: list[Tensor], kinds: str, shape: list[int], seen: list[bool]) -> Tensor:
+def _(grad: Tensor, parts: list[Tensor], recipe: str, shape: list[int], seen: list[bool]) -> Tensor:
     return grad.new_empty((grad.shape[0], shape[1]))
 
 
 @torch.library.custom_op("qtensor::quantized_weight_gradient", mutates_args=())
-def _weight_gradient_op(grad: Tensor, x: Tensor, kinds: str) -> Tensor:
-    """`weight_gradient`, given recipes in words."""
-    return _weight_gradient(grad, x, _kinds(kinds))
+def _weight_gradient_op(grad: Tensor, x: Tensor, recipe: str) -> Tensor:
+    """`weight_gradient`, given the recipe in words."""
+    return _weight_gradient(grad, x, _kinds(recipe))
 
 
 @_weight_gradient_op.register_fake
-def _(grad: Tensor, x: Tensor, kinds: str) -> Tensor:
+def _(grad: Tensor, x: Tensor, recipe: str) -> Tensor:
     return grad.new_empty((grad.shape[1], x.shape[1]))
