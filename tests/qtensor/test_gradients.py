@@ -480,6 +480,34 @@ def test_inductor_compiles_it(recipe: Any) -> None:
     assert same_bytes(module.weight.grad, dw)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("recipe", [FLOAT8["float8_row"], MXFP8["mxfp8_row"]], ids=["float8", "mxfp8"])
+def test_any_number_of_tokens_runs_in_one_graph(recipe: Any) -> None:
+    """They are padded inside of an operation, whose shapes depend on them."""
+    module = nn.Linear(96, 64, bias=False)
+    module.weight = parameter(recipe)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for number, tokens in enumerate((5, 33, 64)):
+        dy, dx, dw = run(inputs(tokens, 96), parameter(recipe))
+        x = inputs(tokens, 96)
+        module.weight.grad = None
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            compiled(x).backward(dy)
+        assert same_bytes(x.grad, dx)
+        assert same_bytes(module.weight.grad, dw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_model_is_exported_with_its_forward(strict: bool) -> None:
+    module = nn.Linear(96, 64, bias=False)
+    module.weight = parameter(FLOAT8["float8_row"])
+    x = inputs(7, 96).detach()
+    exported = torch.export.export(module, (x,), strict=strict)
+    assert same_bytes(exported.module()(x).detach(), module(x).detach())
+
+
 # -- what the hardware is asked ----------------------------------------------------------------------------------------
 
 HARDWARE = {name: recipe for name, recipe in EVERY.items() if recipe.element == "e4m3"}
