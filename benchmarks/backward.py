@@ -1,6 +1,6 @@
 """Does a model learn as well where backward multiplies in low precision? Loss curves of a small Llama from scratch.
 
-    python -m benchmarks.backward                     # all variants, two seeds, 200 steps; five minutes of one core
+    python -m benchmarks.backward                     # all variants, two seeds, 200 steps; some minutes of one core
     python -m benchmarks.backward --steps 20 --seeds 0
 
 A model that reads bytes learns the text of Python's language reference, which comes with Python. All linear layers are
