@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fsdp_hooks.torch_private import is_tracing, without_torch_function
 from qtensor.formats import describe
@@ -81,8 +82,9 @@ def _dense_gradients(
     """The gradients of x and weight, those that are wanted."""
     dx = dw = None
     if wanted[0]:
-        with without_torch_function():
-            dx = multiply_decoded("matmul", [grad], 1, weight, grad.dtype).to(x.dtype)
+        # A loss may contain dx (create_graph=True), and so the weight once more.
+        again = torch.is_grad_enabled() and not is_tracing()
+        dx = (_InputGradient.apply if again else _input_gradient)(grad, weight).to(x.dtype)
     if wanted[1]:
         dw = (
             (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
@@ -90,6 +92,35 @@ def _dense_gradients(
             else torch.outer(grad, x)
         )
     return dx, dw
+
+
+class _InputGradient(torch.autograd.Function):
+    """dx = dy @ dequantize(w) as a function of both, for second derivatives; a third one raises."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, weight: QuantizedTensor) -> Tensor:
+        """The input's gradient [.., K] from that of the output, [.., N], and the weight [N, K]."""
+        ctx.save_for_backward(grad, weight)
+        return _input_gradient(grad, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of dy and of the weight, straight through its rounding, from that of dx, [.., K]."""
+        (found,) = outer
+        grad, weight = ctx.saved_tensors
+        dy = dw = None
+        if ctx.needs_input_grad[0]:
+            dy = F.linear(found, _dense(weight, found.dtype)).to(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            rows, columns = (one.flatten(0, -2) if one.ndim > 1 else one.unsqueeze(0) for one in (grad, found))
+            dw = (rows.T @ columns.to(rows.dtype)).to(weight.dtype)
+        return dy, dw
+
+
+def _input_gradient(grad: Tensor, weight: QuantizedTensor) -> Tensor:
+    with without_torch_function():
+        return multiply_decoded("matmul", [grad], 1, weight, grad.dtype)
 
 
 def _quantized_gradients(

@@ -64,6 +64,44 @@ def test_gradients_are_plain_and_have_the_appearance_dtype(recipe: Any) -> None:
         assert w.grad is dw
 
 
+def penalised(x: Tensor, w: Tensor, b: Tensor | None) -> list[Tensor]:
+    """The gradients of a loss that contains the gradients of a loss."""
+    y = F.linear(x, w, b)
+    outer = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype).requires_grad_()
+    leaves = [leaf for leaf in (x, w, b) if leaf is not None]
+    first = torch.autograd.grad(y, leaves, outer, create_graph=True)
+    loss = sum((number + 2) * grad.square().sum() for number, grad in enumerate(first))
+    return list(torch.autograd.grad(loss, [outer, x, w]))
+
+
+@every_main_recipe
+@pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
+def test_second_derivatives_are_those_of_the_dequantized_weight(recipe: Any, shape: tuple[int, ...]) -> None:
+    """A penalty on gradients reaches the weight through the gradient of the input, too. Bitwise, as the first ones."""
+    q, bias = quantize(weight(dtype=torch.float32), recipe), weight(1, 64, dtype=torch.float32)[0]
+
+    def arguments(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return inputs(*shape, dtype=torch.float32), nn.Parameter(w), nn.Parameter(bias.clone())
+
+    found, expected = penalised(*arguments(q)), penalised(*arguments(q.dequantize()))
+    for name, a, b in zip(("outer", "x", "w"), found, expected, strict=True):
+        assert type(a) is Tensor, name
+        assert bool(b.any()) or 0 in shape, name
+        if len(shape) == 1:
+            # Autograd adds up other products for vectors: 96 terms in another order, whose magnitudes add up to 2^13.
+            torch.testing.assert_close(a, b, rtol=0, atol=96 * 2.0 ** (13 - 24))
+        else:
+            assert same_bytes(a, b), name
+
+
+def test_a_third_derivative_raises() -> None:
+    x, w = inputs(4, 96), nn.Parameter(quantize(weight(), MXFP8BlockScaling()))
+    (first,) = torch.autograd.grad(F.linear(x, w).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), w, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        second.sum().backward()
+
+
 @every_main_recipe
 def test_gradients_accumulate(recipe: Any) -> None:
     w = nn.Parameter(quantize(weight(), recipe))
