@@ -6,10 +6,10 @@ The parts alias the live bytes and keep the weight's mesh and placements, with o
 mesh dim that cuts the weight along a dim the part does not extend along (0-dim scales; `[N, 1]` scales under column
 cuts). So stock DCP deduplicates, validates, reshards and writes them, and reading into them writes the weight.
 
-    settled_parts  the parts of one local tensor; the save planner, which has the layout of every part, takes them as
-                   they are
+    settled_parts  the parts of one local tensor; the planners, which know the box of every part (part_places.py), take
+                   them as they are
     expand_leaf    one leaf, its parts as DTensors where it is one; exports stand on it
-    expand         a state dict, leaf by leaf; the load planner stands on it, as expand_flat
+    expand         a state dict, leaf by leaf; for what the load planner does not know better, as expand_flat
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in state_dict.items():
         parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(str(name), value).items()}
-        _merge(out, parts or {name: _expand_container(str(name), plain_leaf(value))})
+        merge(out, parts or {name: _expand_container(str(name), plain_leaf(value))})
     return out
 
 
@@ -152,8 +152,9 @@ def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
             f"{name}: a transposed or reshaped view of a quantized weight, whose parts are those of shape "
             f"{q._lens.described}; put the weight itself into the state dict"
         )
-    parts, wide = q.parts(), tensor_wide(q.recipe)
-    if wide is None or q._sharding.shards is None:
+    parts = q.parts()
+    wide = None if q._sharding.shards is None else tensor_wide(q.recipe)
+    if wide is None:
         return parts
     values = parts[wide]
     if not torch.equal(values, values[:1].expand_as(values)):
@@ -164,7 +165,8 @@ def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     return {**parts, wide: values[0]}
 
 
-def _merge(out: dict[str, Any], new: Mapping[str, Any]) -> None:
+def merge(out: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Add entries to a state dict. Raises ValueError where it has one of that name already."""
     for name, value in new.items():
         if name in out:
             raise ValueError(

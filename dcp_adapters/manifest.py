@@ -125,7 +125,7 @@ class Manifest:
         version = _version_of(record)
         try:
             recipes = [_parsed_recipe(recipe) for recipe in record["recipes"]]
-            tensors = {name: _parsed_entry(name, value, recipes) for name, value in record["tensors"].items()}
+            tensors = _parsed_tensors(record["tensors"], recipes)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}; {USE_ANOTHER}"
@@ -200,6 +200,17 @@ def _parsed_recipe(value: Any) -> Recipe:
             f"the checkpoint's qtensor.manifest has a recipe that can not be read: {error}; use a library version "
             "that knows it, or another checkpoint"
         ) from error
+
+
+def _parsed_tensors(records: Mapping[str, Any], recipes: list[Recipe]) -> dict[str, Entry]:
+    tensors: dict[str, Entry] = {}
+    parsed: dict[int, Entry] = {}  # by the record itself, which tensors alike share (to_json), also when unpickled
+    for name, record in records.items():
+        like = parsed.get(id(record))
+        if like is None or type(name) is not str:
+            like = parsed[id(record)] = _parsed_entry(name, record, recipes)
+        tensors[name] = Entry(name, like.recipe, like.shape, like.dtype)
+    return tensors
 
 
 def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:

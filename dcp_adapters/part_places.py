@@ -14,10 +14,37 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
-from qtensor.formats import PartSpec, block_multiple
+from qtensor.formats import PartSpec, block_multiple, specs_of
 from qtensor.tensor import QuantizedTensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) in the global tensor
+
+
+class PartBoxes:
+    """The boxes of the parts of one state dict's weights; weights alike in shape, placement and recipe share theirs."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, dict[str, Box]] = {}
+
+    def of(self, name: str, value: Tensor, q: QuantizedTensor) -> dict[str, Box]:
+        """Part -> its box, in the order of the parts; none where this rank is outside of the weight's mesh.
+
+        Raises:
+            ValueError: a column cut does not fall on block boundaries.
+        """
+        key = alike(value, q)
+        found = self._known.get(key)
+        if found is None:
+            box = box_of(name, value, q)
+            found = {} if box is None else {spec.name: part_box(spec, *box) for spec in specs_of(q.recipe)}
+            self._known[key] = found
+        return found
+
+
+def alike(value: Tensor, q: QuantizedTensor) -> object:
+    """What decides where the parts of a weight lie; valid as long as the weight's mesh is kept alive."""
+    placed = (id(value.device_mesh), value.placements) if isinstance(value, DTensor) else None
+    return value.shape, q.shape, q.recipe, placed
 
 
 def box_of(name: str, value: Tensor, q: QuantizedTensor) -> Box | None:

@@ -98,7 +98,7 @@ class Conversions:
     def grouped(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
         """The items of each conversion among those of a plan; those that have to wait for other ranks last."""
         groups: dict[str, list[ReadItem]] = {one.name: [] for one in self.all}
-        for item in items:
+        for item in items if groups else ():
             one = self.by_entry.get(item.dest_index.fqn)
             if one is not None:
                 groups[one.name].append(item)

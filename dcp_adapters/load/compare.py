@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, quantized_local
 from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.manifest import MANIFEST, Manifest
+from fsdp_hooks.torch_private import without_torch_function
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
 VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -46,14 +48,25 @@ class Target:
     @staticmethod
     def of(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> "Target":
         """The records of a flattened state dict."""
-        unfit = {}
-        for name, value in flat.items():
-            q = quantized_local(value)
-            severed = q is not None and q._lens.severed
-            problem = placement_problem(value) or (SEVERED if severed else None)
-            if problem is not None:
-                unfit[name] = problem
-        entries = {name: entry_of(name, value) for name, value in flat.items() if isinstance(value, Tensor)}
+        unfit: dict[str, str] = {}
+        entries: dict[str, Entry] = {}
+        placed: dict[object, str | None] = {}  # mesh and placements -> what is wrong with them
+        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+            for name, value in flat.items():
+                if not isinstance(value, Tensor):
+                    continue
+                entries[name] = entry_of(name, value)
+                problem = None
+                if isinstance(value, DTensor):
+                    key = id(value.device_mesh), value.placements
+                    if key not in placed:
+                        placed[key] = placement_problem(value)
+                    problem = placed[key]
+                q = quantized_local(value)
+                if problem is None and q is not None and q._lens.severed:
+                    problem = SEVERED
+                if problem is not None:
+                    unfit[name] = problem
         places = {name: tuple(path) for name, path in paths.items()}
         return Target(entries, frozenset(flat.keys() - entries.keys()), places, unfit)
 

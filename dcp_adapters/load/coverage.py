@@ -25,13 +25,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.load.read_items import PLAIN
 from dcp_adapters.reading.metadata_checks import chunk_in_words, stored_chunk
-from dcp_adapters.reading.order import has_files, is_own_index
+from dcp_adapters.reading.order import OWN, has_files
 from dcp_adapters.reading.places import shared_places, shares_bytes
 from dcp_adapters.tiling import inside, tiling_fault
 from fsdp_hooks.torch_private import local_of
 
 Parts = dict[MetadataIndex | str, tuple[int, ...]]
+UNKNOWN = object()
 
 
 def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
@@ -47,6 +49,8 @@ def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
         if isinstance(value, DTensor):
             if value.device_mesh.get_coordinate() is not None:
                 parts[name] = tuple(local_of(value).shape)
+        elif type(value) in PLAIN:
+            parts[name] = tuple(value.shape)
         elif hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards"):
             # several local pieces: what stock would read into them if the tensor were stored as one chunk
             whole = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
@@ -73,7 +77,8 @@ def coverage_problems(items: Iterable[ReadItem], parts: Parts, metadata: Metadat
         if (fault := _coverage_fault(shape, found)) is not None:
             size = tuple(getattr(metadata.state_dict_metadata[name], "size", ()))
             problems.append(f"{name}: its chunks do not make up the tensor {size}: {fault}")
-    return problems + _chunk_problems(items, metadata) + _place_problems(items, metadata)
+    chunks = _with_places(items, metadata.storage_data)
+    return list(dict.fromkeys(problems + _chunk_problems(chunks, metadata) + _place_problems(chunks, metadata)))
 
 
 def _coverage_fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
@@ -90,20 +95,33 @@ def _coverage_fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | No
     )
 
 
-def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
-    """Chunks that are read and lie outside of their tensor, or have no place."""
-    stored, problems = metadata.storage_data, list[str]()
-    # readers of other libraries may keep anything there
+def _with_places(items: Sequence[ReadItem], stored: Any) -> list[tuple[MetadataIndex, Any]]:
+    """The chunk that each item reads, and its place: None where it has none, UNKNOWN where places have other keys.
+
+    Readers of other libraries may keep anything as storage data.
+    """
     by_chunk = isinstance(stored, dict) and all(isinstance(key, MetadataIndex) for key in itertools.islice(stored, 1))
-    for index in dict.fromkeys(item.storage_index for item in items):
-        if by_chunk and stored.get(index) is None:
+    return [(item.storage_index, stored.get(item.storage_index) if by_chunk else UNKNOWN) for item in items]
+
+
+def _chunk_problems(chunks: Iterable[tuple[MetadataIndex, Any]], metadata: Metadata) -> list[str]:
+    """Chunks that are read and lie outside of their tensor, or have no place."""
+    problems = list[str]()
+    seen: set[tuple[int, int]] = set()  # sizes and chunks, by the objects: tensors alike share theirs
+    for index, place in chunks:
+        if place is None:
             problems.append(f"{chunk_in_words(index)}: no file holds it: storage_data has no such chunk")
             continue
         entry = metadata.state_dict_metadata[index.fqn]
         if not isinstance(entry, TensorStorageMetadata):
             continue
         chunk = stored_chunk(entry, index)
-        if not inside(entry.size, (chunk.offsets, chunk.sizes)):
+        both = id(entry.size), id(chunk)
+        if both in seen:
+            continue
+        if inside(entry.size, (chunk.offsets, chunk.sizes)):
+            seen.add(both)
+        else:
             problems.append(
                 f"{index.fqn}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not inside of the "
                 f"tensor's {tuple(entry.size)}"
@@ -111,16 +129,17 @@ def _chunk_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
     return problems
 
 
-def _place_problems(items: Sequence[ReadItem], metadata: Metadata) -> list[str]:
+def _place_problems(chunks: Sequence[tuple[MetadataIndex, Any]], metadata: Metadata) -> list[str]:
     """Chunks that are read, and share bytes of a file with others."""
     stored = metadata.storage_data
     if not has_files(stored):
         return []
-    wanted = {item.storage_index for item in items if item.storage_index in stored}
-    files = {stored[index].relative_path for index in wanted}
-    held = {index: info for index, info in stored.items() if info.relative_path in files and not is_own_index(index)}
+    files = {place.relative_path for _, place in chunks if place is not None and place is not UNKNOWN}
+    held = [(index, info) for index, info in stored.items() if info.relative_path in files and index.fqn not in OWN]
+    shared = [(held[one], held[other], start) for one, other, start in shared_places([info for _, info in held])]
+    wanted = {index for index, _ in chunks} if shared else set()
     return [
-        f"{chunk_in_words(one)}: {shares_bytes(start, other)} in {held[one].relative_path}"
-        for one, other, start in shared_places(held)
+        f"{chunk_in_words(one)}: {shares_bytes(start, other)} in {info.relative_path}"
+        for (one, info), (other, _), start in shared
         if one in wanted or other in wanted
     ]

@@ -21,36 +21,41 @@ import io
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_adapters.checksums import CHECKSUMS, Verification
-from dcp_adapters.expand import expand_flat, plain_leaf, quantized_local
+from dcp_adapters.expand import quantized_local
 from dcp_adapters.load.all_conversions import Conversions, unequal
 from dcp_adapters.load.compare import Target, differences, recipe_differences, to_convert
 from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
+from dcp_adapters.load.live_parts import is_wrapped, local_parts, vectors_of
+from dcp_adapters.load.read_items import ReadItems
 from dcp_adapters.load.unpickling import unpickled
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.metadata_checks import own_buffer, stored_chunk
-from dcp_adapters.reading.order import group_after_group, has_files, is_probe, original_index, probe_items
+from dcp_adapters.reading.order import (
+    chunks_by_file,
+    group_after_group,
+    is_probe,
+    original_index,
+    probe_items,
+)
 from dcp_adapters.reading.places import check_archives, check_ordinary
 from dcp_adapters.reading.rebuilding import Rebuilding
-from dcp_adapters.torch_private import Unreadable, flatten_state_dict, set_element
+from dcp_adapters.torch_private import Unreadable, flatten_state_dict, is_marked, set_element
 from dcp_adapters.words import in_lines
 from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.versions import count_writes
 from qtensor.contents import preserve
-from qtensor.formats import tensor_wide
-from qtensor.tensor import QuantizedTensor
 
 OWN = frozenset({MANIFEST, CHECKSUMS})
 LOADS = itertools.count()  # names loads that each rank plans for itself; all ranks count alike
@@ -125,9 +130,9 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             for name, value in self.state_dict.items()
             if (q := quantized_local(value)) is not None and f"{name}.payload" in metadata.state_dict_metadata
         }
-        self.vectors = _vectors(self.quantized)
-        self.wrapped = [value for value in self.state_dict.values() if _is_wrapped(value)]
-        self.state_dict = expand_flat(self.state_dict)
+        self.vectors = vectors_of(self.quantized)
+        self.wrapped = [value for value in self.state_dict.values() if is_wrapped(value)]
+        self.state_dict, self.parts = local_parts(self.state_dict)
         self.awaits_manifest = self.manifest is None and bool(self.quantized)
         if self.awaits_manifest:
             self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
@@ -148,8 +153,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         # Not stock's method: it tries the names of checkpoints before torch 2.4 on every entry that the target lacks,
         # and the entries of conversions are among these.
         with cpu_by_default():
-            plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
-        items = [*plan.items, *self.conversions.read_items()]
+            stock = ReadItems(self.metadata, strict=not self.allow_partial_load).of(self.state_dict, self.parts)
+        items = [*stock, *self.conversions.read_items()]
         parts = parts_of_target(self.state_dict, self.metadata) | self.conversions.parts()
         problems = coverage_problems(items, parts, self.metadata)
         if problems:
@@ -157,7 +162,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 "the checkpoint's .metadata is damaged; nothing has been loaded. Use another checkpoint:"
                 + in_lines(problems)
             )
-        return dataclasses.replace(plan, items=items, planner_data=self.conversions.listed())
+        return LoadPlan(items, planner_data=self.conversions.listed())
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator only: stock's plans, and a name for this load that all its ranks know.
@@ -181,13 +186,14 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         own = [item for item in new_plan.items if item.dest_index.fqn in OWN]
         converted = self.conversions.grouped(new_plan.items)
         apart = {id(item) for group in [own, *converted] for item in group}
-        rest = [item for item in new_plan.items if id(item) not in apart]
-        self.to_look_at = _by_file(self.metadata, new_plan)
+        rest = [item for item in new_plan.items if id(item) not in apart] if apart else new_plan.items
+        self.to_look_at = chunks_by_file(self.metadata, new_plan)
         probes = probe_items(self.metadata, new_plan, _weakly(self._look))
         self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
-        rest, own, *converted = map(self.rebuilding.instead, [rest, own, *converted])
+        if any(is_marked(info) for chunks in self.to_look_at.values() for _, info in chunks):
+            rest, own, *converted = map(self.rebuilding.instead, [rest, own, *converted])
         ordered = group_after_group([own, *converted], self.metadata)  # one call: aliases are numbered within it
         items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
         self._passed(0)
@@ -218,8 +224,10 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 self.original_state_dict[name] = loaded
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where to read to: a conversion's buffer, or what stock finds."""
+        """Where to read to: a conversion's buffer, a part, or what stock finds."""
         buffer = self.conversions.buffer(index.fqn)
+        if buffer is None and index.fqn in self.parts:
+            buffer = self.state_dict[index.fqn]
         return super().lookup_tensor(index) if buffer is None else buffer
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
@@ -287,7 +295,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             self.rebuilding.open(path.parents[len(PurePath(last.relative_path).parts) - 1])
             size = check_ordinary(path)
             if size is not None and size >= last.offset + last.length:
-                check_archives(path, self.to_look_at.get(last.relative_path, {}), self.metadata)
+                check_archives(path, dict(self.to_look_at.get(last.relative_path, ())), self.metadata)
 
     def _check_probe(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if self.rebuilding.needed:
@@ -312,11 +320,6 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             count_writes(self.wrapped)  # the readers write into their parts
 
 
-def _is_wrapped(value: Any) -> bool:
-    """Whether a leaf holds its bytes in tensors inside it."""
-    return quantized_local(value) is not None or plain_leaf(value) is not value
-
-
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Calls a method without keeping its object alive: readers keep the storage data, which holds the probes."""
     kept = weakref.WeakMethod(method)
@@ -327,29 +330,3 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             live(*args, **kwargs)
 
     return call
-
-
-def _by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, dict[MetadataIndex, Any]]:
-    """The tensor chunks that a plan reads, with their places, by file; empty where the storage has no files."""
-    stored = metadata.storage_data
-    files: dict[str, dict[MetadataIndex, Any]] = {}
-    for item in plan.items if has_files(stored) else []:
-        if item.type is not LoadItemType.BYTE_IO:
-            info = stored[item.storage_index]
-            files.setdefault(info.relative_path, {})[item.storage_index] = info
-    return files
-
-
-def _vectors(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
-    """Part name -> the vector of a gathered weight's tensor-wide values, which the checkpoint's one value replaces."""
-    vectors = {}
-    for name, q in quantized.items():
-        wide = tensor_wide(q.recipe)
-        if wide and q._lens.some_rows:
-            raise ValueError(
-                f"{name}: the target is some rows of a larger tensor and shares its {wide} with the others; load all "
-                "of it at once"
-            )
-        if wide and q._sharding.shards is not None:
-            vectors[f"{name}.{wide}"] = q.parts()[wide]
-    return vectors

@@ -7,6 +7,7 @@ keep their own order.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from dcp_adapters.torch_private import Alias, OwnPath
 PROBE = "qtensor.probe"
 ORDERED = "qtensor.ordered"
 REBUILT = "qtensor.rebuilt"  # the bytes that stand for a chunk in a delta, see rebuilding.py
+# Names that this module and rebuilding.py add to the storage data; what a reader keeps may have some of earlier loads.
+OWN = frozenset({PROBE, ORDERED, REBUILT})
 # With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; with more it
 # probes only the files it reads (opening every file on each of thousands of ranks would cost more than it protects).
 PROBE_ALL_BELOW = 100_000
@@ -29,11 +32,6 @@ PROBE_ALL_BELOW = 100_000
 def is_probe(item: ReadItem) -> bool:
     """Whether it is one of `probe_items`."""
     return item.storage_index.fqn == PROBE
-
-
-def is_own_index(index: MetadataIndex) -> bool:
-    """Whether this module added it to the storage data; metadata that a reader keeps may have some of earlier loads."""
-    return index.fqn in {PROBE, ORDERED, REBUILT}
 
 
 def original_index(index: MetadataIndex) -> MetadataIndex:
@@ -70,17 +68,15 @@ def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -
     if not has_files(stored):
         return []
     everything = len(stored) <= PROBE_ALL_BELOW
-    ends: dict[str, Any] = {}
-    indices = list(stored) if everything else {item.storage_index for item in plan.items}
-    for index in indices:
-        if is_own_index(index):
-            continue
-        info = stored[index]
-        last = ends.get(info.relative_path)
-        if info.length and (last is None or info.offset + info.length > last.offset + last.length):
-            ends[info.relative_path] = info
+    chunks = stored.items() if everything else [(item.storage_index, stored[item.storage_index]) for item in plan.items]
+    ends: dict[Any, int] = {}
+    lasts: dict[Any, Any] = {}
+    for index, info in reversed(chunks):  # mostly, what is last in the metadata is last in its file
+        path, end = info.relative_path, info.offset + info.length
+        if end > ends.get(path, 0) and info.length and index.fqn not in OWN:
+            ends[path], lasts[path] = end, info
     probes = []
-    for number, (path, info) in enumerate(sorted(ends.items())):
+    for number, (path, info) in enumerate(sorted(lasts.items())):
         index = MetadataIndex(PROBE, index=number, offset=torch.Size([number]))
         changes: dict[str, Any] = {
             "relative_path": OwnPath.of(str(path), partial(look, last=info)),
@@ -99,3 +95,14 @@ def has_files(stored: Any) -> bool:
     """Whether the storage data says where in which file each chunk lies; a reader's records are all of one kind."""
     record = next(iter(stored.values()), None) if isinstance(stored, dict) else None
     return hasattr(record, "relative_path") and hasattr(record, "length")
+
+
+def chunks_by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, list[tuple[MetadataIndex, Any]]]:
+    """The tensor chunks that a plan's items read, with their places, by file; empty where the storage has no files."""
+    stored = metadata.storage_data
+    files: defaultdict[str, list[tuple[MetadataIndex, Any]]] = defaultdict(list)
+    for item in plan.items if has_files(stored) else []:
+        if item.type is not LoadItemType.BYTE_IO:
+            info = stored[item.storage_index]
+            files[info.relative_path].append((item.storage_index, info))
+    return files

@@ -25,20 +25,19 @@ WAY_OUT = "Nothing has been loaded; use another checkpoint"
 THIS_RANK = "This rank has loaded nothing, others may have; use another checkpoint"
 
 
-def shared_places(storage: Mapping[MetadataIndex, Any]) -> Iterator[tuple[MetadataIndex, MetadataIndex, int]]:
-    """Chunks that are stored in bytes of another one: (the chunk, the other, the first byte they share)."""
-    places = sorted(
-        ((info.relative_path, info.offset, info.offset + info.length, index) for index, info in storage.items()),
-        key=lambda place: place[:3],
+def shared_places(places: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """Chunks that are stored in bytes of another one: (the number of its place, that of the other, the first byte)."""
+    spans = sorted(
+        [(info.relative_path, info.offset, info.offset + info.length, number) for number, info in enumerate(places)]
     )
-    file, reached, before = None, 0, None
-    for path, start, end, index in places:
+    file, reached, before = None, 0, -1
+    for path, start, end, number in spans:
         if path != file:
-            file, reached, before = path, 0, None
-        if before is not None and start < reached and start < end:
-            yield index, before, start
+            file, reached, before = path, 0, -1
+        if before >= 0 and start < reached and start < end:
+            yield number, before, start
         if end > reached:
-            reached, before = end, index
+            reached, before = end, number
 
 
 def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataIndex, Any]) -> list[Fault]:
@@ -58,9 +57,10 @@ def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataInde
             faults.append(found)
         elif found is not None and found < end:
             faults.append(cut_off(name, index, end, found))
+    indices = list(storage)
     return faults + [
-        Fault(storage[index].relative_path, chunk_in_words(index), shares_bytes(start, other))
-        for index, other, start in shared_places(storage)
+        Fault(storage[indices[one]].relative_path, chunk_in_words(indices[one]), shares_bytes(start, indices[other]))
+        for one, other, start in shared_places(list(storage.values()))
     ]
 
 

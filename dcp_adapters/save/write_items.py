@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.checksums import CHECKSUMS, ROW
-from dcp_adapters.part_places import box_of, part_box
+from dcp_adapters.part_places import alike, box_of, part_box
 from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
 
@@ -58,8 +58,7 @@ class Layouts:
         Raises:
             ValueError: a column cut does not fall on block boundaries.
         """
-        placed = (id(value.device_mesh), value.placements) if isinstance(value, DTensor) else None
-        key = (value.shape, q.shape, q.recipe, placed)
+        key = alike(value, q)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = tuple(_layouts(name, value, q))

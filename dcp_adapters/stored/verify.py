@@ -160,8 +160,10 @@ class _Verification:
 
     def within(self, file: str, size: int, indices: list[MetadataIndex]) -> list[MetadataIndex]:
         """The chunks of a file, sorted by place, that end inside of it; overlaps are found here, too."""
-        shared = shared_places({index: self.metadata.storage_data[index] for index in indices})
-        self.found([Fault(file, chunk_in_words(index), shares_bytes(start, other)) for index, other, start in shared])
+        shared = shared_places([self.metadata.storage_data[index] for index in indices])
+        self.found(
+            [Fault(file, chunk_in_words(indices[n]), shares_bytes(start, indices[other])) for n, other, start in shared]
+        )
         inside = []
         for index in indices:
             _, end = self.place(index)
