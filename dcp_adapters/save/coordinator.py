@@ -179,9 +179,11 @@ def _wide_part(payload: str, wide: str) -> str:
 
 
 def _check_listed(all_plans: list[SavePlan], wide_parts: set[str]) -> None:
-    if not wide_parts:
-        return
-    missing = wide_parts - {item.index.fqn for plan in all_plans for item in plan.items}
+    missing = set(wide_parts)
+    for plan in all_plans:  # the first one lists most of them
+        if not missing:
+            return
+        missing.difference_update([item.index.fqn for item in plan.items])
     if missing:
         raise ValueError(
             f"{min(missing)}: the rank that saves it, the first of the weight's mesh, takes no part; save on all ranks "

@@ -40,6 +40,7 @@ from dcp_adapters.save.coordinator import (
     with_manifest,
     with_unlisted,
 )
+from dcp_adapters.save.global_plan import global_plan
 from dcp_adapters.save.item_sums import Sums, item_sums, refuse_ranks_apart, with_digests
 from dcp_adapters.save.overwrite import Directory, clear, commit, make_room, own_names
 from dcp_adapters.save.refusals import refuse_bytes_in_safetensors, refuse_taken_names, refuse_without_bytes
@@ -284,7 +285,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         self.parts[MANIFEST] = data
         plans = [dataclasses.replace(plan, planner_data=plan.planner_data.mappings) for plan in all_plans]
         plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, plain_item(MANIFEST, data)])
-        plans, metadata = super().create_global_plan(plans)
+        found = global_plan(plans, to_lowest_rank=self.dedup_save_to_lowest_rank, flattened=self.flatten_state_dict)
+        plans, metadata = found or super().create_global_plan(plans)  # which raises, mostly
         metadata = with_manifest(metadata, manifest)
         planner_data = {**metadata.planner_data, MANIFEST: (MANIFEST,)}
         if self.with_checksums:
