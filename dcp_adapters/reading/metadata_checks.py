@@ -70,8 +70,9 @@ def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> li
     for name, record in tensors.items():
         faults += _entry_faults(name, record)
     faults += _path_faults(metadata.planner_data, tensors)
+    stray: dict[str, bool] = {}  # file -> whether it is outside; a file holds many chunks
     for index, info in storage.items():
-        faults += _storage_faults(index, info, transforms=transforms)
+        faults += _storage_faults(index, info, stray, transforms=transforms)
     return faults
 
 
@@ -283,7 +284,7 @@ def _chunk_faults(name: str, record: TensorStorageMetadata) -> Iterator[Fault]:
             return
 
 
-def _storage_faults(index: Any, info: Any, *, transforms: bool) -> Iterator[Fault]:
+def _storage_faults(index: Any, info: Any, stray: dict[str, bool], *, transforms: bool) -> Iterator[Fault]:
     if not _complete(index, MetadataIndex) or type(index.fqn) is not str:
         yield _metadata_fault("", f"storage_data has the key {short(index)}, expected a MetadataIndex")
         return
@@ -295,7 +296,9 @@ def _storage_faults(index: Any, info: Any, *, transforms: bool) -> Iterator[Faul
             chunk_in_words(index), f"it is stored in {short(info)}, expected a file, an offset and a length"
         )
         return
-    if stray_path(info.relative_path):
+    if info.relative_path not in stray:
+        stray[info.relative_path] = stray_path(info.relative_path)
+    if stray[info.relative_path]:
         message = f"it is stored in {short(info.relative_path)}, expected a file inside of the checkpoint"
         yield _metadata_fault(chunk_in_words(index), message)
     elif not _is_count(info.offset) or not _is_count(info.length):

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from dcp_adapters.reading.headers import Headers
 from dcp_adapters.reading.metadata_checks import METADATA, Fault, chunk_in_words, stored_chunk
-from dcp_adapters.reading.tensor_archive import FileSlice, read_header
+from dcp_adapters.reading.tensor_archive import FileSlice
 
 WAY_OUT = "Nothing has been loaded; use another checkpoint"
 THIS_RANK = "This rank has loaded nothing, others may have; use another checkpoint"
@@ -109,12 +110,13 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
     Raises:
         ValueError: one cannot be read, or holds something else than the metadata says.
     """
-    with path.open("rb") as stream:
+    known = Headers()
+    with path.open("rb", buffering=0) as stream:
         for index, info in sorted(chunks.items(), key=lambda held: held[1].offset):
             entry = metadata.state_dict_metadata[index.fqn]
             if not isinstance(entry, TensorStorageMetadata) or getattr(info, "transform_descriptors", None):
                 continue
-            held = _dtype_and_shape(path, index, FileSlice(stream, info.offset, info.length))
+            held = _dtype_and_shape(path, index, stream, info, known)
             message = other_than_said(held, entry.properties.dtype, stored_chunk(entry, index).sizes)
             if message is not None:
                 raise ValueError(f"{path}: {chunk_in_words(index)}: {message}. {THIS_RANK}")
@@ -131,12 +133,14 @@ def unreadable(path: Path, index: MetadataIndex, error: BaseException, state: st
     return f"{path}: {chunk_in_words(index)}: it can not be read: {type(error).__name__}: {error}. {state}"
 
 
-def _dtype_and_shape(path: Path, index: MetadataIndex, chunk: FileSlice) -> tuple[torch.dtype, tuple[int, ...]]:
+def _dtype_and_shape(
+    path: Path, index: MetadataIndex, stream: IO[bytes], info: Any, known: Headers
+) -> tuple[torch.dtype, tuple[int, ...]]:
     """Dtype and shape of what an archive holds."""
     try:
-        header = read_header(chunk, "its archive")
+        header = known.read(stream, info.offset, info.length, "its archive")
     except ValueError:  # a tensor of another class, perhaps, whose archive only torch understands
-        chunk.seek(0)
+        chunk = FileSlice(stream, info.offset, info.length)
         try:
             value = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
         except Exception as error:

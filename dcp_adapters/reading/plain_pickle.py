@@ -19,7 +19,7 @@ value is plain, and refused where it is not; a field that the file does not hold
 
 import dataclasses
 import struct
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from pickletools import opcodes
 from typing import Any
 
@@ -276,17 +276,22 @@ class _Machine:
                     f"a {kind.__name__} with a field {str(name)[:200]!r}, which this torch does not know, and whose "
                     "value is not plain"
                 )
-        given = {name: value for name, value in state.items() if name in known}
-        vars(record).update(_defaults(kind, vars(record).keys() | given) | given)
+        given = {name: value for name, value in state.items() if name in known} if unknown else state
+        for name, default in DEFAULTS[kind].items():
+            vars(record).setdefault(name, default)
+        vars(record).update(given)
 
 
-def _defaults(kind: type, given: Container[str]) -> dict[str, Any]:
+def _defaults(kind: type) -> dict[str, Any]:
     """Torch's defaults for fields that a file may leave out: those that not every torch from 2.11 on has."""
     return {
         name: field.default
         for name, field in KNOWN_FIELDS[kind].items()
-        if name not in given and name not in FIELDS[kind] and field.default is not dataclasses.MISSING
+        if name not in FIELDS[kind] and field.default is not dataclasses.MISSING
     }
+
+
+DEFAULTS = {kind: _defaults(kind) for kind in FIELDS}
 
 
 def _is_small_and_flat(value: Any) -> bool:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
 from dcp_adapters.reading.direct_read import Elements
+from dcp_adapters.reading.headers import Headers
 from dcp_adapters.reading.metadata_checks import (
     METADATA,
     Fault,
@@ -40,7 +41,7 @@ from dcp_adapters.reading.metadata_checks import (
 from dcp_adapters.reading.order import PROBE, original_index
 from dcp_adapters.reading.places import THIS_RANK, file_faults, other_than_said, unreadable
 from dcp_adapters.reading.plain_pickle import read_plain
-from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
+from dcp_adapters.reading.tensor_archive import Header
 from dcp_adapters.torch_private import Unreadable
 from dcp_adapters.words import in_lines
 
@@ -168,11 +169,12 @@ class SafeFileSystemReader(FileSystemReader):
                 wanted[name] = {}
             if item.type is not LoadItemType.BYTE_IO and not info.transform_descriptors:
                 wanted[name][info.offset, info.length] = index
+        known = Headers()
         for name, slices in wanted.items():
             path = Path(self.path, name)
-            with path.open("rb") as stream:
+            with path.open("rb", buffering=0) as stream:
                 for (offset, length), index in sorted(slices.items(), key=lambda held: held[0]):
-                    header = read_header(FileSlice(stream, offset, length), f"{path}: {chunk_in_words(index)}")
+                    header = known.read(stream, offset, length, f"{path}: {chunk_in_words(index)}")
                     record: Any = self.records[index.fqn]
                     held, sizes = (header.dtype, header.shape), stored_chunk(record, index).sizes
                     message = other_than_said(held, record.properties.dtype, sizes)
