@@ -49,9 +49,9 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
     Where the groups are on several devices, all digests come to that of the first.
     """
-    there = [next((tensor.device for tensor in group), None) for group in groups]
-    devices = list(dict.fromkeys(device for device in there if device is not None))
+    devices = list(dict.fromkeys([group[0].device for group in groups if group]))
     if len(devices) > 1:
+        there = [group[0].device if group else None for group in groups]
         none = torch.zeros((), dtype=torch.int64, device=devices[0])
         found: dict[int, Tensor] = {}
         for device in devices:
@@ -67,28 +67,32 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    kinds: dict[tuple[torch.dtype, torch.Size], _Kind] = {}
-    sizes = []
+    alike: dict[tuple[tuple[torch.dtype, torch.Size], ...], list[int]] = {}  # groups of tensors of the same kinds
     for number, group in enumerate(groups):
+        alike.setdefault(tuple((tensor.dtype, tensor.shape) for tensor in group), []).append(number)
+    kinds: dict[tuple[torch.dtype, torch.Size], _Kind] = {}
+    sizes = [0] * len(groups)
+    for keys, numbers in alike.items():
         first = size = 0
-        for place, tensor in enumerate(group):
-            key = tensor.dtype, tensor.shape
+        for place, key in enumerate(keys):
+            tensors = [groups[number][place] for number in numbers]
             kind = kinds.get(key)
             if kind is None:
-                kind = kinds[key] = _Kind(tensor)
-            kind.tensors.append(tensor)
-            kind.owners.append(number)
-            kind.firsts.append(first)
+                kind = kinds[key] = _Kind(tensors[0])
+            kind.tensors += tensors
+            kind.owners += numbers
+            kind.firsts += [first] * len(numbers)
             first += kind.blocks
             size += (2 * place + 1) * kind.nbytes
-        sizes.append(size)
+        for number in numbers:
+            sizes[number] = size
     # made on the host, whatever the default device; non_blocking, so that host and device do not wait for each other
     result = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     weights = _odd(torch.arange(1, WIDE + 1, dtype=torch.int64, device=device))
     for kind in kinds.values():
         if kind.nbytes:
-            numbers = torch.tensor([kind.owners, kind.firsts], dtype=torch.int64, device="cpu")
-            owners, firsts = numbers.to(device, non_blocking=True)
+            told = torch.tensor([kind.owners, kind.firsts], dtype=torch.int64, device="cpu")
+            owners, firsts = told.to(device, non_blocking=True)
             places = torch.arange(1, kind.blocks + 1, dtype=torch.int64, device=device) + firsts[:, None]
             sums = torch.cat([sum_ for blocks in kind.read() for sum_ in _sums(blocks, weights)])
             result.index_add_(0, owners, _mixed(sums.view(-1, kind.blocks) * _odd(places)).sum(1))

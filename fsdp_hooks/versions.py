@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import is_tracing, local_of
+from fsdp_hooks.torch_private import is_tracing, local_of, without_torch_function
 
 
 def count_writes(tensors: Iterable[Tensor]) -> None:
@@ -23,4 +23,5 @@ def count_writes(tensors: Iterable[Tensor]) -> None:
     if is_tracing():  # a graph tracks its writes in its own way
         return
     found = [own for one in tensors for own in ((one, local_of(one)) if isinstance(one, DTensor) else (one,))]
-    torch.autograd.graph.increment_version([one for one in found if not one.is_inference()])
+    with without_torch_function():  # which asking a tensor of parts would go through
+        torch.autograd.graph.increment_version([one for one in found if not one.is_inference()])

@@ -14,13 +14,14 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import foreach_copy
+from fsdp_hooks.torch_private import without_torch_function
 from qtensor import kernels
 from qtensor.agreement import claim_of, decided
 from qtensor.contents import initial_value, write
 from qtensor.cut_blocks import CutBlocks
 from qtensor.formats import keeps_history, tensor_wide
 from qtensor.lens import OWN
+from qtensor.masters import copy_rows
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -48,11 +49,7 @@ def write_each(
         parts = kernels.encode(stacked, recipe, _each_amax(stacked, recipe, amaxes), blocks)
         for name, part in parts.items():  # [n, N, ..]; each on its own, since CUDA copies mixed dtypes one by one
             own = [getattr(shards[number], name) for number in numbers]
-            rows = part.unbind() if own[0].ndim else part[:, 0, 0].unbind()
-            if part.itemsize == 1:  # as bytes: some devices copy no lists of float8
-                foreach_copy([each.view(torch.uint8) for each in own], [each.view(torch.uint8) for each in rows])
-            else:
-                foreach_copy(own, rows)
+            copy_rows(own, part if own[0].ndim else part[:, 0, 0])
 
 
 @torch.no_grad()
@@ -98,13 +95,21 @@ def _batches(
     scales while another of the same shape is not.
     """
     kinds: dict[object, list[int]] = {}
-    for number, (shard, value) in enumerate(zip(shards, values, strict=True)):
-        # a shard without rows has no amax to be stacked
-        if _is_plain(shard) and value.shape == shard.shape and 0 < value.numel() < SMALL:
-            kind = (shard.recipe, tuple(value.shape), value.dtype, value.device, apart[number])
-            kinds.setdefault(kind, []).append(number)
-        else:
-            yield [number]
+    single = []
+    recipes: dict[int, Recipe] = {}  # by id: one object for all that are equal, which takes longer to ask
+    same: dict[Recipe, Recipe] = {}
+    with without_torch_function():  # which each read of an attribute would go through
+        for number, (shard, value) in enumerate(zip(shards, values, strict=True)):
+            # a shard without rows has no amax to be stacked
+            if _is_plain(shard) and value.shape == shard.shape and 0 < value.numel() < SMALL:
+                recipe = recipes.get(id(shard.recipe))
+                if recipe is None:
+                    recipe = recipes[id(shard.recipe)] = same.setdefault(shard.recipe, shard.recipe)
+                kind = (id(recipe), value.shape, value.dtype, value.device, apart[number])
+                kinds.setdefault(kind, []).append(number)
+            else:
+                single.append(number)
+    yield from ([number] for number in single)
     for numbers in kinds.values():
         size = max(1, STACK // max(1, values[numbers[0]].numel()))
         yield from (numbers[start : start + size] for start in range(0, len(numbers), size))

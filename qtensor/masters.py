@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.digest import digests
-from fsdp_hooks.torch_private import dtensor_like, foreach_copy, local_of
+from fsdp_hooks.torch_private import dtensor_like, foreach_copy, local_of, without_torch_function
 from qtensor.contents import initial_value, preserve, values_of
+from qtensor.formats import specs_of
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 
+BY_ROW = frozenset({"cpu"})  # where copying row by row is quick, if no view of each row is made for it
 LISTED = {Tensor, nn.Parameter, HighPrecisionWeight}  # classes that are copied by the list
 
 # torch's optimizers that treat each parameter on its own; any other may look at all gradients together
@@ -98,7 +100,8 @@ def _table(params: Iterable[Tensor]) -> Tensor:
         for number, shard in enumerate(shards)
         if isinstance(shard, QuantizedTensor) and (value := initial_value(shard)) is not None
     }
-    found = digests([*map(bytes_of, shards), *([value] for value in inits.values())])
+    with without_torch_function():
+        found = digests([*_bytes_of_each(shards), *([value] for value in inits.values())])
     of_bytes, none = found[: len(shards)], found.new_zeros(())
     of_inits = dict(zip(inits, found[len(shards) :].unbind(), strict=True))
     # stacked, since an index that is a list would be copied to the device, and waited for
@@ -111,6 +114,21 @@ def bytes_of(shard: Tensor) -> list[Tensor]:
     if isinstance(shard, QuantizedTensor):
         return list(shard.parts().values())
     return [shard.dense if isinstance(shard, HighPrecisionWeight) else shard]
+
+
+def _bytes_of_each(shards: Sequence[Tensor]) -> list[list[Tensor]]:
+    """`bytes_of` each, where many have one recipe, whose parts take longer to look up than to read."""
+    names: dict[int, list[str]] = {}
+    found = []
+    for shard in shards:
+        if not isinstance(shard, QuantizedTensor):
+            found.append(bytes_of(shard))
+            continue
+        own = names.get(id(shard.recipe))
+        if own is None:
+            own = names[id(shard.recipe)] = [spec.name for spec in specs_of(shard.recipe)]
+        found.append([getattr(shard, name) for name in own])
+    return found
 
 
 def master_of(param: Tensor) -> Tensor:
@@ -185,6 +203,17 @@ def copy_many(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         alike.setdefault((target.dtype, source.dtype), []).append((target, source))
     for some in alike.values():
         foreach_copy([target for target, _ in some], [source for _, source in some])
+
+
+def copy_rows(targets: Sequence[Tensor], source: Tensor) -> None:
+    """target.copy_(row) for each row of `source` [n, ..], all of one shape and dtype."""
+    if source.device.type in BY_ROW:
+        torch.unbind_copy(source, out=list(targets))
+    elif source.itemsize == 1:  # as bytes: some devices copy no lists of float8
+        rows = source.view(torch.uint8).unbind()
+        foreach_copy([target.view(torch.uint8) for target in targets], list(rows))
+    else:
+        foreach_copy(list(targets), list(source.unbind()))
 
 
 def in_fp32(grad: Tensor, master: Tensor, room: Room | None) -> Tensor:

@@ -110,8 +110,10 @@ def _terms(
     terms = _Terms([], [], {}, [], list(dict.fromkeys([*meeting, *replicas.everybody])), replicas)
     for number, (one, cuts) in enumerate(zip(trained, replicas.cuts_of([one.param for one in trained]), strict=True)):
         terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
-        recipe, ndim, cut = one.shard.recipe, one.shard.ndim, one.cut
-        own = [group for dim, group in cuts if common_along(recipe, cut, dim, ndim)]
+        own: list[dist.ProcessGroup] = []
+        if cuts:
+            recipe, ndim, cut = one.shard.recipe, one.shard.ndim, one.cut
+            own = [group for dim, group in cuts if common_along(recipe, cut, dim, ndim)]
         if own or one.shard._partners is not None:
             terms.sharing.append(number)
             terms.groups.append(own)
