@@ -16,6 +16,10 @@ for a dim of size 1. On a GPU only the number of rows (dim 0) is: a dynamic row 
 numbers for each element, and load and store one element at a time. So there each row length is compiled once, up to
 LAYOUTS of them, and the dynamic code serves those that come later. inductor stores compiled code in its cache on disk,
 where other processes and ranks find it.
+
+A kernel may come with code written by hand for a GPU, which then runs in place of what inductor would make, under the
+same policy. If it fails, inductor's takes its place, with one warning for each such kernel; in mode "compiled" it
+raises.
 """
 
 import os
@@ -34,6 +38,7 @@ from fsdp_hooks.torch_private import is_tracing, is_watched, mark_rows_dynamic, 
 MODES = ("auto", "compiled", "eager")
 COMPILED_FROM = 2**18  # elements
 COMPILED_ON = frozenset({"cpu", "cuda", "xpu"})
+BY_HAND_ON = frozenset({"cuda"})
 LAYOUTS = 16  # for which a kernel is compiled on a GPU; a model has a handful of row lengths
 VARIABLE = "QTENSOR_KERNELS"
 
@@ -105,14 +110,17 @@ class Kernel:
     Args:
         fn: takes tensors, the large one first, and returns tensors; no side effects.
         name: tells kernels apart in profiles and logs.
+        by_hand: what runs in place of compiled code on a GPU, for the same arguments; it returns the same bytes. None
+            where nobody wrote it.
     """
 
     works: ClassVar[bool] = False  # whether any kernel was compiled
     failed: ClassVar[str | None] = None  # name of what the compiler raised, if it failed before any kernel was compiled
 
-    def __init__(self, fn: Callable[..., Any], name: str) -> None:
+    def __init__(self, fn: Callable[..., Any], name: str, by_hand: Callable[..., Any] | None = None) -> None:
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
+        self.by_hand = by_hand
         self._compiled: dict[Layout | None, Callable[..., Any]] = {}  # by layout of the arguments; None: any
         self._failed = False
         self._worked: set[int] = set()  # ids of functions in _compiled that have run: the next call compiles little
@@ -129,6 +137,8 @@ class Kernel:
 
     def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """The function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
+        if self.by_hand is not None and args[0].device.type in BY_HAND_ON:
+            return self.by_hand
         layout = None if args[0].device.type == "cpu" else _layout(args)
         if layout is not None and layout not in self._compiled and len(self._compiled) >= LAYOUTS:
             layout = None
@@ -164,8 +174,7 @@ class Kernel:
         if use_kernels.mode == "compiled":
             with quietly:
                 result = compiled(*args)
-            self._worked.add(id(compiled))
-            Kernel.works = True
+            self._note_worked(compiled)
             return result
         try:
             with quietly:
@@ -173,6 +182,14 @@ class Kernel:
         except torch.OutOfMemoryError:  # eager code would need more
             raise
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the eager call raises for bad input
+            if compiled is self.by_hand:
+                self.by_hand = None
+                warnings.warn(
+                    f"The kernel written by hand for {self.eager.__name__} failed ({type(error).__name__}), so "
+                    f"torch.compile's runs from here on: the same bytes. {VARIABLE}=compiled shows the error.",
+                    stacklevel=3,
+                )
+                return self._run(self.compiled_for(args), args)
             result = self.eager(*args)
             alone = Kernel.works  # this kernel only: it had too many kinds of inputs, for example
             if alone:
@@ -186,6 +203,10 @@ class Kernel:
                 stacklevel=3,
             )
         else:
-            self._worked.add(id(compiled))
-            Kernel.works = True
+            self._note_worked(compiled)
         return result
+
+    def _note_worked(self, compiled: Callable[..., Any]) -> None:
+        self._worked.add(id(compiled))
+        if compiled is not self.by_hand:
+            Kernel.works = True

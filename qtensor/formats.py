@@ -94,6 +94,8 @@ class Format(Protocol):
 
     One whose stored scales can be judged has `asked(parts, recipe, name, largest)`: where its scale of that name can be
     what `quantizer` makes, bool, by the largest number that is stored under each (see own_scales.py).
+
+    One with kernels written by hand for GPUs has `by_hand(recipe)`: which these are (see triton_kernels).
     """
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:

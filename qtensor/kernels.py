@@ -5,6 +5,7 @@ The formats say what the bytes are, in torch ops on fp32 values. Here is how the
     large, with a compiler       one fused kernel (fsdp_hooks.compiled) that reads the values in the dtype they have and
                                  writes the parts; its only temporaries in memory are block scales and, for packed
                                  formats, one byte an element
+    large, on a GPU, packed      a kernel written by hand (qtensor/triton_kernels) in its place, without temporaries
     eager                        chunks of rows that fit into a core's cache, so that no temporary is larger
     traced by torch.compile      the plain definition, which joins the graph
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from fsdp_hooks.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.torch_private import is_tracing
-from qtensor import formats, ragged
+from qtensor import formats, ragged, triton_kernels
 from qtensor.blocks import BlockFacts, canonical_nan, finite_amax, row_amax, scatter_blocks
 from qtensor.codecs.rounding import is_armed
 from qtensor.formats import (
@@ -190,7 +191,8 @@ def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False,
         return fmt.encode_with(values, recipe, quantizer, enc), enc
 
     kind = ("_of_cut_blocks" if decided else "") + ("_strided" if strided else "")
-    return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}")
+    hand = None if decided or strided else _by_hand(recipe, dtype)
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}", by_hand=None if hand is None else hand.encode)
 
 
 @functools.cache
@@ -214,7 +216,17 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
         return _rounded_once(fmt.decode(parts, recipe), dtype)
 
     kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
-    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}")
+    hand = None if strided else _by_hand(recipe, dtype)
+    run = None if hand is None else functools.partial(hand.decode, dtype=dtype)
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", by_hand=run)
+
+
+def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:
+    """The kernels for GPUs that somebody wrote for a recipe, where they could run."""
+    fmt: Any = format_of(recipe)
+    if not hasattr(fmt, "by_hand") or dtype not in triton_kernels.DTYPES or not triton_kernels.available():
+        return None
+    return fmt.by_hand(recipe)  # type: ignore[no-any-return]
 
 
 def _rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,6 +38,7 @@ from qtensor.formats import PartSpec, Route, register
 from qtensor.products import swizzled
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
+from qtensor.triton_kernels import ByHand
 
 BLOCK = 16
 LARGEST_SCALE, LEAST_SCALE = 448.0, 2.0**-9
@@ -137,6 +138,9 @@ class _NVFP4:
 
     def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
         return e2m1.snapped(scaled)
+
+    def by_hand(self, recipe: NVFP4BlockScaling) -> ByHand:
+        return ByHand("nvfp4", {"square": recipe.blocks == "square"})
 
     def decode(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
         values = e2m1.decode(parts["payload"])  # [.., K]

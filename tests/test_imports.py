@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 # package -> what it may import besides itself, torch and the standard library
 ALLOWED: dict[str, set[str]] = {
     "fsdp_hooks": set(),
-    "qtensor": {"fsdp_hooks"},
+    "qtensor": {"fsdp_hooks", "triton"},  # triton: by kernels that a GPU alone runs
     "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "jinja2", "rich", "tqdm", "xxhash"},  # zstd: by name
     "layerwise": {  # transformers, yaml: by name
         *("fsdp_hooks", "qtensor", "dcp_adapters", "safetensors", "rich", "tqdm", "xxhash", "matplotlib", "numpy"),
@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
 # package -> its folders, from the lowest on ("." is the modules beside __init__): each may import those before it
 FOLDERS: dict[str, tuple[str, ...]] = {
     "fsdp_hooks": (".",),
-    "qtensor": ("codecs", "."),
+    "qtensor": ("codecs", "triton_kernels", "."),
     "dcp_adapters": (
         *(".", "coding", "reading", "stored", "save", "load", "staging", "hf", "gguf", "digests", "delta"),
         *("streams", "cli.report", "cli"),

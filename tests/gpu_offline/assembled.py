@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from tests.gpu_offline.emitted import TritonKernel
 from tests.gpu_offline.pretended import CAPABILITY
+from tests.gpu_offline.written import WrittenKernel, specialized
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ELEMENTS_A_THREAD = 8
@@ -86,6 +87,26 @@ def assembled(source: str, name: str, capability: int) -> Program:
 def ptx_of(source: str, name: str, capability: int) -> str:
     """The text that ptxas makes it of."""
     return _compiled(source, name, capability).asm["ptx"]
+
+
+def assembled_by_hand(kernel: WrittenKernel, args: tuple[Any, ...], capability: int) -> Program:
+    """The program of a kernel written by hand, for such arguments."""
+    made = compiled_by_hand(kernel, args, capability)
+    return program(made.asm["ptx"], made.asm["cubin"])
+
+
+def compiled_by_hand(kernel: WrittenKernel, args: tuple[Any, ...], capability: int) -> Any:
+    """What Triton makes of it, all stages: "ttir" to "cubin"."""
+    types, attributes = specialized(kernel.arguments(args))
+    position = {name: (kernel.function.arg_names.index(name),) for name in kernel.function.arg_names}
+    source = ASTSource(
+        kernel.function,
+        {name: types.get(name, "constexpr") for name in kernel.function.arg_names},
+        {position[name]: value for name, value in kernel.constants},
+        {position[name]: value for name, value in attributes.items()},
+    )
+    options = {"num_warps": kernel.warps, "enable_fp_fusion": kernel.contracts}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _compiled(source: str, name: str, capability: int) -> Any:

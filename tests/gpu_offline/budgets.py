@@ -2,6 +2,7 @@
 
     .venv-gpu-offline/bin/python -m tests.gpu_offline.budgets           # the table of docs/speed.md, from budgets.json
     .venv-gpu-offline/bin/python -m tests.gpu_offline.budgets --write   # measures first, and makes what it finds budget
+    .venv-gpu-offline/bin/python -m tests.gpu_offline.budgets --write nvfp4_row int4_32   # of these alone
 
 The table's last column is modelled, for an H200 (sm_90): a direction takes the time of its bytes or that of its
 instructions, whichever is longer, and a copy that of the bytes that are needed. Neither the start of a launch nor
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,19 @@ def table() -> Iterator[str]:
             yield f"| {recipe} | {direction} | {cost['launches']} | {' | '.join(numbers)} | {share(cost):.2f} |"
 
 
-def measured() -> dict[str, dict[str, dict[str, Costs]]]:
-    """`budgets`, of the code as it is now."""
+def measured(names: Collection[str]) -> dict[str, dict[str, dict[str, Costs]]]:
+    """`budgets`, of the code as it is now; of other recipes as they were."""
     from triton.compiler.errors import CompilationError
 
     from tests.gpu_offline.measured import Meter
 
-    meter, found = Meter(), {str(capability): {} for capability in CAPABILITIES}
+    meter, before = Meter(), budgets()
+    found: dict[str, dict[str, dict[str, Costs]]] = {str(capability): {} for capability in CAPABILITIES}
     for name, recipe in RECIPES.items():
+        if name not in names:
+            for capability, recipes in before.items():
+                found[capability].update({name: recipes[name]} if name in recipes else {})
+            continue
         calls = meter.calls(recipe)
         for capability in CAPABILITIES:
             costs = {}
@@ -80,12 +86,13 @@ def measured() -> dict[str, dict[str, dict[str, Costs]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Budgets of kernels for GPUs, measured without one.")
-    parser.add_argument("--write", action="store_true", help="measure, and write budgets.json")
-    if parser.parse_args().write:
+    parser.add_argument("--write", nargs="*", metavar="RECIPE", help="measure (all recipes), and write budgets.json")
+    write = parser.parse_args().write
+    if write is not None:
         from tests.gpu_offline.pretended import pretend_gpu
 
         pretend_gpu()
-        FILE.write_text(json.dumps(measured(), indent=1) + "\n")
+        FILE.write_text(json.dumps(measured(write or RECIPES), indent=1) + "\n")
     print("\n".join(table()))
 
 

@@ -6,7 +6,8 @@ memory, and each launch to whoever asks (`Launching`):
 
     Kernel(*args)  ->  dynamo  ->  inductor's code  ->  TritonKernel.run(*args)  ->  launch(kernel, args)
 
-So the launches are those of a real call, with its shapes and arguments, whether somebody counts them or runs them.
+So the launches are those of a real call, with its shapes and arguments, whether somebody counts them or runs them. What
+was written by hand is launched as it is (written.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.gpu_offline.written import WrittenKernel, launches_go_to
 
 if TYPE_CHECKING:
     from fsdp_hooks.compiled import Kernel
@@ -93,20 +96,28 @@ def _module(source: str) -> Any:
 
 
 class Launching:
-    """Calls kernels as they are compiled for a GPU; `launch(kernel, args)` is called for each launch."""
+    """Calls kernels as they are compiled for a GPU; `launch(kernel, args)` is called for each launch.
+
+    `by_hand` says whether kernels are taken that were written by hand, where there are such.
+    """
 
     current: Launching | None = None
     compilations = 0
 
-    def __init__(self, launch: Callable[[TritonKernel, tuple[Any, ...]], None]) -> None:
+    def __init__(self, launch: Callable[[TritonKernel | WrittenKernel, tuple[Any, ...]], None]) -> None:
         self.launch = launch
+        self.by_hand = True
         self.real: dict[int, Tensor] = {}  # by id of the tensor that says to be on the GPU
 
     def __call__(self, kernel: Kernel, *args: Any) -> Any:
         """What `kernel` returns on a GPU, for arguments in the CPU's memory."""
+        if kernel.by_hand is not None and self.by_hand:
+            with launches_go_to(self.launch):
+                return kernel.by_hand(*args)
         self.real = {}
         said = tuple(self._said_to_be_on_gpu(arg) if isinstance(arg, Tensor) else arg for arg in args)
-        with _as_if_there_was_a_gpu(), mock.patch.object(Launching, "current", self), _fake:
+        inductors = mock.patch.object(kernel, "by_hand", None)
+        with _as_if_there_was_a_gpu(), mock.patch.object(Launching, "current", self), inductors, _fake:
             return kernel.compiled_for(said)(*said)
 
     def _said_to_be_on_gpu(self, real: Tensor) -> Tensor:

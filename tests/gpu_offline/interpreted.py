@@ -8,8 +8,9 @@ The interpreter's arithmetic is numpy's, in the dtypes that the code names. Its 
 torch's here, for its own do not round to nearest even, and lose denormal numbers. (A GPU's saturate where torch's to
 fp8 do not: kernels clamp before they convert.) A NaN that becomes bf16 keeps its upper bits: where it was bf16 before,
 Triton's compiler drops both conversions, as test_budgets.py shows. Reductions go through arrays where its own go
-through single numbers. And fp32 division in Triton's code may be off by an ulp on a GPU, which numpy's is not: kernels
-divide in fp64.
+through single numbers, and fused products and sums through fp64, for its own round twice. And fp32 division in Triton's
+code may be off by an ulp on a GPU, which numpy's is not: inductor's kernels divide in fp64, those written by hand ask
+for a quotient that is rounded once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.gpu_offline.written import WrittenKernel
 
 PROGRAM = 4096  # elements, about, of one program: each costs the interpreter the same, whatever its size
 FLOATS = {
@@ -50,13 +53,13 @@ class Interpreter:
             if before is not None:
                 os.environ["TRITON_INTERPRET"] = before
 
-    def encode(self, x: Tensor, recipe: Any) -> dict[str, Tensor]:
-        """`kernels.encode` on a GPU."""
-        return self._process.submit(_encode, x, recipe).result()
+    def encode(self, x: Tensor, recipe: Any, amax: Tensor | None = None, *, by_hand: bool = True) -> dict[str, Tensor]:
+        """`kernels.encode` on a GPU; `by_hand`: with the kernels written by hand, where there are such."""
+        return self._process.submit(_encode, x, recipe, amax, by_hand).result()
 
-    def decode(self, parts: Mapping[str, Tensor], recipe: Any, dtype: torch.dtype) -> Tensor:
-        """`kernels.decode` on a GPU."""
-        return self._process.submit(_decode, dict(parts), recipe, dtype).result()
+    def decode(self, parts: Mapping[str, Tensor], recipe: Any, dtype: torch.dtype, *, by_hand: bool = True) -> Tensor:
+        """`kernels.decode` on a GPU, likewise."""
+        return self._process.submit(_decode, dict(parts), recipe, dtype, by_hand).result()
 
     def launches(self) -> int:
         """How many launches were interpreted so far."""
@@ -78,6 +81,7 @@ def _begin() -> None:
 
     interpreter._convert_float = functools.partial(_converted, interpreter._convert_float)
     interpreter.ReduceOps.generic_reduce = _reduced
+    interpreter.InterpreterBuilder.create_fma = _fused
 
 
 def _converted(otherwise: Any, data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
@@ -93,6 +97,13 @@ def _converted(otherwise: Any, data: Any, given: Any, wanted: Any, rounding: Any
     return (
         values.view(getattr(torch, f"int{wanted.primitive_bitwidth}")).numpy().view(f"uint{wanted.primitive_bitwidth}")
     )
+
+
+def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    import numpy as np
+
+    wide = [np.asarray(each.data, dtype=np.float64) for each in (x, y, z)]
+    return type(x)((wide[0] * wide[1] + wide[2]).astype(x.data.dtype), x.dtype.scalar)
 
 
 def _reduced(reduction: Any, given: Any) -> Any:
@@ -125,6 +136,12 @@ def _launching() -> Any:
 def _interpret(kernel: Any, args: tuple[Any, ...]) -> None:
     global _launches
     _launches += 1
+    if isinstance(kernel, WrittenKernel):
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            kernel.run()
+        return
     tuner = kernel.tuner
     assert tuner.inductor_meta["grid_type"] == "Grid1D", tuner.inductor_meta["grid_type"]
     blocks = dict(tuner.configs[0].kwargs)
@@ -138,24 +155,25 @@ def _interpret(kernel: Any, args: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def _on_gpu() -> Iterator[None]:
+def _on_gpu(by_hand: bool) -> Iterator[None]:
     from tests.gpu_offline.measured import on_gpu
 
+    _launching().by_hand = by_hand
     with on_gpu(_launching()), torch.no_grad():
         yield
 
 
-def _encode(x: Tensor, recipe: Any) -> dict[str, Tensor]:
+def _encode(x: Tensor, recipe: Any, amax: Tensor | None, by_hand: bool) -> dict[str, Tensor]:
     from qtensor import kernels
 
-    with _on_gpu():
-        return kernels.encode(x, recipe)
+    with _on_gpu(by_hand):
+        return kernels.encode(x, recipe, amax)
 
 
-def _decode(parts: dict[str, Tensor], recipe: Any, dtype: torch.dtype) -> Tensor:
+def _decode(parts: dict[str, Tensor], recipe: Any, dtype: torch.dtype, by_hand: bool) -> Tensor:
     from qtensor import kernels
 
-    with _on_gpu():
+    with _on_gpu(by_hand):
         return kernels.decode(parts, recipe, dtype)
 
 

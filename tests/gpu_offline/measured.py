@@ -1,9 +1,10 @@
 """What a recipe's kernels cost on a GPU that is not there: launches, bytes, instructions.
 
 Each direction is a call of the product on a 4096 x 4096 weight. All that it launches is counted: the Triton kernels
-that inductor makes (emitted.py, assembled.py), and every operation of torch around them.
+that inductor makes (emitted.py, assembled.py) or somebody wrote (written.py), and every operation of torch around them.
 
     quantize      bf16 values -> parts
+    encode        likewise, under an amax that is known
     dequantize    parts -> bf16 values
     gathered      likewise, parts that two ranks sent, each with a tensor-wide scale of its own
     step          fp32 masters -> parts, as an optimizer writes them
@@ -15,6 +16,7 @@ some of it; nothing counts on them. Needed are the bytes of the input and of the
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,11 +28,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fsdp_hooks.compiled import Kernel, use_kernels
-from qtensor import QuantizedTensor, quantize
+from qtensor import QuantizedTensor, kernels, quantize
 from qtensor.contents import write
 from qtensor.formats import tensor_wide
-from tests.gpu_offline.assembled import Program, assembled, blocks_of
+from tests.gpu_offline.assembled import Program, assembled, assembled_by_hand, blocks_of
 from tests.gpu_offline.emitted import Launching, TritonKernel
+from tests.gpu_offline.written import WrittenKernel
 
 ROWS = COLUMNS = 4096
 ELEMENTS = ROWS * COLUMNS
@@ -40,12 +43,13 @@ ALLOCATIONS = ("empty", "new_empty", "resize_")
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: what of, and what it reads and writes. `kernel` is None for an operation of torch."""
+    """One launch: what of, and what it reads and writes. `assembled` is None for an operation of torch."""
 
     name: str
     moved: int  # bytes
-    kernel: TritonKernel | None = None
-    programs: int = 1
+    assembled: Callable[[int], Program] | None = None  # for GPUs of a capability
+    kernel: TritonKernel | None = None  # where inductor made it
+    threads: int = 1  # of all programs
     turns: int = 1  # of the loop over a row, in each program
 
 
@@ -73,7 +77,7 @@ class Call:
 
     def cost(self, capability: int) -> Cost:
         """On GPUs of a capability. Raises what Triton does where it has no such types."""
-        programs = [(each, _assembled(each.kernel, capability)) for each in self.launches if each.kernel is not None]
+        programs = [(each, each.assembled(capability)) for each in self.launches if each.assembled is not None]
         return Cost(
             launches=len(self.launches),
             moved=round(sum(each.moved for each in self.launches) / ELEMENTS, 3),
@@ -87,18 +91,17 @@ class Call:
         )
 
 
-def _assembled(kernel: TritonKernel, capability: int) -> Program:
-    return assembled(kernel.source, kernel.name, capability)
-
-
 def _instructions(launch: Launch, program: Program) -> int:
-    assert launch.kernel is not None
-    threads = launch.programs * blocks_of(launch.kernel).warps * 32
-    return threads * (program.straight + launch.turns * program.looped)
+    return launch.threads * (program.straight + launch.turns * program.looped)
 
 
-def launch_of(kernel: TritonKernel, args: tuple[Any, ...]) -> Launch:
+def launch_of(kernel: TritonKernel | WrittenKernel, args: tuple[Any, ...]) -> Launch:
     """What a call of a kernel with these arguments does."""
+    if isinstance(kernel, WrittenKernel):
+        given = kernel.arguments(args)
+        moved = sum(given[pointer].nbytes for _, pointer in ACCESS.findall(kernel.source))
+        program = functools.partial(assembled_by_hand, kernel, args)
+        return Launch(kernel.name, moved, functools.cache(program), threads=kernel.programs * kernel.warps * 32)
     meta = kernel.tuner.inductor_meta
     assert meta["grid_type"] == "Grid1D", meta["grid_type"]
     blocks = blocks_of(kernel)
@@ -107,7 +110,8 @@ def launch_of(kernel: TritonKernel, args: tuple[Any, ...]) -> Launch:
     programs = -(-given["xnumel"] // blocks.block("XBLOCK"))
     turns = -(-given["r0_numel"] // blocks.block("R0_BLOCK")) if "R0_BLOCK" in dict(blocks.blocks) else 1
     moved = sum(given[pointer].nbytes for _, pointer in ACCESS.findall(kernel.source))
-    return Launch(kernel.short, moved, kernel, programs, turns)
+    program = functools.partial(assembled, kernel.source, kernel.name)
+    return Launch(kernel.short, moved, program, kernel, programs * blocks.warps * 32, turns)
 
 
 class _Operations(TorchDispatchMode):
@@ -171,6 +175,8 @@ class Meter:
                 "step": self._call(lambda: write(q, master, step=True), master.nbytes + parts),
             }
             if tensor_wide(recipe):
+                amax = kernels.shared_amax(dense, recipe)
+                found["encode"] = self._call(lambda: kernels.encode(dense, recipe, amax), dense.nbytes + parts)
                 gathered = gathered_of(recipe)
                 found["gathered"] = self._call(gathered.dequantize, dense.nbytes + parts)
         return found

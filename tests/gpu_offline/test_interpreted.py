@@ -1,4 +1,6 @@
-"""What inductor's Triton code computes, run in Triton's interpreter: the golden bytes, and those of eager kernels.
+"""What Triton code computes, run in Triton's interpreter: the golden bytes, and those of eager kernels.
+
+Both inductor's code and kernels written by hand, of which that of inductor takes the place where they fail.
 
 The interpreter does what the code says, in the code's own dtypes. It cannot tell what a GPU's units do otherwise:
 denormals that are flushed (test_budgets.py finds the instructions that would) and inexact divisions.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +33,11 @@ CASES = (
     "non_finite_fp32",
 )
 INF, NAN = float("inf"), float("nan")
-every_recipe = pytest.mark.parametrize("name", RECIPES)
+WRITTEN = ("nvfp4_row", "nvfp4_square")
+every_kernel = pytest.mark.parametrize(
+    ("name", "by_hand"), [(name, by_hand) for name in RECIPES for by_hand in (False, True)[: 1 + (name in WRITTEN)]]
+)
+every_written = pytest.mark.parametrize("name", WRITTEN)
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +59,16 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str)
         assert torch.equal(raw(found[name]), raw(part)), f"{where}: {name} differs"
 
 
-@every_recipe
-def test_emitted_kernels_give_the_golden_bytes(interpreter: Interpreter, golden_dir: Path, name: str) -> None:
+@every_kernel
+def test_kernels_give_the_golden_bytes(interpreter: Interpreter, golden_dir: Path, name: str, by_hand: bool) -> None:
     recipe, golden = RECIPES[name], load_file(golden_dir / f"{name}.safetensors")
     for case in CASES:
         parts = {spec.name: golden[f"{case}.{spec.name}"].view(spec.dtype) for spec in specs_of(recipe)}
         before = interpreter.launches()
-        assert_same(interpreter.encode(golden[f"{case}.input"], recipe), parts, case)
+        assert_same(interpreter.encode(golden[f"{case}.input"], recipe, by_hand=by_hand), parts, case)
         assert interpreter.launches() > before
         before = interpreter.launches()
-        values = interpreter.decode(parts, recipe, torch.float32)
+        values = interpreter.decode(parts, recipe, torch.float32, by_hand=by_hand)
         assert interpreter.launches() > before
         assert torch.equal(raw(values), raw(golden[f"{case}.dequantized"])), f"{case}: values differ"
 
@@ -79,8 +86,8 @@ def awkward(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@every_recipe
-def test_emitted_kernels_give_the_bytes_of_eager_ones(interpreter: Interpreter, name: str) -> None:
+@every_kernel
+def test_kernels_give_the_bytes_of_eager_ones(interpreter: Interpreter, name: str, by_hand: bool) -> None:
     """Rows that fill no program; where the format has them, rows and square blocks that end in a smaller block."""
     recipe = RECIPES[name]
     ragged = any(spec.ragged for spec in specs_of(recipe))
@@ -89,18 +96,22 @@ def test_emitted_kernels_give_the_bytes_of_eager_ones(interpreter: Interpreter, 
     x = awkward(rows, columns, torch.bfloat16)
     values = x.to(torch.float32)
     parts = encode(values, recipe, shared_amax(values, recipe))
-    assert_same(interpreter.encode(x, recipe), parts, f"{rows} x {columns}")
+    assert_same(interpreter.encode(x, recipe, by_hand=by_hand), parts, f"{rows} x {columns}")
     for dtype in (torch.float32, torch.bfloat16):
-        found = interpreter.decode(parts, recipe, dtype)
-        wanted = kernels.decode(parts, recipe, dtype)  # below the size from which kernels are compiled
-        if dtype == torch.bfloat16:  # which NaN a bf16 NaN is, is up to the conversion
-            assert torch.equal(found.isnan(), wanted.isnan())
-            found, wanted = found.nan_to_num(7.0), wanted.nan_to_num(7.0)
-        assert torch.equal(raw(found), raw(wanted))
+        found = interpreter.decode(parts, recipe, dtype, by_hand=by_hand)
+        assert_same_values(found, kernels.decode(parts, recipe, dtype))  # too small for kernels that are compiled
 
 
+def assert_same_values(found: Tensor, wanted: Tensor) -> None:
+    if wanted.dtype != torch.float32:  # which NaN a NaN becomes, is up to the conversion
+        assert torch.equal(found.isnan(), wanted.isnan())
+        found, wanted = found.nan_to_num(7.0), wanted.nan_to_num(7.0)
+    assert torch.equal(raw(found), raw(wanted))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name", ["float8_tensor", "nvfp4_row"])
-def test_a_gathered_weight_decodes_to_what_its_shards_do(interpreter: Interpreter, name: str) -> None:
+def test_a_gathered_weight_decodes_to_what_its_shards_do(interpreter: Interpreter, name: str, by_hand: bool) -> None:
     """Each row under the tensor-wide scale of the rank that sent it."""
     recipe = RECIPES[name]
     wide = kernels.tensor_wide(recipe)
@@ -114,4 +125,46 @@ def test_a_gathered_weight_decodes_to_what_its_shards_do(interpreter: Interprete
         for part in shards[0]
     }
     wanted = torch.cat([kernels.decode(shard, recipe, torch.bfloat16) for shard in shards])
-    assert torch.equal(raw(interpreter.decode(parts, recipe, torch.bfloat16)), raw(wanted))
+    assert torch.equal(raw(interpreter.decode(parts, recipe, torch.bfloat16, by_hand=by_hand)), raw(wanted))
+
+
+# -- written by hand ---------------------------------------------------------------------------------------------------
+
+
+def parts_of(x: Tensor, recipe: Any, amax: Tensor | None = None) -> dict[str, Tensor]:
+    """As the format defines them."""
+    values = x.to(torch.float32)
+    return encode(values, recipe, shared_amax(values, recipe) if amax is None else amax)
+
+
+@every_written
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (32, 8224), (528, 128)])
+def test_every_dtype_and_tile_has_the_bytes_of_the_definition(
+    interpreter: Interpreter, name: str, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    """A tile that is filled in part, rows longer than tiles, and rows of which a tile has several."""
+    recipe, x = RECIPES[name], awkward(rows, columns, dtype)
+    parts = parts_of(x, recipe)
+    assert_same(interpreter.encode(x, recipe), parts, f"{rows} x {columns}")
+    assert_same_values(interpreter.decode(parts, recipe, dtype), kernels.decode(parts, recipe, dtype))
+
+
+@every_written
+def test_stacks_strided_values_and_shards_have_the_bytes_of_the_definition(interpreter: Interpreter, name: str) -> None:
+    recipe, group = RECIPES[name], kernels.row_multiple(RECIPES[name])
+    x = awkward(96, 128, torch.bfloat16)
+    behind = x.flatten()[1 : 1 + 64 * 128].view(64, 128)  # begins between two words
+    shard = x[: group + 3]  # ends within a square block
+    for values in (x.view(3, 32, 128), x.t(), x[:, 32:64], behind, shard, x[0]):
+        if values.ndim > 1 or group == 1:
+            parts = parts_of(values, recipe)
+            assert_same(interpreter.encode(values, recipe), parts, str(values.shape))
+            assert_same_values(interpreter.decode(parts, recipe, torch.bfloat16), decoded(parts, recipe))
+    empty = x[:0]
+    assert_same(interpreter.encode(empty, recipe), parts_of(empty, recipe), "empty")
+    assert interpreter.decode(parts_of(empty, recipe), recipe, torch.bfloat16).shape == (0, 128)
+
+
+def decoded(parts: dict[str, Tensor], recipe: Any) -> Tensor:
+    return kernels.decode(parts, recipe, torch.bfloat16)

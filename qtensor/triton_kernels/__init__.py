@@ -1,0 +1,65 @@
+"""Kernels for NVIDIA GPUs, written by hand in Triton, for the formats that inductor does not pass through memory once.
+
+inductor packs two codes into a byte in a launch of its own, through an integer for each element, and computes in fp64
+what it must divide. Here a thread holds whole blocks: it reads the two numbers of a byte as one word, makes or takes
+apart the byte in registers, and every value goes through memory once. The definition in torch operations stays what the
+bytes are; a kernel here gives the same, and is one more way to run it.
+
+    qtensor/nvfp4.py  --by_hand(recipe)-->  ByHand  --first call-->  qtensor.triton_kernels.nvfp4, which imports triton
+
+Who decides. `Kernel` (fsdp_hooks/compiled.py) runs `ByHand.encode` and `ByHand.decode` in place of what inductor would
+make, under the same rule of modes and sizes: on CUDA alone, never while traced or watched, on fake or meta tensors, nor
+where rounding is stochastic. One that fails is dropped with a warning, and inductor's code takes its place; in the mode
+"compiled" it raises. Blocks whose facts are given (cut square blocks) and dtypes that no weight has stay inductor's.
+
+What is given. Values and parts as kernels.py makes them: contiguous rows (others are copied first, as for inductor) of
+whole blocks, aligned to 8 bytes. Neighbouring rows follow each other, so a stack [E, N, K] is a matrix of E * N rows,
+and a matrix is a list of blocks. Blocks are counted in 32 bits, which reaches to 2^35 elements and more; where one
+begins in memory, in 64. Launches are made on the device and the stream of the values.
+
+How bytes stay the same. No operation is contracted unless the code says `fma`, denormals are kept, divisions round
+once, signs are bits, and fp8 numbers are made of integers, so that GPUs without the type have the kernels, too.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this process could run them: Triton is there, and CUDA is not another name for ROCm."""
+    return torch.version.hip is None and importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """The kernels of a recipe.
+
+    Attributes:
+        module: the one in this folder, with functions `encode` and `decode`. Imported by the first call.
+        options: what the recipe says, for both.
+    """
+
+    module: str
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def encode(self, x: Tensor, amax: Tensor | None = None) -> tuple[dict[str, Tensor], None]:
+        """The parts [rows, ..] of values [rows, blocks, block] or, for square blocks, [groups, rows, blocks, block]."""
+        return self._module().encode(x, amax, **self.options), None
+
+    def decode(self, payload: Tensor, *others: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values [rows, K] of parts, in the order of their specs; the payload is [rows, blocks, block // 2]."""
+        return self._module().decode(payload, *others, dtype=dtype, **self.options)  # type: ignore[no-any-return]
+
+    def _module(self) -> Any:
+        return importlib.import_module(f"{__name__}.{self.module}")

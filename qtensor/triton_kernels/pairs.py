@@ -1,0 +1,121 @@
+"""Two numbers at a time: the words that values are read in, and the bytes of two nibbles.
+
+A tile is [TILE blocks, PAIRS]; its lanes hold the even columns in one tensor and the odd ones in another.
+"""
+
+import triton
+import triton.language as tl
+
+INF = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
+NAN_BITS = tl.constexpr(0x7FC00000)
+INF_BITS = tl.constexpr(0x7F800000)
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def bits_of(x: tl.tensor) -> tl.tensor:
+    """The bits of fp32 numbers, int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def number_of(bits: tl.tensor) -> tl.tensor:
+    """The fp32 numbers of int32 bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def blocks_at(blocks: tl.tensor, columns: tl.tensor, SQUARE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """(first block of this program, int64; its blocks, counted from there; which of them there are).
+
+    A tile is TILE blocks that follow each other or, for square blocks, TILE // SQUARE blocks of each of SQUARE rows.
+    `columns` is how many blocks a row has, `blocks` how many there are.
+    """
+    if SQUARE == 1:
+        first = tl.program_id(0).to(tl.int64) * TILE
+        at = tl.arange(0, TILE)
+        there = at < tl.minimum(blocks - first, TILE).to(tl.int32)
+    else:
+        WIDTH: tl.constexpr = TILE // SQUARE
+        tiles = tl.cdiv(columns, WIDTH)
+        group = tl.program_id(0) // tiles
+        column = (tl.program_id(0) - group * tiles) * WIDTH
+        first = (group * SQUARE).to(tl.int64) * columns + column
+        across = tl.arange(0, TILE) % WIDTH
+        at = tl.arange(0, TILE) // WIDTH * columns + across
+        left = tl.minimum(blocks - first, SQUARE * columns).to(tl.int32)
+        there = (across < columns - column) & (at < left)
+    return first, at, there
+
+
+@triton.jit
+def pairs_at(at: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
+    """Where the pairs of blocks stand among all pairs: [TILE, PAIRS]."""
+    return at[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+
+
+@triton.jit
+def halves(word: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
+    """The numbers of words, fp32: (those of even columns, which are the low halves; those of odd ones)."""
+    if ELEMENT == tl.bfloat16:
+        low, high = number_of(word << 16), number_of(word & -0x10000)
+    elif ELEMENT == tl.float16:
+        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low, high = number_of(word.to(tl.int32)), number_of((word >> 32).to(tl.int32))
+    return low, high
+
+
+@triton.jit
+def joined(
+    low: tl.tensor, high: tl.tensor, ELEMENT: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr
+) -> tl.tensor:
+    """The inverse of `halves`, rounded once: [TILE, 2 * PAIRS] in the dtype that values are stored in.
+
+    In fp32 every NaN is the default one.
+    """
+    both = tl.reshape(tl.join(low, high), [TILE, 2 * PAIRS])
+    if ELEMENT == tl.float32:
+        bits = bits_of(both)
+        both = number_of(tl.where((bits & 0x7FFFFFFF) > INF_BITS, NAN_BITS, bits))
+    return both.to(ELEMENT)
+
+
+@triton.jit
+def finite(x: tl.tensor) -> tl.tensor:
+    """x, with 0 in place of what is not finite."""
+    return tl.where(tl.abs(x) < INF, x, 0.0)
+
+
+@triton.jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_of(low: tl.tensor, high: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
+    """The largest magnitude of each block, [TILE]; NaN or infinite where an element is."""
+    amax = tl.reduce(_larger(tl.abs(low), tl.abs(high)), 1, _larger)
+    if SQUARE > 1:
+        rows = tl.reshape(amax, [SQUARE, amax.shape[0] // SQUARE])
+        amax = tl.reshape(tl.broadcast_to(tl.reduce(rows, 0, _larger)[None, :], rows.shape), amax.shape)
+    return amax
+
+
+@triton.jit
+def nearest(x: tl.tensor, LEAST: tl.constexpr, ONE: tl.constexpr) -> tl.tensor:
+    """(power of two below x, but at least LEAST; x + ONE times it) for x >= 0.
+
+    fp32 has no bits for less than 2^-23 of the sum's leading bit: with ONE = 2^(23 - m), it is rounded to m bits behind
+    that of x, ties to even, and its lowest bits count steps of that size. The product is exact.
+    """
+    power = tl.maximum(number_of(bits_of(x) & INF_BITS), LEAST)
+    return power, tl.fma(power, ONE, x)
+
+
+@triton.jit
+def byte_of(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """The byte of two codes; only the low nibbles of both count."""
+    return ((low & 0xF) | (high << 4)).to(tl.uint8)
