@@ -28,6 +28,7 @@ from qtensor.codecs import bf16, int4
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
+from qtensor.triton_kernels import ByHand
 
 GROUPS = (32, 64, 128)
 
@@ -87,6 +88,9 @@ class _Int4:
 
     def snap(self, scaled: Tensor, recipe: Int4GroupScaling) -> Tensor:
         return int4.snapped(scaled.to(torch.float32))
+
+    def by_hand(self, recipe: Int4GroupScaling) -> ByHand:
+        return ByHand("int4", {"group": recipe.group})
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Int4GroupScaling) -> Tensor:
         values = int4.decode(parts["payload"])  # [.., K]

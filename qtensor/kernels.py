@@ -166,7 +166,8 @@ def _amax_kernel(dtype: torch.dtype, *, rows: bool) -> Kernel:
         x = x.to(torch.float32)
         return row_amax(x) if rows else finite_amax(x)
 
-    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}")
+    by_hand = triton_kernels.amax if not rows and _takes_by_hand(dtype) else None
+    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}", by_hand)
 
 
 @functools.cache
@@ -192,7 +193,7 @@ def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False,
 
     kind = ("_of_cut_blocks" if decided else "") + ("_strided" if strided else "")
     hand = None if decided or strided else _by_hand(recipe, dtype)
-    return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}", by_hand=None if hand is None else hand.encode)
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}", None if hand is None else hand.encode)
 
 
 @functools.cache
@@ -218,15 +219,17 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
     kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
     hand = None if strided else _by_hand(recipe, dtype)
     run = None if hand is None else functools.partial(hand.decode, dtype=dtype)
-    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", by_hand=run)
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run)
 
 
 def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:
     """The kernels for GPUs that somebody wrote for a recipe, where they could run."""
     fmt: Any = format_of(recipe)
-    if not hasattr(fmt, "by_hand") or dtype not in triton_kernels.DTYPES or not triton_kernels.available():
-        return None
-    return fmt.by_hand(recipe)  # type: ignore[no-any-return]
+    return fmt.by_hand(recipe) if hasattr(fmt, "by_hand") and _takes_by_hand(dtype) else None
+
+
+def _takes_by_hand(dtype: torch.dtype) -> bool:
+    return dtype in triton_kernels.DTYPES and triton_kernels.available()
 
 
 def _rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:

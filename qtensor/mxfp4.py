@@ -19,6 +19,7 @@ from qtensor.codecs import e2m1, e8m0
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
+from qtensor.triton_kernels import ByHand
 
 BLOCK = 32
 SIXTH = fp32(1 / e2m1.LARGEST)
@@ -75,6 +76,9 @@ class _MXFP4:
 
     def snap(self, scaled: Tensor, recipe: MXFP4BlockScaling) -> Tensor:
         return e2m1.snapped(scaled)
+
+    def by_hand(self, recipe: MXFP4BlockScaling) -> ByHand:
+        return ByHand("mxfp4", {"scale_rounding": recipe.scale_rounding})
 
     def decode(self, parts: Mapping[str, Tensor], recipe: MXFP4BlockScaling) -> Tensor:
         values = e2m1.decode(parts["payload"])  # [.., K]

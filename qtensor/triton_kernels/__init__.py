@@ -11,11 +11,16 @@ Who decides. `Kernel` (fsdp_hooks/compiled.py) runs `ByHand.encode` and `ByHand.
 make, under the same rule of modes and sizes: on CUDA alone, never while traced or watched, on fake or meta tensors, nor
 where rounding is stochastic. One that fails is dropped with a warning, and inductor's code takes its place; in the mode
 "compiled" it raises. Blocks whose facts are given (cut square blocks) and dtypes that no weight has stay inductor's.
+Nothing but a first call on such a GPU imports triton.
 
 What is given. Values and parts as kernels.py makes them: contiguous rows (others are copied first, as for inductor) of
 whole blocks, aligned to 8 bytes. Neighbouring rows follow each other, so a stack [E, N, K] is a matrix of E * N rows,
-and a matrix is a list of blocks. Blocks are counted in 32 bits, which reaches to 2^35 elements and more; where one
-begins in memory, in 64. Launches are made on the device and the stream of the values.
+and a matrix is a list of blocks. Blocks are counted in 32 bits, which reaches beyond 2^34 elements (a tensor with more
+raises, and goes to inductor); where one begins in memory, in 64. Launches are made on the device and the stream of the
+values.
+
+Passes. Under an amax that is known one, without it two: amax (reductions.py), then encode. Codes of one pass cannot
+wait for the largest value of all.
 
 How bytes stay the same. No operation is contracted unless the code says `fma`, denormals are kept, divisions round
 once, signs are bits, and fp8 numbers are made of integers, so that GPUs without the type have the kernels, too.
@@ -41,6 +46,11 @@ def available() -> bool:
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
+def amax(x: Tensor) -> Tensor:
+    """fp32 []: the largest finite magnitude of values [elements]."""
+    return _module("reductions").amax(x)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class ByHand:
     """The kernels of a recipe.
@@ -55,11 +65,12 @@ class ByHand:
 
     def encode(self, x: Tensor, amax: Tensor | None = None) -> tuple[dict[str, Tensor], None]:
         """The parts [rows, ..] of values [rows, blocks, block] or, for square blocks, [groups, rows, blocks, block]."""
-        return self._module().encode(x, amax, **self.options), None
+        return _module(self.module).encode(x, amax, **self.options), None
 
     def decode(self, payload: Tensor, *others: Tensor, dtype: torch.dtype) -> Tensor:
         """The values [rows, K] of parts, in the order of their specs; the payload is [rows, blocks, block // 2]."""
-        return self._module().decode(payload, *others, dtype=dtype, **self.options)  # type: ignore[no-any-return]
+        return _module(self.module).decode(payload, *others, dtype=dtype, **self.options)  # type: ignore[no-any-return]
 
-    def _module(self) -> Any:
-        return importlib.import_module(f"{__name__}.{self.module}")
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")

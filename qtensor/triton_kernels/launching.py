@@ -8,7 +8,7 @@ from torch import Tensor
 
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 WARPS = 4
-ENCODED, DECODED = 32, 16  # elements of a thread; more have fewer instructions each, until registers run out
+ENCODED, DECODED = 64, 16  # elements of a thread; more have fewer instructions each, until registers run out
 MOST_BLOCKS = 2**31 - 2**16  # which a number of 32 bits counts, with those of the last program
 
 

@@ -45,7 +45,7 @@ def encode(x: Tensor, amax: Tensor | None, *, square: bool) -> dict[str, Tensor]
     launch(
         _encode,
         tiles(rows, columns, size, tile),
-        *(words(x), amax.to(x.device), *parts.values(), columns, rows * columns),
+        *(words(x), amax.to(x.device).contiguous(), *parts.values(), columns, rows * columns),
         ELEMENT=ELEMENTS[x.dtype],
         BY_ROW=amax.ndim > 0,
         SQUARE=size,
@@ -55,16 +55,22 @@ def encode(x: Tensor, amax: Tensor | None, *, square: bool) -> dict[str, Tensor]
 
 
 def decode(payload: Tensor, scale: Tensor, global_scale: Tensor, *, dtype: torch.dtype, square: bool) -> Tensor:
-    """The values [rows, K] of a payload [rows, blocks, 8]; global scales are fp32 [] or [rows, 1]."""
+    """The values [rows, K] of a payload [rows, blocks, 8]; global scales are fp32 [] or [rows, 1].
+
+    Square blocks are stored as row blocks are.
+    """
     rows, columns = scale.shape
-    values = torch.empty(rows, columns * BLOCK, dtype=dtype, device=payload.device)
+    values, wide = (
+        torch.empty(rows, columns * BLOCK, dtype=dtype, device=payload.device),
+        global_scale.to(payload.device),
+    )
     tile = tile_of(DECODED, BLOCK)
     launch(
         _decode,
         tiles(rows, columns, 1, tile),
-        *(payload, scale.view(torch.uint8), global_scale.to(payload.device), values, columns, rows * columns),
+        *(payload, scale.view(torch.uint8), wide.contiguous(), values, columns, rows * columns),
         ELEMENT=ELEMENTS[dtype],
-        BY_ROW=global_scale.ndim > 0,
+        BY_ROW=wide.ndim > 0,
         TILE=tile,
     )
     return values

@@ -111,7 +111,8 @@ class Launching:
 
     def __call__(self, kernel: Kernel, *args: Any) -> Any:
         """What `kernel` returns on a GPU, for arguments in the CPU's memory."""
-        if kernel.by_hand is not None and self.by_hand:
+        if self.takes_by_hand(kernel):
+            assert kernel.by_hand is not None
             with launches_go_to(self.launch):
                 return kernel.by_hand(*args)
         self.real = {}
@@ -119,6 +120,10 @@ class Launching:
         inductors = mock.patch.object(kernel, "by_hand", None)
         with _as_if_there_was_a_gpu(), mock.patch.object(Launching, "current", self), inductors, _fake:
             return kernel.compiled_for(said)(*said)
+
+    def takes_by_hand(self, kernel: Kernel) -> bool:
+        """Whether a call runs what was written by hand."""
+        return self.by_hand and kernel.by_hand is not None
 
     def _said_to_be_on_gpu(self, real: Tensor) -> Tensor:
         with _fake:

@@ -145,6 +145,8 @@ def on_gpu(launching: Launching) -> Iterator[None]:
     """Inside, kernels go through `launching` whatever the device of their arguments is."""
 
     def call(kernel: Kernel, *args: Any) -> Any:
+        if launching.takes_by_hand(kernel):  # with what torch does around it
+            return launching(kernel, *args)
         with _disable_current_modes():
             return launching(kernel, *args)
 
@@ -157,11 +159,15 @@ def on_gpu(launching: Launching) -> Iterator[None]:
 
 
 class Meter:
-    """Counts what calls of the product launch; each kernel is compiled once."""
+    """Counts what calls of the product launch; each kernel is compiled once.
 
-    def __init__(self) -> None:
+    `by_hand` says whether kernels are taken that were written by hand, where there are such.
+    """
+
+    def __init__(self, *, by_hand: bool = True) -> None:
         self._launches: list[Launch] = []
         self._launching = Launching(lambda kernel, args: self._launches.append(launch_of(kernel, args)))
+        self._launching.by_hand = by_hand
 
     def calls(self, recipe: Any) -> dict[str, Call]:
         """The directions of a recipe."""

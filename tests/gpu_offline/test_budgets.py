@@ -7,6 +7,7 @@ that got cheaper may have a lower budget: see budgets.py.
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -82,10 +83,58 @@ def test_the_page_shows_the_budgets() -> None:
 def test_the_nan_of_a_bf16_scale_is_stored_as_it_is() -> None:
     """A GPU would make 0x7FFF of it; inductor's code converts to fp32 and back, and Triton's compiler does not."""
     from tests.gpu_offline.assembled import ptx_of
+    from tests.gpu_offline.measured import Meter
 
-    blocks = calls("int4_32")["quantize"].launches[0].kernel
+    blocks = Meter(by_hand=False).calls(RECIPES["int4_32"])["quantize"].launches[0].kernel
     assert ".to(tl.bfloat16, bitcast=True).to(tl.float32)" in blocks.source
     assert "cvt.rn.bf16" not in ptx_of(blocks.source, blocks.name, 90)
+
+
+WRITTEN = ("nvfp4_row", "nvfp4_square", "mxfp4_up", "int4_32")
+
+
+def written(name: str) -> Any:
+    """The launches of kernels that were written by hand."""
+    launches = [launch for call in calls(name).values() for launch in call.launches]
+    return [launch for launch in launches if launch.assembled is not None and launch.kernel is None]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_kernels_written_by_hand_spill_nothing_and_divide_no_64_bits(name: str) -> None:
+    """On every kind of GPU, those without fp8 among them; nor do they need fp64."""
+    assert {"quantize", "dequantize", "step"} <= allowed()["80"][name].keys()
+    for launch in written(name):
+        for capability in (80, 90, 100, 120):
+            program = launch.assembled(capability)
+            found = program.spills, program.divisions, program.fp64, program.flushes
+            assert found == (0, 0, 0, 0), (launch.name, capability)
+            assert program.registers <= 168  # three programs of 128 threads to a multiprocessor
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_values_pass_through_memory_once(name: str) -> None:
+    """Under an amax that is known, if any; without, they are read once more."""
+    for direction in ("encode" if "encode" in calls(name) else "quantize", "dequantize"):
+        (launch,) = calls(name)[direction].launches
+        assert launch.moved <= calls(name)[direction].needed
+    assert all(budgets.share(cost) >= 0.8 for cost in shares_of(name, "encode", "dequantize", "gathered"))
+    assert all(budgets.share(cost) >= (0.55 if "nvfp4" in name else 0.8) for cost in shares_of(name, "quantize"))
+
+
+def shares_of(name: str, *directions: str) -> list[Any]:
+    return [cost for direction, cost in allowed()[budgets.MODELLED][name].items() if direction in directions]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_where_a_tile_begins_is_counted_in_64_bits(name: str) -> None:
+    """A tensor may have more than 2^31 elements. (It has fewer rows, so a row's number may have 32 bits.)"""
+    from tests.gpu_offline.assembled import compiled_by_hand
+
+    for launch in written(name):
+        ttir = compiled_by_hand(*launch.assembled.__wrapped__.args, 90).asm["ttir"]
+        offsets = re.findall(r"tt\.addptr .*, tensor<([\dx]+)x(i\d+)>", ttir)
+        assert "i64" in {kind for _, kind in offsets}, launch.name
+        assert {kind for shape, kind in offsets if "x" in shape} <= {"i64"}, launch.name
 
 
 # Local memory that an unknown index reads, a loop, a 64-bit division, fp64 and a sum that flushes: one of each.

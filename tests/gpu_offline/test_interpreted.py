@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qtensor import kernels
+from qtensor import Int4GroupScaling, MXFP4BlockScaling, kernels
+from qtensor.blocks import row_amax
 from qtensor.formats import encode, shared_amax, specs_of
 from tests.gpu_offline.interpreted import Interpreter
 from tests.gpu_offline.recipes import RECIPES
@@ -33,7 +34,7 @@ CASES = (
     "non_finite_fp32",
 )
 INF, NAN = float("inf"), float("nan")
-WRITTEN = ("nvfp4_row", "nvfp4_square")
+WRITTEN = ("nvfp4_row", "nvfp4_square", "mxfp4_up", "int4_32")
 every_kernel = pytest.mark.parametrize(
     ("name", "by_hand"), [(name, by_hand) for name in RECIPES for by_hand in (False, True)[: 1 + (name in WRITTEN)]]
 )
@@ -164,6 +165,58 @@ def test_stacks_strided_values_and_shards_have_the_bytes_of_the_definition(inter
     empty = x[:0]
     assert_same(interpreter.encode(empty, recipe), parts_of(empty, recipe), "empty")
     assert interpreter.decode(parts_of(empty, recipe), recipe, torch.bfloat16).shape == (0, 128)
+
+
+OPTIONS = {
+    "mxfp4_floor": MXFP4BlockScaling(scale_rounding="floor"),
+    "int4_64": Int4GroupScaling(group=64),
+    "int4_128": Int4GroupScaling(group=128),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_has_the_bytes_of_the_definition(interpreter: Interpreter, name: str) -> None:
+    recipe, x = OPTIONS[name], awkward(37, 384, torch.bfloat16)
+    parts = parts_of(x, recipe)
+    assert_same(interpreter.encode(x, recipe), parts, name)
+    assert_same_values(interpreter.decode(parts, recipe, torch.bfloat16), decoded(parts, recipe))
+
+
+@every_written
+def test_numbers_beside_ties_have_the_bytes_of_the_definition(interpreter: Interpreter, name: str) -> None:
+    """Each half between two elements times a scale, and the fp32 numbers before and after it."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = [0.25, 0.5, 0.75, 1.25, 1.5, 1.75, 2.5, 3.5, 4.5, 5.0, 5.5, 6.5, 7.5, 0.0]
+    halves = torch.tensor(numbers, dtype=torch.float32)
+    for exponent in (0, 100, -100, -136):  # of INT4's scales, the last in denormal numbers
+        mantissas = torch.randint(128, 256, (64, 1), generator=generator).float()
+        x = torch.cat([halves * (mantissas * 2.0**-7), halves * (mantissas * 2.0**-7)], 1)
+        x = (x * 2.0 ** (exponent // 2)) * 2.0 ** (exponent - exponent // 2)
+        x = torch.nn.functional.pad(x, (2, 2))  # two blocks of 16, one of 32
+        x[:, 0] = x[:, 14]  # 7.5 scales are the largest
+        bits = x.view(torch.int32)
+        bits[:, 2:16] += torch.tensor([-1, 0, 1], dtype=torch.int32).repeat(5)[:14] * (bits[:, 2:16] > 0)
+        bits[32:, 16:30] += torch.tensor([1, -1, 0], dtype=torch.int32).repeat(5)[:14] * (bits[32:, 16:30] > 0)
+        x[::2] *= -1
+        assert_same(interpreter.encode(x, RECIPES[name]), parts_of(x, RECIPES[name]), str(exponent))
+
+
+def test_tensor_wide_scales_may_stand_once_for_all_rows(interpreter: Interpreter) -> None:
+    recipe, x = RECIPES["nvfp4_row"], awkward(40, 64, torch.bfloat16)
+    one = shared_amax(x.to(torch.float32), recipe)
+    assert one is not None
+    parts = parts_of(x, recipe, one.expand(40, 1))
+    assert_same(interpreter.encode(x, recipe, one.reshape(1, 1).expand(40, 1)), parts, "one amax for all rows")
+    spread = {**parts, "global_scale": parts["global_scale"][:1].expand(40, 1)}
+    assert_same_values(interpreter.decode(spread, recipe, torch.bfloat16), decoded(parts, recipe))
+
+
+def test_every_row_may_have_an_amax_of_its_own(interpreter: Interpreter) -> None:
+    recipe, x = RECIPES["nvfp4_row"], awkward(40, 2096, torch.bfloat16)  # 131 blocks a row
+    amax = row_amax(x.to(torch.float32)) * torch.linspace(0.5, 2.0, 40, dtype=torch.float32).unsqueeze(1)
+    parts = parts_of(x, recipe, amax)
+    assert_same(interpreter.encode(x, recipe, amax), parts, "an amax a row")
+    assert_same_values(interpreter.decode(parts, recipe, torch.float32), kernels.decode(parts, recipe, torch.float32))
 
 
 def decoded(parts: dict[str, Tensor], recipe: Any) -> Tensor:

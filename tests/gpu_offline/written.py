@@ -18,6 +18,7 @@ from torch import Tensor
 
 POINTERS = {
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bfloat16: "*bf16",

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_hooks import compiled
 from fsdp_hooks.compiled import Kernel
-from qtensor import QuantizedTensor, kernels, quantize, use_kernels
+from qtensor import Int4GroupScaling, QuantizedTensor, kernels, quantize, triton_kernels, use_kernels
 from qtensor.contents import write
 from qtensor.formats import encode, shared_amax
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, every_recipe, same_bytes, weight
@@ -460,6 +461,172 @@ def test_an_error_of_the_input_is_no_failure_of_the_compiler(compiler: Compiler)
     with pytest.raises(ValueError, match="this input"):
         Kernel(refuse, "refuse")(LARGE)
     assert Kernel.failed is None
+
+
+# -- written by hand ---------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """Stands in for a kernel written by hand: counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.error: Exception | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        assert not torch.is_grad_enabled()
+        if self.error is not None:
+            raise self.error
+        return x + x
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Written:
+    monkeypatch.setattr(compiled, "BY_HAND_ON", {"cpu"})
+    return Written()
+
+
+@pytest.fixture
+def twice(compiler: Compiler, written: Written) -> Kernel:
+    return Kernel(lambda x: x * 2, "twice", written)
+
+
+def test_what_is_written_by_hand_runs_where_compiled_code_would(
+    compiler: Compiler, written: Written, twice: Kernel
+) -> None:
+    assert torch.equal(twice(LARGE), LARGE * 2)
+    assert (written.calls, compiler.calls) == (1, 0)
+    twice(LARGE[:-1])
+    twice(LARGE.to("meta"))
+    twice(torch.nn.Parameter(LARGE))
+    with use_kernels("eager"):
+        twice(LARGE)
+    with FlopCounterMode(display=False):
+        twice(LARGE)
+    torch.vmap(twice)(LARGE.view(2, -1))
+    assert written.calls == 1
+    with use_kernels("compiled"):
+        twice(LARGE[:8])
+    assert (written.calls, compiler.calls) == (2, 0)
+
+
+def test_what_is_written_by_hand_runs_on_gpus_alone(compiler: Compiler) -> None:
+    written = Written()
+    assert torch.equal(Kernel(lambda x: x * 2, "twice", written)(LARGE), LARGE * 2)
+    assert (written.calls, compiler.calls) == (0, 1)
+    assert {"cuda"} == compiled.BY_HAND_ON
+
+
+def test_compiled_code_takes_the_place_of_what_fails(compiler: Compiler, written: Written, twice: Kernel) -> None:
+    written.error = RuntimeError("no such instruction")
+    text = r"The kernel written by hand for twice failed \(RuntimeError\), so torch.compile's runs .* QTENSOR_KERNELS"
+    with pytest.warns(UserWarning, match=text):
+        assert torch.equal(twice(LARGE), LARGE * 2)
+    assert torch.equal(twice(LARGE), LARGE * 2)
+    assert (written.calls, compiler.calls, Kernel.failed) == (1, 2, None)
+
+
+def test_what_is_written_by_hand_raises_where_compiled_code_is_asked_for(written: Written, twice: Kernel) -> None:
+    written.error = RuntimeError("no such instruction")
+    with use_kernels("compiled"), pytest.raises(RuntimeError, match="no such instruction"):
+        twice(LARGE)
+    written.error = torch.OutOfMemoryError("too large")
+    with pytest.raises(torch.OutOfMemoryError, match="too large"):
+        twice(LARGE)
+    written.error = None
+    assert torch.equal(twice(LARGE), LARGE * 2)
+    assert written.calls == 3
+
+
+def test_what_is_written_by_hand_says_nothing_of_the_compiler(
+    compiler: Compiler, written: Written, twice: Kernel
+) -> None:
+    """One warning for all kernels where there is no compiler, though some of them were written."""
+    twice(LARGE)
+    compiler.error = RuntimeError("no compiler")
+    with pytest.warns(UserWarning, match="so quantization kernels run eagerly"):
+        Kernel(lambda x: x * 3, "triple")(LARGE)
+
+
+def test_the_definition_joins_a_graph_of_the_caller(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    kernel = Kernel(lambda x: x * 2, "twice", written)
+    run = torch.compile(lambda x: kernel(x) + 1, backend="eager", fullgraph=True)
+    assert torch.equal(run(LARGE), LARGE * 2 + 1)
+    assert written.calls == 0
+
+
+WRITTEN = {
+    **{name: RECIPES[name] for name in ("nvfp4", "nvfp4_square", "mxfp4", "mxfp4_floor")},
+    **{f"int4_{group}": Int4GroupScaling(group=group) for group in (32, 64, 128)},
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_kernels_written_by_hand_wait_for_triton_and_for_nvidia(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    recipe, takes = WRITTEN[name], triton_kernels.available.__wrapped__
+    for found, hip in ((None, None), (object(), "7.0")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert not takes()
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert takes()
+    for available in (False, True):
+        monkeypatch.setattr(triton_kernels, "available", lambda available=available: available)
+        make = functools.partial(kernels._encode_kernel.__wrapped__, recipe)
+        assert (make(torch.bfloat16).by_hand is not None) is available
+        assert make(torch.bfloat16, decided=True).by_hand is None  # its facts are given
+        assert make(torch.float64).by_hand is None
+        decode = kernels._decode_kernel.__wrapped__(recipe, torch.float16, per_row=False)
+        assert (decode.by_hand is not None) is available
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_kernels_written_by_hand_give_the_bytes_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, by_hand: bool
+) -> None:
+    """Inductor's, too, which take their place where they fail; in shapes that fill no tile, strided and transposed."""
+    recipe = WRITTEN[name]
+    if not by_hand:
+        monkeypatch.setattr(compiled, "BY_HAND_ON", set())
+    x = awkward(1024, 1024, torch.float32)
+    x[11] *= 1e-30 / x[11].abs().amax()
+    x[12] *= 1e-40 / x[12].abs().amax()  # denormal
+    shapes = (x, x.t(), x[:, 128:640], x[:48, :384], x.view(4, 256, 1024))
+    for values in (each.to(dtype) for each in shapes):
+        wanted = parts_as_defined(values, recipe)
+        use_kernels("compiled")
+        there = values.cuda()
+        found = kernels.encode(there, recipe)
+        assert (kernels._encode_kernel(recipe, dtype).by_hand is not None) or not by_hand
+        assert_same({part: value.cpu() for part, value in found.items()}, wanted)
+        for to in (torch.bfloat16, torch.float16, torch.float32):
+            got = kernels.decode(found, recipe, to).cpu()
+            use_kernels("eager")
+            assert same_bytes(got.nan_to_num(7.0), kernels.decode(wanted, recipe, to).nan_to_num(7.0))
+            use_kernels("compiled")
+        if kernels.row_multiple(recipe) == 1:
+            rows = kernels.encode_rows(there, recipe)
+            use_kernels("eager")
+            assert_same({part: value.cpu() for part, value in rows.items()}, kernels.encode_rows(values, recipe))
+
+
+@pytest.mark.gpu
+def test_kernels_written_by_hand_run_on_the_device_of_their_values() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = awkward(64, 96, torch.bfloat16)
+    with use_kernels("compiled"), torch.cuda.device(0):
+        found = kernels.encode(x.to("cuda:1"), RECIPES["nvfp4"])
+    assert found["payload"].device == torch.device("cuda", 1)
+    assert_same({part: value.cpu() for part, value in found.items()}, parts_as_defined(x, RECIPES["nvfp4"]))
+
+
+# -- modes -------------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
