@@ -5,8 +5,8 @@ value, which would make the CPU wait for the GPU, or mixes devices, is found (te
 tensors is trained under FSDP2, whose streams only write a log: what they ask of memory is proved to be ordered, and
 every place where the CPU waits is known (test_streams.py, ordering.py).
 
-Kernels are compiled as they are for a GPU (emitted.py). What inductor's Triton code costs is counted in the machine
-code that ptxas makes of it (assembled.py, measured.py), and has budgets (budgets.py, test_budgets.py). What it
+Kernels are compiled as they are for a GPU (emitted.py), those written by hand are launched as they are (written.py).
+What Triton code costs is counted in the machine code that ptxas makes of it (assembled.py, measured.py), and has budgets (budgets.py, test_budgets.py). What it
 computes, Triton's interpreter shows (interpreted.py, test_interpreted.py). How often it is compiled is counted in
 test_compilations.py.
 
