@@ -6,9 +6,9 @@ tensors is trained under FSDP2, whose streams only write a log: what they ask of
 every place where the CPU waits is known (test_streams.py, ordering.py).
 
 Kernels are compiled as they are for a GPU (emitted.py), those written by hand are launched as they are (written.py).
-What Triton code costs is counted in the machine code that ptxas makes of it (assembled.py, measured.py), and has budgets (budgets.py, test_budgets.py). What it
-computes, Triton's interpreter shows (interpreted.py, test_interpreted.py). How often it is compiled is counted in
-test_compilations.py.
+What Triton code costs is counted in the machine code that ptxas makes of it (assembled.py, measured.py), and has
+budgets (budgets.py, test_budgets.py). What it computes, Triton's interpreter shows (interpreted.py,
+test_interpreted.py). How often inductor compiles is counted in test_compilations.py.
 
 torch is made to believe in a GPU (pretended.py) for the whole process, so these tests have an environment and a process
 of their own. None of it tells whether a kernel runs: tests marked gpu do.
