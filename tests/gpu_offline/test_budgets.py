@@ -116,7 +116,7 @@ def test_values_pass_through_memory_once(name: str) -> None:
     """Under an amax that is known, if any; without, they are read once more."""
     for direction in ("encode" if "encode" in calls(name) else "quantize", "dequantize"):
         (launch,) = calls(name)[direction].launches
-        assert launch.moved <= calls(name)[direction].needed
+        assert launch.moved <= calls(name)[direction].needed + 4  # the amax, which is no part
     assert all(budgets.share(cost) >= 0.8 for cost in shares_of(name, "encode", "dequantize", "gathered"))
     assert all(budgets.share(cost) >= (0.55 if "nvfp4" in name else 0.8) for cost in shares_of(name, "quantize"))
 
