@@ -221,11 +221,12 @@ def _place(name: str, rows: dict[str, Any]) -> tuple[int, int, float]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """KL with weights alone, a panel for each format on the size that has most rows."""
+    """KL with weights alone, on a log scale, a panel for each format on the size that has most rows."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     rows = {name: row for name, row in results["rows"].items() if "A16" in row}
     sizes = [name.split(" | ")[2] for name in rows]
@@ -238,7 +239,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
         points = [mean_and_error(rows[name]["A16"]["kl"]) for name in names]
         labels = [name.split(" | ")[1] for name in names]
         colours = ["C7" if ": " in label else "C0" for label in labels]
-        axis.barh(labels, [1e3 * mean for mean, _ in points], xerr=[1e3 * e for _, e in points], color=colours)
+        means, errors = ([1e3 * each[column] for each in points] for column in (0, 1))
+        axis.hlines(labels, min(means), means, color="lightgrey")
+        axis.errorbar(means, labels, xerr=errors, fmt="none", ecolor="C3")
+        axis.scatter(means, labels, c=colours, zorder=3)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
         axis.set_title(of)
         axis.set_xlabel("KL, thousandths of a nat")
     figure.suptitle(f"{results['about']['model']}: weights alone, {middle} tokens (grey: other libraries)")
