@@ -41,6 +41,7 @@ from fsdp_hooks.versions import count_writes
 from qtensor.agreement import DenseScales, claim_of, decided, encode_agreed, scale_of
 from qtensor.cut_blocks import CutBlocks
 from qtensor.formats import check_shape, describe, registered
+from qtensor.graph_key import graph_key
 from qtensor.kernels import amax_shape, shared_amax
 from qtensor.moves import Note, carried, noted, restored
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
@@ -216,7 +217,7 @@ class HighPrecisionWeight(Tensor):
         return HighPrecisionWeight(inner["dense"], recipe, agreement=agreement, padded_rows=padded_rows)
 
     def _stable_hash_for_caching(self) -> str:
-        return repr((type(self).__name__, self.recipe, self.dtype, self.padded_rows))
+        return graph_key(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:

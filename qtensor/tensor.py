@@ -39,6 +39,7 @@ from qtensor.formats import (
     registered,
     specs_of,
 )
+from qtensor.graph_key import graph_key
 from qtensor.lens import OWN, Lens
 from qtensor.moves import Note
 from qtensor.pickling import rebuild, reduced
@@ -220,7 +221,7 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         return kind(inner, recipe, dtype, lens=lens, sharding=sharding, shape=outer_size)  # type: ignore[no-any-return]
 
     def _stable_hash_for_caching(self) -> str:
-        return repr((type(self).__name__, self.recipe, self.dtype, self._lens, self._sharding))
+        return graph_key(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
