@@ -359,8 +359,10 @@ PLAIN = st.one_of(
 )
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(container or record, key or field) of everything below a value."""
+def places(value: Any, above: frozenset[int] = frozenset()) -> Iterator[tuple[Any, Any]]:
+    """(container or record, key or field) of everything below a value; what holds itself is not entered again."""
+    if id(value) in above:
+        return
     if isinstance(value, dict):
         yield from ((value, key) for key in value)
         below: Any = list(value.values())
@@ -373,7 +375,13 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
     else:
         return
     for item in below:
-        yield from places(item)
+        yield from places(item, above | {id(value)})
+
+
+def test_the_places_of_what_holds_itself_come_to_an_end() -> None:
+    within: dict[str, Any] = {"a": 1}
+    within["b"] = [within]
+    assert [key for _, key in places({"c": within})] == ["c", "a", "b", 0]
 
 
 def put(place: tuple[Any, Any], value: Any) -> None:

@@ -16,3 +16,13 @@ def test_eras_write_their_deltas_beside_those_of_the_one_before() -> None:
     layers = (Layer("linear", "mxfp8", 8, 64, torch.bfloat16),)
     plan = Plan(1, layers, (Step("delta", 1),), optimizer="adam")
     live_eras((Era(Style("fsdp", (2,)), plan), Era(Style("hsdp", (1, 2)), plan)))
+
+
+def test_ranks_that_have_rows_of_a_weight_are_asked_for_their_own_products() -> None:
+    """A matrix product of 8 rows adds up in another order than one of 24."""
+    recipe = Layer("linear", "mxfp8_e5m2", 37, 64, torch.float16, bias=True, storage="high_precision")
+    layers = (Layer("linear", "float8_row", 24, 16, torch.bfloat16, made="after"), recipe)
+    first = Plan(975901878164, layers, (Step("convert", 470933795516),), optimizer="radam")
+    steps = (Step("gathered", 34227923390), Step("train", 214923449285))
+    second = Plan(339768077408, layers, steps, optimizer="momentum")
+    live_eras((Era(Style("tp", (2,)), first), Era(Style("tp", (3,)), second)))
