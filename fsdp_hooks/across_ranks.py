@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_hooks.torch_private import root_mesh
+
 T = TypeVar("T")
 CPU = torch.device("cpu")
 KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError, ImportError)  # with types
@@ -67,15 +69,20 @@ def is_first(group: dist.ProcessGroup | None) -> bool:
     return rank_of(group) == 0
 
 
-def has_first(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> bool:
-    """Whether the first rank of a group is in a mesh.
+def is_counted(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> bool:
+    """Whether the copy on this mesh is the one that counts, among those of the ranks of a group.
 
     Of weights that are sharded along some dims of a larger mesh, the ranks along the others have copies, each on a mesh
-    of its own: what FSDP shards in a model with tensor parallelism. Where one copy counts, it is that of this mesh.
+    of its own: what FSDP shards in a model with tensor parallelism. The one that has the group's first rank counts; so
+    does a mesh that is no slice of one with that rank, where the group has others beside those of the weights.
     """
     first = 0 if group is None else dist.get_global_rank(group, 0)
+    return first in _ranks(mesh) or first not in _ranks(root_mesh(mesh))
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
     ranks: list[int] = mesh.mesh.flatten().tolist()
-    return first in ranks
+    return ranks
 
 
 def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:

@@ -120,7 +120,7 @@ class Kernel:
     def __init__(self, fn: Callable[..., Any], name: str, by_hand: Callable[..., Any] | None = None) -> None:
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
-        self.by_hand = by_hand
+        self.by_hand = self._given = by_hand
         self._compiled: dict[Layout | None, Callable[..., Any]] = {}  # by layout of the arguments; None: any
         self._failed = False
         self._worked: set[int] = set()  # ids of functions in _compiled that have run: the next call compiles little
@@ -182,7 +182,7 @@ class Kernel:
         except torch.OutOfMemoryError:  # eager code would need more
             raise
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the eager call raises for bad input
-            if compiled is self.by_hand:
+            if compiled is self._given:  # by_hand may be None by now, where it failed in another thread
                 self.by_hand = None
                 warnings.warn(
                     f"The kernel written by hand for {self.eager.__name__} failed ({type(error).__name__}), so "
@@ -208,5 +208,5 @@ class Kernel:
 
     def _note_worked(self, compiled: Callable[..., Any]) -> None:
         self._worked.add(id(compiled))
-        if compiled is not self.by_hand:
+        if compiled is not self._given:
             Kernel.works = True

@@ -43,6 +43,7 @@ __all__ = [
     "mixed_precision",
     "note_shard_rows",
     "one_dispatch_state",
+    "root_mesh",
     "shard_rows",
     "tree_map",
     "without_torch_function",
@@ -251,3 +252,8 @@ def group_size(module: Any) -> int:
     FSDP has no public way to tell which modules share a call.
     """
     return len(module._get_fsdp_state()._modules)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was sliced from, or itself; torch has no public way up from a slice."""
+    return mesh._get_root_mesh()

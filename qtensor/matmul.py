@@ -90,6 +90,7 @@ def _decoded_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if len(places) != 1 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
         return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
     (place,) = places
+    _refuse_gradients(func, args[place])
     name = func.__name__.removesuffix(".default")
     return multiply_decoded(name, [*args[:place], *args[place + 1 :]], place, args[place])
 

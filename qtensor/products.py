@@ -62,7 +62,8 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
             y = route.multiply(parts, parts_per_row(weight), x.dtype)
         else:
             y = emulated(parts, weight, x.dtype)
-        return y.reshape(*x.shape[:-1], rows)
+        # not a view: autograd would refuse in-place writes to one
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], rows))  # type: ignore[no-any-return]
 
 
 def quantized_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:

@@ -619,3 +619,13 @@ def cut_by_fsdp() -> int | None:
 def test_fsdp_pads_a_shard_by_new_zeros_of_the_weight_that_it_cuts() -> None:
     assert torch_private.shard_rows(torch.ones(2)) is None
     assert run_ranks(4, cut_by_fsdp) == [3] * 4  # 3 + 3 + 3 + 1
+
+
+def _slices() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert torch_private.root_mesh(mesh["dp"]).mesh.tolist() == [[0, 1], [2, 3]]
+    assert torch_private.root_mesh(mesh) is mesh
+
+
+def test_a_slice_of_a_mesh_knows_the_whole() -> None:
+    run_ranks(4, _slices)

@@ -22,7 +22,7 @@ from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.torch_private import flatten_state_dict
 from dcp_adapters.words import in_lines
-from fsdp_hooks.across_ranks import device_of, has_first, is_first, on_all
+from fsdp_hooks.across_ranks import device_of, is_counted, is_first, on_all
 from fsdp_hooks.byte_sums import Piece, byte_sums
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
@@ -166,7 +166,7 @@ def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
         else:
             _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
             along = zip(coordinate, placements, strict=True)
-            counts = has_first(mesh, group) and all(
+            counts = is_counted(mesh, group) and all(
                 place == 0 or not placement.is_replicate() for place, placement in along
             )
     if not is_plain(local):

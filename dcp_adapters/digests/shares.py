@@ -22,7 +22,7 @@ from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.part_places import Box, box_of, part_box
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.weight_sums import digested_parts
-from fsdp_hooks.across_ranks import has_first, is_first
+from fsdp_hooks.across_ranks import is_counted, is_first
 from fsdp_hooks.byte_sums import Piece
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from qtensor.formats import PartSpec
@@ -118,7 +118,7 @@ class Shares:
         """Whether this rank is the one, among those that hold its piece of a part, that counts it."""
         if not isinstance(value, DTensor):
             return is_first(self._group)
-        if not has_first(value.device_mesh, self._group):
+        if not is_counted(value.device_mesh, self._group):
             return False
         ndim = value.ndim
         coordinate = value.device_mesh.get_coordinate() or ()

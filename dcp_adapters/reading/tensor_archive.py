@@ -87,12 +87,17 @@ class FileSlice(io.RawIOBase):
         return super().read(left if size is None or size < 0 else min(size, left)) or b""
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer from the position, up to the end of the slice."""
+        """Fill the buffer from the position, up to the end of the slice or of the file."""
         room = memoryview(buffer)[: max(0, self.length - self.at)]
         self.stream.seek(self.start + self.at)
-        count: int = self.stream.readinto(room)  # type: ignore[attr-defined]
-        self.at += count
-        return count
+        filled = 0
+        while filled < len(room):  # a file without a buffer may give less than it is asked for
+            count: int = self.stream.readinto(room[filled:])  # type: ignore[attr-defined]
+            if not count:
+                break
+            filled += count
+        self.at += filled
+        return filled
 
 
 def read_header(chunk: "FileSlice", what: str) -> Header:

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from dcp_adapters import digest, tensor_digests
 from dcp_adapters.cli.main import main
+from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.digests import summing
 from dcp_adapters.weight_sums import Difference, first_difference, with_twins
 from qtensor import Float8DelayedScaling, MXFP8BlockScaling, quantize, quantized_model_init
@@ -170,6 +171,16 @@ def a_model_in_training() -> None:
 
 def test_fully_sharded_models_have_it_too() -> None:
     run_ranks(3, a_model_in_training)
+
+
+def on_some_of_the_ranks() -> None:
+    weight = {"w": distribute_tensor(values((8, 4), 0), DeviceMesh("cpu", [1, 2]), [Shard(0)])}
+    assert digest(weight) == digest({"w": values((8, 4), 0)})
+    assert HeldVersion(weight).since(weight, 1) is not None or dist.get_rank()
+
+
+def test_a_mesh_without_the_first_rank_has_it_too() -> None:
+    run_ranks(3, on_some_of_the_ranks)
 
 
 def other_tensors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -108,6 +109,21 @@ def test_only_the_rows_that_are_wanted_are_read(saved: Path) -> None:
         elements.read((3, 0, 0), (2, 5, 6), target)
         assert stream.tell() == elements.begin + 5 * 30 * 4
     assert torch.equal(target, STORED["contiguous"]()[3:5])
+
+
+class FewAtATime(io.FileIO):
+    """A file as some file systems have it: a read gives less than was asked for."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:7])
+
+
+def test_a_header_is_read_in_as_many_reads_as_it_takes(saved: Path) -> None:
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    (info,) = metadata.storage_data.values()
+    with (saved / info.relative_path).open("rb") as whole, FewAtATime(saved / info.relative_path) as stream:
+        expected = read_header(FileSlice(whole, info.offset, info.length), "w")
+        assert read_header(FileSlice(stream, info.offset, info.length), "w") == expected
 
 
 def test_a_file_that_ends_too_early_is_an_error(saved: Path, tmp_path: Path) -> None:

@@ -408,6 +408,14 @@ def test_products_written_out_are_refused_where_they_would_be_differentiated(rec
 
 
 @main
+def test_a_weight_on_the_left_is_refused_as_well(recipe: Any) -> None:
+    """Its product would be dense in both directions."""
+    w, x = parameter(recipe), inputs(96, 7)
+    with pytest.raises(NotImplementedError, match=r"aten\.mm\.default with a quantized weight .* is defined for F\.li"):
+        w @ x
+
+
+@main
 @pytest.mark.parametrize("shape", [(96,), (5, 96), (2, 5, 96)], ids=str)
 def test_backward_has_shapes_on_the_meta_device(recipe: Any, shape: tuple[int, ...]) -> None:
     w = nn.Parameter(quantize(torch.empty(64, 96, dtype=torch.bfloat16, device="meta"), recipe))

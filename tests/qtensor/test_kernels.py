@@ -527,6 +527,21 @@ def test_compiled_code_takes_the_place_of_what_fails(compiler: Compiler, written
     assert (written.calls, compiler.calls, Kernel.failed) == (1, 2, None)
 
 
+def test_two_threads_in_which_it_fails_leave_the_compiler_alone(
+    compiler: Compiler, written: Written, twice: Kernel
+) -> None:
+    """The second one to raise finds it dropped already."""
+
+    def dropped_elsewhere(x: Tensor) -> Tensor:
+        twice.by_hand = None
+        raise RuntimeError("no such instruction")
+
+    twice.by_hand = twice._given = dropped_elsewhere
+    with pytest.warns(UserWarning, match="The kernel written by hand for twice failed"):
+        assert torch.equal(twice(LARGE), LARGE * 2)
+    assert (compiler.calls, Kernel.failed) == (1, None)
+
+
 def test_what_is_written_by_hand_raises_where_compiled_code_is_asked_for(written: Written, twice: Kernel) -> None:
     written.error = RuntimeError("no such instruction")
     with use_kernels("compiled"), pytest.raises(RuntimeError, match="no such instruction"):

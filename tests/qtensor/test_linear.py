@@ -94,6 +94,21 @@ def test_second_derivatives_are_those_of_the_dequantized_weight(recipe: Any, sha
             assert same_bytes(a, b), name
 
 
+@both_activations
+@every_main_recipe
+@pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
+def test_the_output_can_be_written_in_place(recipe: Any, activations: Any, shape: tuple[int, ...]) -> None:
+    """As nn.ReLU(inplace=True) does."""
+    if activations is not None:
+        recipe = dataclasses.replace(recipe, activations=activations)
+    w = nn.Parameter(quantize(weight(), recipe))
+    expected = F.linear(inputs(*shape), w).relu()
+    y = F.linear(inputs(*shape), w).relu_()
+    assert same_bytes(y, expected)
+    y.sum().backward()
+    assert w.grad is not None
+
+
 def test_a_third_derivative_raises() -> None:
     x, w = inputs(4, 96), nn.Parameter(quantize(weight(), MXFP8BlockScaling()))
     (first,) = torch.autograd.grad(F.linear(x, w).square().sum(), x, create_graph=True)
