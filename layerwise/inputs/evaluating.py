@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -17,15 +17,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     training = [module for module in model.modules() if module.training]
     cached = torch.is_autocast_cache_enabled()
-    # Whoever has compiled something has imported dynamo, which takes seconds.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        model.eval()
-        torch.set_autocast_cache_enabled(False)
         # inference tensors could not be added to later
-        with eager, torch.inference_mode(mode=False), torch.no_grad():
+        with _as_written(), torch.inference_mode(mode=False), torch.no_grad():
+            model.eval()
+            torch.set_autocast_cache_enabled(False)
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
         for module in training:
             module.training = True
+
+
+def _as_written() -> AbstractContextManager[object]:
+    """Nothing compiled runs inside. A stance holds from where it is made, so make it where it is entered."""
+    # Whoever has compiled something has imported dynamo, which takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

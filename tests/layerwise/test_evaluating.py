@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -41,3 +43,17 @@ def test_an_error_on_the_way_in_leaves_nothing_changed() -> None:
         pass
     assert all(module.training for module in model.modules())
     assert torch.is_autocast_cache_enabled()
+
+
+def test_an_error_on_the_way_in_leaves_compiled_code_to_run() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="I train for ever"), evaluating(Stubborn()):
+        pass
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert len(graphs) == 1
