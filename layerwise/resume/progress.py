@@ -29,6 +29,7 @@ from layerwise.resume.fingerprint import Fingerprint
 FORMAT = 1
 PROGRESS, BACKUP = "progress.json", "progress.backup.json"
 WINDOW = re.compile(r"layers-\d{5,}-\d{5,}(-[0-9a-f]{8})?")
+MOST = 10**9  # layers; numbers of more digits would make names of directories that no file system has
 SUMMARY = re.compile(r"\d+ [0-9a-f]{16}", re.ASCII)
 
 
@@ -56,10 +57,12 @@ class Window:
         """The inverse of asdict. Raises ValueError, TypeError or KeyError where the record is not a window."""
         if not WINDOW.fullmatch(record["directory"]) or any(Path(name).name != name for name in record["files"]):
             raise ValueError(f"a window in {record['directory']!r}")
+        if any(not name.isprintable() for name in record["files"]):  # lone surrogates, which no file system has
+            raise ValueError(f"a window in {record['directory']!r} whose files have no names")
         if not all(SUMMARY.fullmatch(summary) for summary in record["files"].values()):
             raise ValueError(f"a window in {record['directory']!r} whose files have no size and digest")
         first, last, names = record["first"], record["last"], record["names"]
-        if type(first) is not int or type(last) is not int or not 0 <= first <= last:
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last < MOST:
             raise ValueError(f"a window of layers {short(first)}..{short(last)}")
         if type(names) is not list or any(type(name) is not str for name in names):
             raise ValueError(f"a window in {record['directory']!r} whose layers have no names")

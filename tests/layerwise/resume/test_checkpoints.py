@@ -420,6 +420,8 @@ WRONG: dict[str, tuple[Any, str]] = {  # what is put where in a record, and what
     "a digest": (lambda r: r["windows"][0]["files"].update({".metadata": ["1 0"]}), "TypeError: "),
     "a layer": (lambda r: r["windows"][0].update(first=-1), "ValueError: a window of layers -1..0"),
     "no layer": (lambda r: r["windows"][0].update(last=True), "ValueError: a window of layers 0..True"),
+    "too many layers": (lambda r: r["windows"][-1].update(last=10**200), "ValueError: a window of layers 1.."),
+    "a file": (lambda r: r["windows"][0]["files"].update({"\ud800": f"1 {0:016}"}), "whose files have no names"),
     "a gap": (lambda r: r["windows"][1].update(first=2, last=2), "windows of layers that do not follow each other"),
     "no beginning": (lambda r: r["windows"].pop(0), "windows of layers that do not follow each other from 0 on"),
     "names": (lambda r: r["windows"][0].update(names="v"), "ValueError: a window in 'layers-00000-00000' whose layers"),
