@@ -9,8 +9,9 @@ Gradients pass straight through the rounding of a quantized input, and dw is com
 The backward products above are those of all recipes without `gradients`; with it, both are products of quantized
 operands, see gradients.py.
 
-Backward saves x and the quantized weight; a dense weight exists only during one product. The weight reaches this
-function through __torch_function__, before autograd takes F.linear apart.
+Backward saves the quantized weight where the gradient of x is wanted, and x where that of the weight is; a dense weight
+exists only during one product. The weight reaches this function through __torch_function__, before autograd takes
+F.linear apart.
 """
 
 from typing import Any
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fsdp_hooks.torch_private import is_tracing, without_torch_function
 from qtensor.formats import describe
 from qtensor.gradients import input_gradient, weight_gradient
 from qtensor.late_decode import multiply_decoded
 from qtensor.products import product
+from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
 
 
@@ -34,7 +35,10 @@ class QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         """The output [.., N] from x [.., K], weight [N, K] and bias [N] or None."""
-        ctx.save_for_backward(x, weight)
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.recipe, ctx.shape = weight.recipe, weight.shape
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _forward(x, weight, bias)
 
@@ -42,14 +46,15 @@ class QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias from that of the output, [.., N]."""
         (grad,) = grads
-        x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:2]
-        if weight.recipe.gradients is None:
-            dx, dw = _dense_gradients(grad, x, weight, wanted)
+        x, weight = ctx.saved_tensors  # each where the other's gradient is wanted
+        if ctx.recipe.gradients is None:
+            dx, dw = _dense_gradients(grad, x, weight)
         elif torch.is_grad_enabled() and not is_tracing():
-            dx, dw = _DifferentiatedOnce.apply(grad, x, weight, wanted)
+            dx, dw = _DifferentiatedOnce.apply(grad, x, weight, (ctx.shape, ctx.recipe))
         else:
-            dx, dw = _quantized_gradients(grad, x, weight, wanted)
+            dx, dw = _quantized_gradients(grad, x, weight, ctx.recipe)
+        dx = None if dx is None else dx.to(ctx.x_dtype)
+        dw = None if dw is None else dw.to(ctx.weight_dtype)
         db = None
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
@@ -61,41 +66,37 @@ class _DifferentiatedOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, grad: Tensor, x: Tensor, weight: QuantizedTensor, wanted: tuple[bool, bool]
+        ctx: Any, grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, looks: tuple[torch.Size, Recipe]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x and weight."""
-        ctx.weight = describe(weight.shape, weight.recipe)
-        return _quantized_gradients(grad, x, weight, wanted)
+        """The gradients of x and of a weight of this shape and recipe."""
+        ctx.looks = looks
+        return _quantized_gradients(grad, x, weight, looks[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Raises: rounding has no derivative, and nothing says what should pass straight through it here."""
         raise NotImplementedError(
-            f"the second derivative of F.linear with {ctx.weight}: its backward rounds gradients; leave gradients=None "
+            f"the second derivative of F.linear with {describe(*ctx.looks)}: its backward rounds gradients; leave gradients=None "
             "where a loss contains gradients"
         )
 
 
 def _dense_gradients(
-    grad: Tensor, x: Tensor, weight: QuantizedTensor, wanted: tuple[bool, bool]
+    grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight, those that are wanted."""
+    """The gradients of x, where the weight is given, and of the weight, where x is."""
     dx = dw = None
-    if wanted[0]:
+    if weight is not None:
         # A loss may contain dx (create_graph=True), and so the weight once more.
         again = torch.is_grad_enabled() and not is_tracing()
-        dx = (_InputGradient.apply if again else _input_gradient)(grad, weight).to(x.dtype)
-    if wanted[1]:
-        dw = (
-            (grad.flatten(0, -2).T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
-            if grad.ndim > 1
-            else torch.outer(grad, x)
-        )
+        dx = (_InputGradient.apply if again else _input_gradient)(grad, weight)
+    if x is not None:
+        dw = _rows(grad).T @ _rows(x).to(grad.dtype) if grad.ndim > 1 else torch.outer(grad, x)
     return dx, dw
 
 
 class _InputGradient(torch.autograd.Function):
-    """dx = dy @ dequantize(w) as a function of both, for second derivatives; a third one raises."""
+    """dx = dy @ dequantize(w) as a function of both, straight through the rounding of w, for further derivatives."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, weight: QuantizedTensor) -> Tensor:
@@ -104,18 +105,33 @@ class _InputGradient(torch.autograd.Function):
         return _input_gradient(grad, weight)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of dy and of the weight, straight through its rounding, from that of dx, [.., K]."""
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor, Tensor]:
+        """The gradients of dy and of the weight from that of dx, [.., K]."""
         (found,) = outer
         grad, weight = ctx.saved_tensors
-        dy = dw = None
-        if ctx.needs_input_grad[0]:
-            dy = F.linear(found, _dense(weight, found.dtype)).to(grad.dtype)
-        if ctx.needs_input_grad[1]:
-            rows, columns = (one.flatten(0, -2) if one.ndim > 1 else one.unsqueeze(0) for one in (grad, found))
-            dw = (rows.T @ columns.to(rows.dtype)).to(weight.dtype)
-        return dy, dw
+        return _Output.apply(found, weight), _rows(grad).T @ _rows(found)
+
+
+class _Output(torch.autograd.Function):
+    """y = x @ dequantize(w).T likewise; each of the two is made of the other's derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor) -> Tensor:
+        """The output [.., N] from x [.., K] and the weight [N, K]."""
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, _dense(weight, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        """The gradients of x and of the weight from that of y, [.., N]."""
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        return _InputGradient.apply(grad, weight), _rows(grad).T @ _rows(x)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[tokens, channels] of [.., channels]."""
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
 def _input_gradient(grad: Tensor, weight: QuantizedTensor) -> Tensor:
@@ -124,17 +140,16 @@ def _input_gradient(grad: Tensor, weight: QuantizedTensor) -> Tensor:
 
 
 def _quantized_gradients(
-    grad: Tensor, x: Tensor, weight: QuantizedTensor, wanted: tuple[bool, bool]
+    grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, recipe: Recipe
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same by gradients.py."""
-    flat = grad.flatten(0, -2) if grad.ndim > 1 else grad.unsqueeze(0)  # [T, N]
+    """The same by gradients.py, for a weight of this recipe."""
+    flat = _rows(grad)  # [T, N]
     dx = dw = None
     with without_torch_function():
-        if wanted[0]:
-            dx = input_gradient(flat, weight).to(x.dtype).reshape(x.shape)
-        if wanted[1]:
-            tokens = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)  # [T, K]
-            dw = weight_gradient(flat, tokens.to(grad.dtype), weight.recipe).to(weight.dtype)
+        if weight is not None:
+            dx = input_gradient(flat, weight).reshape(*grad.shape[:-1], weight.shape[-1])
+        if x is not None:
+            dw = weight_gradient(flat, _rows(x).to(grad.dtype), recipe)
     return dx, dw
 
 

@@ -10,6 +10,7 @@ ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float3
 WARPS = 4
 ENCODED, DECODED = 64, 16  # elements of a thread; more have fewer instructions each, until registers run out
 MOST_BLOCKS = 2**31 - 2**16  # which a number of 32 bits counts, with those of the last program
+MOST_IN_A_TILE = 2**31 // 8  # blocks from the first to the last one of a tile, whose pairs such a number counts
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
@@ -23,10 +24,15 @@ def tiles(rows: int, columns: int, square: int, tile: int) -> int:
     """How many programs have a tile of `tile` blocks each, of rows of `columns` blocks; `square`: see `blocks_at`.
 
     Raises:
-        OverflowError: more blocks than the kernels count.
+        OverflowError: more blocks than the kernels count, at all or in `square` rows.
     """
     if rows * columns > MOST_BLOCKS:
         raise OverflowError(f"{rows * columns} blocks, of which kernels written by hand count at most {MOST_BLOCKS}")
+    if square > 1 and square * columns > MOST_IN_A_TILE:
+        raise OverflowError(
+            f"square blocks of {square} rows of {columns} blocks each, together more than the {MOST_IN_A_TILE} that "
+            "kernels written by hand count in a tile"
+        )
     if square == 1:
         return -(-rows * columns // tile)
     return -(-rows // square) * -(-columns // (tile // square))

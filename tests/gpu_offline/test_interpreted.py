@@ -221,3 +221,14 @@ def test_every_row_may_have_an_amax_of_its_own(interpreter: Interpreter) -> None
 
 def decoded(parts: dict[str, Tensor], recipe: Any) -> Tensor:
     return kernels.decode(parts, recipe, torch.bfloat16)
+
+
+def test_tiles_that_32_bits_do_not_count_are_left_to_inductor() -> None:
+    from qtensor.triton_kernels import launching  # which imports Triton
+
+    assert launching.tiles(16, 2**24, 16, 64) == 2**24 // 4
+    with pytest.raises(OverflowError, match=r"^square blocks of 16 rows of 16777217 blocks each"):
+        launching.tiles(16, 2**24 + 1, 16, 64)
+    assert launching.tiles(16, 2**24 + 1, 1, 64) == 2**22 + 1
+    with pytest.raises(OverflowError, match=r"^2147483648 blocks"):
+        launching.tiles(2, 2**30, 1, 64)
