@@ -76,8 +76,8 @@ class _DifferentiatedOnce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Raises: rounding has no derivative, and nothing says what should pass straight through it here."""
         raise NotImplementedError(
-            f"the second derivative of F.linear with {describe(*ctx.looks)}: its backward rounds gradients; leave gradients=None "
-            "where a loss contains gradients"
+            f"the second derivative of F.linear with {describe(*ctx.looks)}: its backward rounds gradients; leave "
+            "gradients=None where a loss contains gradients"
         )
 
 
