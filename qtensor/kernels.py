@@ -17,7 +17,7 @@ parts, though nobody uses them: this makes inductor compute them once a block in
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,9 +39,7 @@ from qtensor.formats import (
     tensor_wide,
 )
 from qtensor.recipes import Recipe
-
-CHUNK = {"cpu": 2**18}  # elements; in fp32 a few such temporaries stay in the cache of a core
-CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
+from qtensor.tiles import chunk_of, own_rows, packed_block, part_rows, pieces_of, rows_of, tiled, untiled
 
 
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
@@ -54,9 +52,9 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
         return None
     if tensor_wide(recipe) is None:
         return row_amaxes(x)
-    flat, kernel = _rows(x), _amax_kernel(x.dtype, rows=False)
+    flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=False)
     # as one long row, since rows do not matter here and the compiler would specialise on equal dims
-    found = [kernel(flat[piece].view(-1)) for piece in _pieces(flat, 1, kernel)]
+    found = [kernel(flat[piece].view(-1)) for piece in pieces_of(flat, 1, kernel)]
     return found[0] if len(found) == 1 else torch.stack(found).amax()
 
 
@@ -76,17 +74,25 @@ def encode(
     if blocks is None and group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix of a stack
         blocks = BlockFacts(*(scatter_blocks(fact, group) for fact in block_facts(x, recipe)))
     if blocks is not None:
-        facts = [_rows(fact) for fact in blocks]
+        facts = [rows_of(fact) for fact in blocks]
         return _over_rows(_encode_kernel(recipe.stored, x.dtype, decided=True), recipe, x, amax, *facts, group=1)
     return _over_rows(_encode_kernel(recipe.stored, x.dtype), recipe, x, amax)
+
+
+def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`Format.encode_with` of dense values [N, K] in any floating dtype."""
+    if _as_defined(x) or x.is_meta:
+        return format_of(recipe).encode_with(x.to(torch.float32), recipe, quantizer)
+    kernel = _encode_under_kernel(recipe.stored, x.dtype, tuple(quantizer))
+    return _over_rows(kernel, recipe, x, *quantizer.values(), group=row_multiple(recipe))
 
 
 def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
     """`formats.block_facts` of dense values [.., N, K] in any floating dtype."""
     if _as_defined(x) or x.is_meta:
         return formats.block_facts(x.to(torch.float32), recipe)
-    flat, block, kernel = _rows(x), block_multiple(recipe), _facts_kernel(recipe.stored, x.dtype)
-    found = [kernel(_tiled(flat[piece], block)) for piece in _pieces(flat, 1, kernel)]
+    flat, block, kernel = rows_of(x), block_multiple(recipe), _facts_kernel(recipe.stored, x.dtype)
+    found = [kernel(tiled(flat[piece], block)) for piece in pieces_of(flat, 1, kernel)]
     amax, broken = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
     shape = (*x.shape[:-1], amax.shape[-1])
     return BlockFacts(amax.reshape(shape), broken.reshape(shape))
@@ -104,8 +110,8 @@ def row_amaxes(x: Tensor) -> Tensor:
     """fp32 [.., N, 1]: the largest finite magnitude of each row."""
     if _as_defined(x):
         return row_amax(x.to(torch.float32))
-    flat, kernel = _rows(x), _amax_kernel(x.dtype, rows=True)
-    amaxes = [kernel(flat[piece]) for piece in _pieces(flat, 1, kernel)]
+    flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=True)
+    amaxes = [kernel(flat[piece]) for piece in pieces_of(flat, 1, kernel)]
     return (amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)).reshape(*x.shape[:-1], 1)
 
 
@@ -140,19 +146,19 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     wide = tensor_wide(recipe)
     kernel = _decode_kernel(recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
     specs = _decoded_specs(recipe)
-    payload, *others = [_part_rows(parts[spec.name], spec, shape) for spec in specs]
-    if payload.shape[1] % _packed_block(recipe) and kernel.compiles(payload):
+    payload, *others = [part_rows(parts[spec.name], spec, shape) for spec in specs]
+    if payload.shape[1] % packed_block(recipe) and kernel.compiles(payload):
         given = {spec.name: part for spec, part in zip(specs, (payload, *others), strict=True)}
         return _decode_ragged(given, recipe, shape, dtype)
-    pieces = list(_pieces(payload, 1, kernel))
-    tiles = [_tiled(payload[piece], _packed_block(recipe)) for piece in pieces]
+    pieces = list(pieces_of(payload, 1, kernel))
+    tiles = [tiled(payload[piece], packed_block(recipe)) for piece in pieces]
     if len(pieces) == 1:
         # not a view: autograd would refuse in-place writes to one
         return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return]
     values = torch.empty(shape, dtype=dtype, device=payload.device)
     flat = values.view(-1, shape[-1])
     for piece, tile in zip(pieces, tiles, strict=True):
-        flat[piece].copy_(kernel(tile, *(_own(part, piece) for part in others)))
+        flat[piece].copy_(kernel(tile, *(own_rows(part, piece) for part in others)))
     return values
 
 
@@ -175,7 +181,7 @@ def _facts_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
     block = block_multiple(recipe)
 
     def facts(x: Tensor) -> BlockFacts:
-        return formats.block_facts(_untiled(x, block).to(torch.float32), recipe)
+        return formats.block_facts(untiled(x, block).to(torch.float32), recipe)
 
     return Kernel(facts, f"block_facts_{_name(recipe, dtype)}")
 
@@ -186,7 +192,7 @@ def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False,
     block = block_multiple(recipe)
 
     def encode(x: Tensor, amax: Tensor | None, *facts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        values = _untiled(x, block).to(torch.float32)
+        values = untiled(x, block).to(torch.float32)
         quantizer = fmt.quantizer(values, recipe, amax, *([BlockFacts(*facts)] if decided else []))
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
@@ -197,12 +203,25 @@ def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False,
 
 
 @functools.cache
+def _encode_under_kernel(recipe: Recipe, dtype: torch.dtype, names: tuple[str, ...]) -> Kernel:
+    fmt = format_of(recipe)
+    block = block_multiple(recipe)
+
+    def encode(x: Tensor, *scales: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        quantizer = dict(zip(names, scales, strict=True))
+        enc, _ = fmt.grid(recipe, quantizer)
+        return fmt.encode_with(untiled(x, block).to(torch.float32), recipe, quantizer, enc), enc
+
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}_under_{'_'.join(names)}")
+
+
+@functools.cache
 def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
     fmt: Any = format_of(recipe)
     block = block_multiple(recipe)
 
     def step(x: Tensor, *state: Tensor) -> tuple[dict[str, Tensor], None]:
-        return fmt.step(_untiled(x, block).to(torch.float32), recipe, *state), None
+        return fmt.step(untiled(x, block).to(torch.float32), recipe, *state), None
 
     return Kernel(step, f"step_{_name(recipe, dtype)}")
 
@@ -210,10 +229,10 @@ def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
 @functools.cache
 def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided: bool = False) -> Kernel:
     fmt, names = format_of(recipe), [spec.name for spec in _decoded_specs(recipe)]
-    block = _packed_block(recipe)
+    block = packed_block(recipe)
 
     def decode(payload: Tensor, *others: Tensor) -> Tensor:
-        parts = dict(zip(names, (_untiled(payload, block), *others), strict=True))
+        parts = dict(zip(names, (untiled(payload, block), *others), strict=True))
         return _rounded_once(fmt.decode(parts, recipe), dtype)
 
     kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
@@ -242,81 +261,19 @@ def _decoded_specs(recipe: Recipe) -> list[PartSpec]:
     return [spec for spec in specs_of(recipe) if spec.gathered]
 
 
-def _packed_block(recipe: Recipe) -> int:
-    """How many elements of the payload part share one block scale; 1 without blocks."""
-    return block_multiple(recipe) // specs_of(recipe)[0].block
-
-
 def _name(recipe: Recipe, dtype: torch.dtype) -> str:
     return re.sub(r"\W+", "_", repr(recipe)).strip("_") + "_" + str(dtype).removeprefix("torch.")
 
 
-# -- rows, tiles and chunks --------------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 def _as_defined(x: Tensor) -> bool:
     """Whether to run the plain definition: while traced, while rounding stochastically, or for a small x."""
     if is_tracing() or is_armed():  # asked first: reading the size would put a guard on it into the caller's graph
         return True
-    small = min(COMPILED_FROM, CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2)  # a byte may hold two elements
+    small = min(COMPILED_FROM, chunk_of(x.device) // 2)  # a byte may hold two elements
     return x.numel() == 0 or (use_kernels.mode != "compiled" and x.numel() < small)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[.., N, K] -> [rows, K], contiguous and aligned to 8-byte words."""
-    x = x.detach().reshape(-1, x.shape[-1]).contiguous()
-    return x.clone() if x.storage_offset() * x.itemsize % 8 else x
-
-
-def _part_rows(part: Tensor, spec: PartSpec, shape: Sequence[int]) -> Tensor:
-    """A part of a tensor of `shape`: [rows, ..]; a tensor-wide one: [], or [rows, 1] if given per entry of dim 0."""
-    if spec.per_row:
-        return _rows(part)
-    return part if part.ndim == 0 else part.expand(*shape[:-1], 1).reshape(-1, 1)
-
-
-def _own(argument: Tensor | None, piece: slice) -> Tensor | None:
-    """What belongs to a piece of the rows: those rows of an argument with rows, or all of a tensor-wide one."""
-    return argument if argument is None or argument.ndim < 2 else argument[piece]
-
-
-def _tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
-    """[rows, K] -> [rows, blocks, block]; for square blocks -> [groups, group, blocks, block].
-
-    Rows fewer than a group form one group. Rows whose last block holds fewer elements stay [rows, K].
-    """
-    rows, columns = x.shape
-    if columns % block:
-        return x
-    tiles = (rows, columns) if block == 1 else (rows, columns // block, block)
-    if group > 1:
-        tiles = (-(-rows // group), min(group, rows), *tiles[1:])
-    return x.view(tiles)
-
-
-def _untiled(x: Tensor, block: int) -> Tensor:
-    """The inverse of `_tiled`, for traced code."""
-    if x.ndim == 2:
-        return x
-    if x.shape[-1] != block:  # a branch on one number makes the block a constant of the compiled code
-        raise AssertionError(f"tiles of {x.shape[-1]}, expected {block}")
-    return x.flatten(-2).flatten(0, -2)
-
-
-def _pieces(flat: Tensor, group: int, kernel: Kernel) -> Iterator[slice]:
-    """Slices of rows for one call each: all rows where the kernel is compiled, chunks where it is eager.
-
-    Groups of so many rows (square blocks) are not split; rows left over behind the last whole one come as a slice of
-    their own.
-    """
-    rows = flat.shape[0]
-    whole = rows - rows % group
-    size = rows if kernel.compiles(flat) else CHUNK.get(flat.device.type, CHUNK_ELSEWHERE) // flat.shape[1]
-    size = max(size // group, 1) * group
-    for start in range(0, whole, size):
-        yield slice(start, min(start + size, whole))
-    if whole < rows:
-        yield slice(whole, rows)
 
 
 def _over_rows(
@@ -328,7 +285,7 @@ def _over_rows(
     """
     decided = group is not None
     group = group or row_multiple(recipe)
-    flat, block = _rows(x), block_multiple(recipe)
+    flat, block = rows_of(x), block_multiple(recipe)
     if flat.shape[1] % block and kernel.compiles(flat) and not decided:
         strided = _encode_kernel(recipe.stored, x.dtype, strided=True)
         run = functools.partial(_over_flat, recipe=recipe, args=args, group=group)
@@ -348,8 +305,8 @@ def _over_flat(
     """The parts of [rows, K]."""
     block = block_multiple(recipe)
     found: dict[str, Tensor] = {}
-    for piece in _pieces(flat, group, kernel):
-        parts, _ = kernel(_tiled(flat[piece], block, group), *(_own(arg, piece) for arg in args))
+    for piece in pieces_of(flat, group, kernel):
+        parts, _ = kernel(tiled(flat[piece], block, group), *(own_rows(arg, piece) for arg in args))
         for name, part in parts.items():
             if part.ndim < 2 or part.shape[0] == flat.shape[0]:  # tensor-wide, or all rows at once
                 found[name] = part
@@ -369,7 +326,7 @@ def _decode_ragged(parts: dict[str, Tensor], recipe: Recipe, shape: Sequence[int
     flat, behind = values.view(-1, columns), columns - columns % block_multiple(recipe)
 
     def decoded(run: Kernel, payload: Tensor, *others: Tensor) -> Tensor:
-        return run(_tiled(payload, _packed_block(recipe)), *(_rows(part) if part.ndim else part for part in others))  # type: ignore[no-any-return]
+        return run(tiled(payload, packed_block(recipe)), *(rows_of(part) if part.ndim else part for part in others))  # type: ignore[no-any-return]
 
     if behind:
         flat[:, :behind].copy_(decoded(kernel(strided=True), *first.values()))

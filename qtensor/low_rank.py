@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from qtensor import kernels
+from qtensor.tiles import chunk_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +63,7 @@ class LowRankUpdate:
         a = self.a[(*leading, slice(None), columns)].detach().to(torch.float32)  # [.., r, columns]
         b = self.b[(*leading, rows, slice(None))].detach().to(torch.float32)  # [.., rows, r]
         piece = a.new_zeros((*b.shape[:-1], a.shape[-1]))
-        chunk = kernels.CHUNK.get(a.device.type, kernels.CHUNK_ELSEWHERE)
+        chunk = chunk_of(a.device)
         count = max(1, chunk * max(1, piece.shape[-2]) // max(1, piece.numel()))
         for start in range(0, piece.shape[-2], count):
             own, factor = piece[..., start : start + count, :], b[..., start : start + count, :]

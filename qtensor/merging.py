@@ -40,7 +40,6 @@ from fsdp_hooks.scale_sync import (
 )
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
-from qtensor import kernels
 from qtensor.agreement import claim_of, decided
 from qtensor.contents import decoded, write
 from qtensor.cut_blocks import CutBlocks, cut_blocks_of
@@ -49,6 +48,7 @@ from qtensor.high_precision import HighPrecisionWeight
 from qtensor.low_rank import LowRankUpdate
 from qtensor.merge_report import COLUMNS, MergeReport, line
 from qtensor.tensor import QuantizedTensor
+from qtensor.tiles import chunk_of
 
 Update = LowRankUpdate | Callable[[tuple[slice, ...]], Tensor]
 
@@ -339,7 +339,7 @@ def _warn(report: MergeReport) -> None:
 
 def _sums(before: Tensor, change: Tensor, after: Tensor) -> Tensor:
     """fp64 [COLUMNS], see merge_report.py; in pieces, so that no fp64 copy is large."""
-    size = kernels.CHUNK.get(before.device.type, kernels.CHUNK_ELSEWHERE)
+    size = chunk_of(before.device)
     total = torch.zeros(COLUMNS, dtype=torch.float64, device=before.device)
     for was, update, now in zip(*(x.reshape(-1).split(size) for x in (before, change, after)), strict=True):
         moved, asked, wanted = now.double() - was.double(), update.double(), was.double() + update.double()

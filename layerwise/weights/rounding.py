@@ -1,15 +1,12 @@
-"""Rounds full weights and puts their values in place, a few rows at a time, so that no second dense copy is needed.
-
-Under given scales each element is rounded by itself, so rows can be rounded in any pieces, if these are whole blocks.
-"""
+"""Rounds full weights, and puts their values in place a few rows at a time, so that no second dense copy is needed."""
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from layerwise.algorithms.arithmetic import full_precision
-from qtensor.formats import format_of, row_multiple, specs_of
+from qtensor.formats import row_multiple, specs_of
+from qtensor.kernels import encode_under
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
@@ -22,18 +19,10 @@ Parts = dict[str, Tensor]
 
 
 def rounded(weight: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Parts:
-    """The parts of a weight [N, K] under a quantizer, as `Format.encode_with` makes them of all rows in fp32."""
-    fmt, pieces = format_of(recipe), []
-    for rows in _pieces(weight, recipe):
-        own = {name: value[rows] if value.ndim else value for name, value in quantizer.items()}
-        with full_precision(weight.device):
-            pieces.append(fmt.encode_with(weight[rows].float(), recipe, own))
-    if len(pieces) == 1:
-        return {name: part.contiguous() for name, part in pieces[0].items()}
-    return {
-        spec.name: torch.cat([piece[spec.name] for piece in pieces]) if spec.per_row else pieces[0][spec.name]
-        for spec in specs_of(recipe)
-    }
+    """The parts of a weight [N, K] under a quantizer, as `Format.encode_with` makes them of its values in fp32."""
+    with full_precision(weight.device):
+        found = encode_under(weight.detach(), recipe, quantizer)
+    return {spec.name: found[spec.name].contiguous() for spec in specs_of(recipe)}
 
 
 def put_values(weight: QuantizedTensor, into: Tensor) -> None:

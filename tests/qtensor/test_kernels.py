@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_hooks import compiled
 from fsdp_hooks.compiled import Kernel
-from qtensor import Int4GroupScaling, QuantizedTensor, kernels, quantize, triton_kernels, use_kernels
+from qtensor import Int4GroupScaling, QuantizedTensor, kernels, quantize, tiles, triton_kernels, use_kernels
 from qtensor.contents import write
-from qtensor.formats import encode, shared_amax
+from qtensor.formats import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, every_recipe, same_bytes, weight
 from tests.recipes import MAIN, facts
 
@@ -82,6 +82,36 @@ def test_compiled_kernels_give_the_bytes_of_the_definition(name: str) -> None:
         assert same_bytes(found[1], q.dequantize(torch.float32))
 
 
+def clipped(x: Tensor, recipe: Any) -> dict[str, Tensor]:
+    """Scales that no amax of x gives: of its values at a third."""
+    values = x.float() / 3
+    return format_of(recipe).quantizer(values, recipe, shared_amax(values, recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FORMS, "float8_block_square", "int4_32"])
+def test_compiled_kernels_round_under_decided_scales(name: str) -> None:
+    for rows, columns in ((64, 128), (96, 256)):
+        x = awkward(rows, columns, torch.bfloat16)
+        scales = clipped(x, RECIPES[name])
+        use_kernels("compiled")
+        found = kernels.encode_under(x, RECIPES[name], scales)
+        assert_same(found, format_of(RECIPES[name]).encode_with(x.float(), RECIPES[name], scales))
+
+
+@every_recipe
+@pytest.mark.parametrize("elements", [1, 32 * 96, 5000])
+def test_chunks_are_rounded_under_the_decided_scales(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, elements: int
+) -> None:
+    x = awkward(160, 96, torch.bfloat16)
+    scales = clipped(x, recipe)
+    wanted = format_of(recipe).encode_with(x.float(), recipe, scales)
+    assert any(not same_bytes(part, wanted[name]) for name, part in parts_as_defined(x, recipe).items())
+    monkeypatch.setitem(tiles.CHUNK, "cpu", elements)
+    assert_same(kernels.encode_under(x, recipe, scales), wanted)
+
+
 @pytest.mark.slow
 def test_a_compiled_kernel_takes_fp32_and_fp16_too() -> None:
     for dtype in (torch.float32, torch.float16):
@@ -117,7 +147,7 @@ def test_chunks_give_the_bytes_of_the_whole(monkeypatch: pytest.MonkeyPatch, rec
     whole = quantize(x, recipe)
     values, exact = whole.dequantize(), whole.dequantize(torch.float32)
     assert_same(whole.parts(), parts_as_defined(x, recipe))
-    monkeypatch.setitem(kernels.CHUNK, "cpu", elements)
+    monkeypatch.setitem(tiles.CHUNK, "cpu", elements)
     found = quantize(x, recipe)
     assert_same(found.parts(), whole.parts())
     assert same_bytes(found.dequantize().nan_to_num(7.0), values.nan_to_num(7.0))
@@ -133,7 +163,7 @@ def test_chunks_end_where_blocks_do(monkeypatch: pytest.MonkeyPatch, recipe: Any
         return  # square blocks need two dims
     wanted = parts_as_defined(x, recipe)
     for elements in (1, 4000):
-        monkeypatch.setitem(kernels.CHUNK, "cpu", elements)
+        monkeypatch.setitem(tiles.CHUNK, "cpu", elements)
         assert_same(kernels.encode(x, recipe), wanted)
 
 
@@ -155,7 +185,7 @@ def test_chunks_of_a_gathered_weight_take_the_scales_of_their_rows(monkeypatch: 
     parts = {part: value.view(shards[0].parts()[part].dtype) for part, value in parts.items()}
     wanted = torch.cat([q.dequantize() for q in shards])
     for elements in (1, 500, 10**6):
-        monkeypatch.setitem(kernels.CHUNK, "cpu", elements)
+        monkeypatch.setitem(tiles.CHUNK, "cpu", elements)
         assert same_bytes(kernels.decode(parts, recipe, torch.bfloat16), wanted)
 
 
@@ -177,7 +207,7 @@ def test_a_step_with_a_history_is_chunked_alike(monkeypatch: pytest.MonkeyPatch)
     for seed in range(3):
         write(whole, weight(64, 96, seed=seed), step=True)
         with monkeypatch.context() as patch:
-            patch.setitem(kernels.CHUNK, "cpu", 96)
+            patch.setitem(tiles.CHUNK, "cpu", 96)
             write(chunked, weight(64, 96, seed=seed), step=True)
         assert_same(chunked.parts(), whole.parts())
 
@@ -230,7 +260,7 @@ def test_a_write_makes_no_dense_temporary_larger_than_a_chunk(monkeypatch: pytes
     q, master = quantize(weight(512, 96), recipe), weight(512, 96, torch.float32, seed=1)
     whole = q.clone()
     write(whole, master, step=True)
-    monkeypatch.setitem(kernels.CHUNK, "cpu", 64 * 96)
+    monkeypatch.setitem(tiles.CHUNK, "cpu", 64 * 96)
     with Largest() as largest:
         write(q, master, step=True)
     known = facts(recipe)
@@ -396,7 +426,7 @@ def test_a_compiler_that_fails_keeps_no_tensor_alive(compiler: Compiler, double:
 
 def test_a_kernel_that_gave_up_runs_in_chunks(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM", 512)
-    monkeypatch.setitem(kernels.CHUNK, "cpu", 512)
+    monkeypatch.setitem(tiles.CHUNK, "cpu", 512)
     monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
     x, recipe = weight(64, 96), RECIPES["mxfp8"]
     wanted = parts_as_defined(x, recipe)

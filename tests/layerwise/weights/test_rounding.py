@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerwise.weights import rounding
 from layerwise.weights.rounding import put_values, rounded
-from qtensor import QuantizedTensor
+from qtensor import QuantizedTensor, tiles
 from qtensor.formats import format_of, shared_amax
 from tests.recipes import TABLE
 
@@ -38,6 +38,7 @@ def test_pieces_are_those_of_the_whole(name: str, rows: int, monkeypatch: pytest
     x = weight(N, K)
     quantizer = quantizer_of(x, recipe)
     expected = format_of(recipe).encode_with(x.float(), recipe, quantizer)
+    monkeypatch.setitem(tiles.CHUNK, "cpu", rows * K)
     monkeypatch.setitem(rounding.PIECE, "cpu", rows * K)
     parts = rounded(x, recipe, quantizer)
     assert parts.keys() == expected.keys()
