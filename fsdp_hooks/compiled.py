@@ -112,12 +112,16 @@ class Kernel:
         name: tells kernels apart in profiles and logs.
         by_hand: what runs in place of compiled code on a GPU, for the same arguments; it returns the same bytes. None
             where nobody wrote it.
+        elements: how many of them an entry of the large tensor holds.
     """
 
     works: ClassVar[bool] = False  # whether any kernel was compiled
     failed: ClassVar[str | None] = None  # name of what the compiler raised, if it failed before any kernel was compiled
 
-    def __init__(self, fn: Callable[..., Any], name: str, by_hand: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], name: str, by_hand: Callable[..., Any] | None = None, *, elements: int = 1
+    ) -> None:
+        self._elements = elements
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
         self.by_hand = self._given = by_hand
@@ -163,7 +167,9 @@ class Kernel:
         mode = use_kernels.mode
         if mode == "eager":
             return False
-        if mode == "auto" and (large.numel() < COMPILED_FROM or self._failed or Kernel.failed is not None):
+        if mode == "auto" and (
+            large.numel() * self._elements < COMPILED_FROM or self._failed or Kernel.failed is not None
+        ):
             return False
         if large.device.type not in COMPILED_ON or large.numel() == 0 or type(large) is not Tensor:
             return False

@@ -238,7 +238,7 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
     kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
     hand = None if strided else _by_hand(recipe, dtype)
     run = None if hand is None else functools.partial(hand.decode, dtype=dtype)
-    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run)
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run, elements=specs_of(recipe)[0].block or 1)
 
 
 def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:

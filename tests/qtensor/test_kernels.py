@@ -424,6 +424,15 @@ def test_a_compiler_that_fails_keeps_no_tensor_alive(compiler: Compiler, double:
     assert not [one for one in gc.get_objects() if type(one) is Tensor and one.data_ptr() == address]
 
 
+def test_a_packed_weight_counts_by_its_elements(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_decode_kernel", functools.cache(kernels._decode_kernel.__wrapped__))
+    for rows, calls in ((compiled.COMPILED_FROM // 512 - 16, 0), (compiled.COMPILED_FROM // 512, 1)):
+        with use_kernels("eager"):
+            q = quantize(weight(rows, 512), RECIPES["nvfp4"])
+        q.dequantize()
+        assert compiler.calls == calls
+
+
 def test_a_kernel_that_gave_up_runs_in_chunks(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM", 512)
     monkeypatch.setitem(tiles.CHUNK, "cpu", 512)
