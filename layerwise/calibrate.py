@@ -29,11 +29,11 @@ from layerwise.algorithms.qronos import Qronos
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.formats.assignment import Assignment
 from layerwise.running.agreement import check_agreed
+from layerwise.running.calibration import Calibration
 from layerwise.running.events import Event, observing
 from layerwise.running.kv_cache import KVCache
 from layerwise.running.plan import Options, planned
 from layerwise.running.result import CalibrationResult, result_of
-from layerwise.running.run import Calibration
 from qtensor.recipes import Recipe
 
 MAX = Max()

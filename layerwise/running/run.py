@@ -1,15 +1,15 @@
-"""Runs a calibration stage by stage, from the plan to the outcomes; finished stages come from a checkpoint.
+"""Runs a model stage by stage, from the plan to what is kept; finished stages come from a checkpoint.
 
-    batches -> fingerprint -> [resume] -> outside held: record -> each layer held: calibrate -> what is outside of them
+    batches -> fingerprint -> [resume] -> outside held: record -> each layer held: finish -> what is outside of them
 
-A stage that a checkpoint has is not calibrated again. Its batches only run once more, to make the inputs of the next
+A stage that a checkpoint has is not finished again. Its batches only run once more, to make the inputs of the next
 stage: with the weights from before, or with its result, whichever the next stage is calibrated on; with both where
 inputs of the unquantized model are wanted, too. If the checkpoint has all stages, no batch runs.
 """
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -17,8 +17,6 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from torch import Tensor
 
 from fsdp_hooks.across_ranks import any_of, raise_together
-from fsdp_hooks.scale_sync import sync_scales
-from fsdp_hooks.torch_private import local_of
 from layerwise.inputs.batches import batches_on
 from layerwise.inputs.evaluating import evaluating
 from layerwise.inputs.recorder import Recorder
@@ -28,18 +26,14 @@ from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint, data_digest
 from layerwise.resume.progress import Window
 from layerwise.resume.weight_sums import weights_digest
-from layerwise.running.calibrate_stage import Calibrated, calibrate_stage
 from layerwise.running.decide import run_reference
 from layerwise.running.events import Event, Observer
-from layerwise.running.notes import check_notes
-from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored_outcome
 from layerwise.running.plan import Plan
 from layerwise.stages.stage import Stage
 from layerwise.stages.tensor_parallel import peers, shares, without_hooks
 from layerwise.weights.hold import Sharded, working
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.snapshot import Snapshot
-from qtensor.high_precision import HighPrecisionWeight
 
 
 class Kept(Protocol):
@@ -319,49 +313,3 @@ class Run(ABC, Generic[K]):
         weights = self.plan.weights
         read = weights.read if isinstance(weights, OnDisk) else None
         return weights_digest(self.plan.named_weights(), self.group, read)
-
-
-class Calibration(Run[Outcome]):
-    """A run that quantizes."""
-
-    calibrated: Calibrated
-    installed: Collection[str]
-
-    def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
-        """Go through all stages; gathers that quantize dense shards then agree on the scales of their new values."""
-        super().calibrate_stages(data, directory)
-        named = self.plan.model.named_parameters()
-        gathered = [(name, param) for name, param in named if isinstance(local_of(param), HighPrecisionWeight)]
-        if gathered:
-            sync_scales(gathered)
-
-    def finish(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
-        """Calibrate a stage."""
-        self.calibrated = calibrate_stage(stage, replay, self.method, tell)
-        measured = self.calibrated.measured
-        self.installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
-        self.tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
-
-    def kept(self, stage: Stage) -> Outcome:
-        """Its result, which is in the shards then."""
-        outcome = outcome_of(stage, self.calibrated, writes_weights=self.method.algorithm.writes_weights)
-        del self.calibrated  # full tensors
-        outcome.apply(stage, self.installed)
-        return outcome
-
-    def check_notes(self, window: Window) -> None:
-        """Look at the notes of results."""
-        check_notes(window, self.plan.stages)
-
-    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[Outcome]:
-        """The results in a window."""
-        recipe, algorithm = self.method.recipe, self.method.algorithm
-        noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))
-        states = [placeholders(stage, recipe, note, writes_weights=algorithm.writes_weights) for stage, note in noted]
-        checkpoint.load_window(window, {name: value for state in states for name, value in state.items()})
-        outcomes = []
-        for (stage, note), state in zip(noted, states, strict=True):
-            outcomes.append(restored_outcome(stage, recipe, note, state, self.plan.weights))
-            if algorithm.smooths:
-                self.method.known.learn(stage, outcomes[-1].pairs)
-        return outcomes

@@ -1,0 +1,63 @@
+"""The run of `calibrate`: every stage is quantized, and its result is put into the shards."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from fsdp_hooks.scale_sync import sync_scales
+from fsdp_hooks.torch_private import local_of
+from layerwise.inputs.replay import Replay
+from layerwise.resume.checkpoints import CalibrationCheckpoint
+from layerwise.resume.progress import Window
+from layerwise.running.calibrate_stage import Calibrated, calibrate_stage
+from layerwise.running.notes import check_notes
+from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored_outcome
+from layerwise.running.run import Run
+from layerwise.stages.stage import Stage
+from qtensor.high_precision import HighPrecisionWeight
+
+
+class Calibration(Run[Outcome]):
+    """A run that quantizes."""
+
+    calibrated: Calibrated
+    installed: Collection[str]
+
+    def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
+        """Go through all stages; gathers that quantize dense shards then agree on the scales of their new values."""
+        super().calibrate_stages(data, directory)
+        named = self.plan.model.named_parameters()
+        gathered = [(name, param) for name, param in named if isinstance(local_of(param), HighPrecisionWeight)]
+        if gathered:
+            sync_scales(gathered)
+
+    def finish(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
+        """Calibrate a stage."""
+        self.calibrated = calibrate_stage(stage, replay, self.method, tell)
+        measured = self.calibrated.measured
+        self.installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
+        self.tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
+
+    def kept(self, stage: Stage) -> Outcome:
+        """Its result, which is in the shards then."""
+        outcome = outcome_of(stage, self.calibrated, writes_weights=self.method.algorithm.writes_weights)
+        del self.calibrated  # full tensors
+        outcome.apply(stage, self.installed)
+        return outcome
+
+    def check_notes(self, window: Window) -> None:
+        """Look at the notes of results."""
+        check_notes(window, self.plan.stages)
+
+    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[Outcome]:
+        """The results in a window."""
+        recipe, algorithm = self.method.recipe, self.method.algorithm
+        noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))
+        states = [placeholders(stage, recipe, note, writes_weights=algorithm.writes_weights) for stage, note in noted]
+        checkpoint.load_window(window, {name: value for state in states for name, value in state.items()})
+        outcomes = []
+        for (stage, note), state in zip(noted, states, strict=True):
+            outcomes.append(restored_outcome(stage, recipe, note, state, self.plan.weights))
+            if algorithm.smooths:
+                self.method.known.learn(stage, outcomes[-1].pairs)
+        return outcomes
