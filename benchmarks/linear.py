@@ -3,12 +3,13 @@
 On the CPU the weight is dequantized twice, for y = x @ w.T and for dx = dy @ w, and dw is never quantized, so a layer
 costs bf16's three products and two dequantizations. "dequantized twice" is timed beside the layers: it is the overhead
 if nothing else costs anything. At 2048 tokens the products should hide it; at 64 they cannot, so that is only for
-information.
+information, and so is "once": the layer under `decode_once`.
 
 On a CUDA device, Float8 with activations="dynamic" multiplies in Float8. That is the forward product alone: both
 backward products stay in bf16. So the target is for the forward, and forward + backward is only for information.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.report import at_least, at_most, with_spread
 from benchmarks.timing import THREADS, Contender, interleaved, ratio, two_threads
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantized_model_init
+from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, decode_once, quantized_model_init
 from qtensor.recipes import Recipe
 
 WIDTH = 4096
@@ -74,17 +75,27 @@ def _against_dense(layers: dict[str, nn.Linear], tokens: int, rounds: int) -> di
     x, grad = _input(tokens, WIDTH, "cpu").requires_grad_(), _input(tokens, WIDTH, "cpu")
     contenders = {name: _pass(layer, x, grad) for name, layer in layers.items()}
     for name in RECIPES:
+        contenders[f"once {name}"] = _under_decode_once(contenders[name])
         contenders[f"twice {name}"] = Contender(call=_twice(layers[name].weight.dequantize))
     seconds = interleaved(contenders, rounds, warm_up=True)
     return {
         name: {
             "over_dense": ratio(seconds[name], seconds[DENSE]),
+            "once_over_dense": ratio(seconds[f"once {name}"], seconds[DENSE]),
             "dequantized_twice": round(
                 statistics.median(seconds[f"twice {name}"]) / statistics.median(seconds[DENSE]), 4
             ),
         }
         for name in RECIPES
     }
+
+
+def _under_decode_once(layer: Contender) -> Contender:
+    def once() -> None:
+        with decode_once():
+            layer.call()
+
+    return dataclasses.replace(layer, call=once)
 
 
 def _twice(call: Callable[[], object]) -> Callable[[], None]:
@@ -148,12 +159,15 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [
         title,
         "",
-        f"| weight | {' | '.join(f'{count} tokens | dequantized twice' for count in counts)} |",
-        "|---|" + "---:|---:|" * len(counts),
+        f"| weight | {' | '.join(f'{count} tokens | dequantized twice | decoded once' for count in counts)} |",
+        "|---|" + "---:|---:|---:|" * len(counts),
     ]
     for name in RECIPES:
         rows = [results["tokens"][count][name] for count in counts]
-        cells = [f"{with_spread(row['over_dense'])} | {row['dequantized_twice']:.1%}" for row in rows]
+        cells = [
+            f"{with_spread(row['over_dense'])} | {row['dequantized_twice']:.1%} | {with_spread(row['once_over_dense'])}"
+            for row in rows
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     cuda = results["cuda"]
     if cuda == NO_CUDA:

@@ -10,8 +10,8 @@ The backward products above are those of all recipes without `gradients`; with i
 operands, see gradients.py.
 
 Backward saves the quantized weight where the gradient of x is wanted, and x where that of the weight is; a dense weight
-exists only during one product. The weight reaches this function through __torch_function__, before autograd takes
-F.linear apart.
+exists only during one product, or up to backward where `decode_once` says so. The weight reaches this function through
+__torch_function__, before autograd takes F.linear apart.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.torch_private import is_tracing, without_torch_function
+from qtensor.decode_once import decode_once
 from qtensor.formats import describe
 from qtensor.gradients import input_gradient, weight_gradient
 from qtensor.late_decode import multiply_decoded
@@ -36,19 +37,23 @@ class QuantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         """The output [.., N] from x [.., K], weight [N, K] and bias [N] or None."""
         of_x, of_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        dense = _dense(weight) if weight.recipe.activations is None else None
+        y = _forward(x, weight, bias, dense)
+        if is_tracing() or not (of_x and decode_once.on and dense is not None and dense.dtype == y.dtype):
+            dense = None
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, dense)
         ctx.recipe, ctx.shape = weight.recipe, weight.shape
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _forward(x, weight, bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias from that of the output, [.., N]."""
         (grad,) = grads
-        x, weight = ctx.saved_tensors  # each where the other's gradient is wanted
+        x, weight, dense = ctx.saved_tensors  # x and the weight where the other's gradient is wanted
         if ctx.recipe.gradients is None:
-            dx, dw = _dense_gradients(grad, x, weight)
+            dx, dw = _dense_gradients(grad, x, weight, dense)
         elif torch.is_grad_enabled() and not is_tracing():
             dx, dw = _DifferentiatedOnce.apply(grad, x, weight, (ctx.shape, ctx.recipe))
         else:
@@ -82,14 +87,17 @@ class _DifferentiatedOnce(torch.autograd.Function):
 
 
 def _dense_gradients(
-    grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None
+    grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, dense: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, where the weight is given, and of the weight, where x is."""
+    """The gradients of x, where the weight is given, and of the weight, where x is; `dense`: what was kept of it."""
     dx = dw = None
     if weight is not None:
-        # A loss may contain dx (create_graph=True), and so the weight once more.
-        again = torch.is_grad_enabled() and not is_tracing()
-        dx = (_InputGradient.apply if again else _input_gradient)(grad, weight)
+        if torch.is_grad_enabled() and not is_tracing():  # a loss may contain dx, and so the weight once more
+            dx = _InputGradient.apply(grad, weight)
+        elif dense is not None and dense.dtype == grad.dtype:  # which hooks on gradients may change
+            dx = grad @ dense
+        else:
+            dx = _input_gradient(grad, weight)
     if x is not None:
         dw = _rows(grad).T @ _rows(x).to(grad.dtype) if grad.ndim > 1 else torch.outer(grad, x)
     return dx, dw
@@ -153,9 +161,9 @@ def _quantized_gradients(
     return dx, dw
 
 
-def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, dense: Tensor | None = None) -> Tensor:
     if weight.recipe.activations is None:
-        return F.linear(x, _dense(weight), bias)
+        return F.linear(x, _dense(weight) if dense is None else dense, bias)
     y = product(_autocast(x), weight)
     return y if bias is None else y + bias.to(y.dtype)
 

@@ -60,6 +60,7 @@ PUBLIC: dict[str, list[str]] = {
         "QuantizedTensor",
         "Recipe",
         "clear_high_precision_init_val",
+        "decode_once",
         "high_precision_init_val",
         "merge_",
         "quantize",

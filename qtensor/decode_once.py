@@ -1,0 +1,34 @@
+"""One decode of a weight for forward and backward, where memory allows it.
+
+A linear layer decodes its weight for y = x @ w.T, lets the dense values go, and decodes it again for dx = dy @ w. With
+few tokens in a batch the second decode is a large part of the layer's time. Inside `decode_once` the dense values stay
+from the one to the other.
+"""
+
+from typing import ClassVar
+
+
+class decode_once:  # noqa: N801 - reads as a statement: with decode_once(): ...
+    """Keep what F.linear decodes in forward for the gradient of its input in backward; the bytes are the same.
+
+        with decode_once():  # until the end of the block, on all threads of this process
+            loss = model(batch)
+            loss.backward()
+
+    Dense weights of all layers between their forward and their backward are alive at once: for a model as it is, all of
+    its linear weights, in their appearance dtype, on every rank. Under activation checkpointing these are the weights
+    of one checkpointed layer; call backward inside as well then, since torch compares what both forwards save.
+
+    A weight is decoded again where its dense values do not fit: where the gradient has another dtype (under autocast),
+    with `activations="dynamic"`, in compiled code, in products other than F.linear, and in second derivatives.
+    """
+
+    on: ClassVar[bool] = False
+
+    def __enter__(self) -> None:
+        """From here on."""
+        self._before, decode_once.on = decode_once.on, True
+
+    def __exit__(self, *exception: object) -> None:
+        """As it was before."""
+        decode_once.on = self._before
