@@ -20,11 +20,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 
 __all__ = [
+    "TorchDispatchMode",
     "apply_to_tensors",
     "compute_local_shape_and_global_offset",
     "constant_in_graphs",
@@ -57,6 +59,9 @@ assert callable(tree_map)
 
 # FSDP walks arguments and outputs with it when it casts them; public ways walk other containers.
 assert callable(apply_to_tensors)
+
+# Sees every operation before it runs, collectives among them; torch documents it, in a module with an underscore.
+assert callable(TorchDispatchMode)
 
 # Copies many small tensors in one call. torch documents its _foreach_ functions, despite the underscore.
 foreach_copy = torch._foreach_copy_

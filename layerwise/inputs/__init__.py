@@ -13,6 +13,7 @@ shared_objects    refuses objects that change while several batches share them
 caches            sets key/value caches back before every call
 replay            runs a stage on one batch after the other
 rehearsal         looks, before anything is changed, for what cannot be replayed
+collectives       refuses layers that would wait for other ranks
 hooks             calls a layer without FSDP's hooks
 stores            where tensors wait: device, CPU or disk
 structure         takes values apart into leaves, and puts them together

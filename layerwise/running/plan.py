@@ -22,11 +22,12 @@ from layerwise.inputs.hooks import check_groups
 from layerwise.inputs.stores import INPUTS_ON
 from layerwise.running.kv_cache import KVCache
 from layerwise.stages.attentions import find_attentions
+from layerwise.stages.cuts import shares_out_experts
 from layerwise.stages.experts import EXPERT_INPUTS, ExpertBlock, find_blocks
 from layerwise.stages.layers import find_layers
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import Target, find_targets
-from layerwise.stages.tensor_parallel import check_experts, is_tensor_parallel
+from layerwise.stages.tensor_parallel import is_tensor_parallel
 from layerwise.weights.hold import Resident, Sharded, Weights
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import check_cuts
@@ -122,6 +123,7 @@ class Plan:
         options: what the run was asked for.
         whole: the weights of some layer belong to a group outside of it, so the outside is held all the time.
         tensor_parallel: ranks cut weights between them beside FSDP.
+        expert_parallel: ranks share experts out between them beside FSDP.
     """
 
     model: nn.Module
@@ -132,6 +134,7 @@ class Plan:
     options: Options
     whole: bool
     tensor_parallel: bool = False
+    expert_parallel: bool = False
 
     def decides(self) -> dict[str, Any]:
         """What decides the outcome, apart from weights, data, recipe and algorithm; json-able."""
@@ -183,7 +186,6 @@ def planned(  # noqa: PLR0913 - keyword-only
     """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
     reshard_all(model)
     _check_spanned(model, group)
-    check_experts(model)
     named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
     check_groups(named)
     targets = find_targets(model, options.recipe, include, exclude)
@@ -220,8 +222,9 @@ def planned(  # noqa: PLR0913 - keyword-only
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
     grouped = any(isinstance(module, FSDPModule) for module in model.modules())
     whole = grouped and not all(isinstance(layer, FSDPModule) for layer in outside.without)
-    weights, cut = _weights_of(model, options), is_tensor_parallel(model)
-    return Plan(model, tuple(stages), outside, method, weights, options, whole, cut)
+    weights = _weights_of(model, options)
+    cut, shared_out = is_tensor_parallel(model), shares_out_experts(model)
+    return Plan(model, tuple(stages), outside, method, weights, options, whole, cut, shared_out)
 
 
 def _placed(value: Tensor) -> str:

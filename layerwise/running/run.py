@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsdp_hooks.across_ranks import any_of, raise_together
 from layerwise.inputs.batches import batches_on
+from layerwise.inputs.collectives import check_kind, check_own_batch, other_kinds
 from layerwise.inputs.evaluating import evaluating
 from layerwise.inputs.recorder import Recorder
 from layerwise.inputs.rehearsal import check_all, check_alone
@@ -207,20 +208,36 @@ class Run(ABC, Generic[K]):
             with raise_together(self.group):
                 for recorder in self._recorders():
                     recorder.prepare(stage.index)
+            if self.plan.expert_parallel and stage.index == 0:
+                self._check_other_kinds()
         elif not self.plan.whole and self.plan.stages[-1].name:
             self._release_outside()
         if stage.name:
             self._hold(stage, turn)
         turn.enter_context(working(stage.targets))
-        if not stage.name:
-            return ModelReplay(self.recorder, self.reference)
-        replay = LayerReplay(self.recorder, stage, last=stage is self.plan.stages[-1], reference=self.reference)
+        replay = self._replay(stage)
         with raise_together(self.group):
-            if recorded:  # then what is outside of layers is held
+            if self.plan.expert_parallel:
+                check_own_batch(replay, stage)
+            if recorded and isinstance(replay, LayerReplay):  # then what is outside of layers is held
                 check_alone(replay)
                 if stage.index == 0:
                     check_all(replay, behind=not self.plan.stages[-1].name)
         return replay
+
+    def _replay(self, stage: Stage) -> Replay:
+        if not stage.name:
+            return ModelReplay(self.recorder, self.reference)
+        return LayerReplay(self.recorder, stage, last=stage is self.plan.stages[-1], reference=self.reference)
+
+    def _check_other_kinds(self) -> None:
+        """Look into the layers behind the first one, before anything is changed: those of a kind wait alike."""
+        for stage in other_kinds(self.plan.stages):
+            with ExitStack() as turn:
+                self._hold(stage, turn)
+                turn.enter_context(working(stage.targets))
+                with raise_together(self.group):
+                    check_kind(self.recorder, stage)
 
     def _recorders(self) -> list[Recorder]:
         """Those of both models, or of one."""

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.across_ranks import on_all
 from fsdp_hooks.torch_private import hook_tables
+from layerwise.stages.cuts import cuts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,56 +48,26 @@ def _parallelizes(hook: Any) -> bool:
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether ranks cut weights between them beside FSDP; the same on all ranks."""
-    return any(dims for _, _, dims in _cut(model))
-
-
-def check_experts(model: nn.Module) -> None:
-    """Raise ValueError where each rank has other experts: a forward sends tokens to them, and ranks here run alone."""
-    for name, param, dims in _cut(model):
-        if param.ndim > 2 and any(getattr(param.placements[number], "dim", None) == 0 for number in dims):
-            raise ValueError(
-                f"calibrate: {name} {tuple(param.shape)} is placed {param.placements}: its experts are shared out over "
-                "ranks (expert parallelism), which is not supported: the forward would wait for ranks with fewer "
-                "batches; shard the experts with fully_shard"
-            )
+    """Whether ranks cut weights between them beside FSDP, and not just share experts out; the same on all ranks."""
+    return any(cut.tensor for cut in cuts(model))
 
 
 def peers(model: nn.Module) -> tuple[int, ...]:
     """The global ranks that cut weights between them beside FSDP, this one among them; () where none do.
 
-    A mesh dim over which FSDP does not shard, and which cuts some weight, is one of tensor parallelism.
+    A mesh dim over which FSDP does not shard, and which cuts some weight, is one of tensor parallelism; not if it cuts
+    between experts alone.
     """
-    cut: dict[DeviceMesh, set[int]] = {}  # of each mesh all dims that cut some weight
-    for _, param, own in _cut(model):
-        cut.setdefault(param.device_mesh, set()).update(own)
+    dims: dict[DeviceMesh, set[int]] = {}  # of each mesh all that cut some weight
+    for cut in cuts(model):
+        dims.setdefault(cut.param.device_mesh, set()).update(cut.tensor)
     found: set[int] = set()
-    for mesh, dims in cut.items():
+    for mesh, own in dims.items():
         place = mesh.get_coordinate()
-        if dims and place is not None:
-            index = tuple(slice(None) if number in dims else at for number, at in enumerate(place))
+        if own and place is not None:
+            index = tuple(slice(None) if number in own else at for number, at in enumerate(place))
             found |= {*mesh.mesh[index].flatten().tolist()}
     return tuple(sorted(found)) if len(found) > 1 else ()
-
-
-def _cut(model: nn.Module) -> Iterator[tuple[str, DTensor, list[int]]]:
-    """Name and DTensor of every such parameter at rest, with the mesh dims beside FSDP's that cut it."""
-    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    wrapped = {id(param) for group in groups for param in group.parameters()}
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            yield name, param, _dims_beside_fsdp(param, fsdp=id(param) in wrapped)
-
-
-def _dims_beside_fsdp(param: DTensor, *, fsdp: bool) -> list[int]:
-    """The mesh dims that cut a parameter at rest, without those of FSDP.
-
-    FSDP comes first in a mesh, with one dim, or with two where the first is replicated (HSDP).
-    """
-    placements: Sequence[Any] = param.placements
-    hybrid = len(placements) > 1 and isinstance(placements[0], Replicate)
-    first = (2 if hybrid else 1) if fsdp else 0
-    return [number for number in range(first, len(placements)) if hasattr(placements[number], "dim")]
 
 
 def shares(own: Sequence[int], batches: Sequence[int], group: dist.ProcessGroup | None) -> range:

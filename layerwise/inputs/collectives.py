@@ -1,0 +1,86 @@
+"""Looks for collectives in what a rank runs by itself, before they are entered: the other ranks would not be there.
+
+Under expert parallelism tokens go to the ranks that have their experts. If hooks of parallelize_module send them, the
+hooks are taken away, and a layer with all experts computes the same on one rank. If the layer's own forward sends them,
+it would wait for ranks that run other batches, or none, and look for experts where there are others. So it is refused.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fsdp_hooks.torch_private import TorchDispatchMode
+from layerwise.inputs.hooks import call_without_fsdp
+from layerwise.inputs.recorder import Recorder
+from layerwise.inputs.replay import LayerReplay, ModelReplay
+from layerwise.stages.cuts import shares_out_experts
+from layerwise.stages.stage import Stage
+
+# Libraries of torch in which all operations communicate; whoever calls torch.distributed ends up in one of them.
+COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+
+
+class Collective(BaseException):
+    """Leaves a forward that was about to communicate; not an Exception, so that forwards that catch those let it go."""
+
+
+class _Refusing(TorchDispatchMode):  # type: ignore[misc] # torch does not type it
+    """Inside, an operation that communicates raises `Collective` and is not run."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") in COMMUNICATING:
+            raise Collective(f"{func.namespace}.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+def check_own_batch(replay: LayerReplay | ModelReplay, stage: Stage) -> None:
+    """Run a stage on the first batch, if this rank has one; what it returns is dropped.
+
+    Raises:
+        NotImplementedError: it communicates.
+    """
+    if len(replay):
+        _refuse(stage, lambda: replay.run(0))
+
+
+def check_kind(recorder: Recorder, stage: Stage) -> None:
+    """Run a layer on what the first one is called with for the first batch, if this rank has one, and is prepared.
+
+    Raises:
+        NotImplementedError: it communicates.
+    """
+    if len(recorder):
+        _refuse(
+            stage,
+            lambda: recorder.run(0, 0, lambda *args, **kwargs: call_without_fsdp(stage.module, args, kwargs)),
+        )
+
+
+def other_kinds(stages: Sequence[Stage]) -> Iterator[Stage]:
+    """The first of each kind of layers whose experts ranks share out, without that of the first layer."""
+    known = {_kind(stages[0])}
+    for stage in stages:
+        kind = _kind(stage)
+        if stage.name and kind not in known and shares_out_experts(stage.module):
+            known.add(kind)
+            yield stage
+
+
+def _kind(stage: Stage) -> tuple[Any, ...]:
+    return stage.kind(), tuple(type(module) for module in stage.module.modules())
+
+
+def _refuse(stage: Stage, run: Callable[[], object]) -> None:
+    try:
+        with _Refusing():
+            run()
+    except Collective as found:
+        raise NotImplementedError(
+            f"calibrate: the experts of {stage.title} are shared out over ranks (expert parallelism), and its forward "
+            f"calls a collective, {found}: each rank runs layers by itself, with all experts and on batches of its "
+            "own, so others would not be there. Send tokens in hooks of distribute_module or parallelize_module "
+            "(input_fn, output_fn), which are taken away meanwhile, or shard the experts with fully_shard alone"
+        ) from found
+    except Exception:  # noqa: BLE001 - it shows in its turn, if it has nothing to do with this run
+        pass
