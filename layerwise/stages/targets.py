@@ -147,7 +147,8 @@ def agreed_amaxes(targets: Iterable[Target], recipe: Formats) -> dict[str, Tenso
     sets: dict[tuple[Recipe, tuple[str, ...]], list[Target]] = {}
     for target in targets:
         own_recipe = recipe_of(recipe, target.name)
-        fused = fused_key(target.module_name) if tensor_wide(own_recipe) == "global_scale" else None
+        linear = target.name if len(target.shape) == 3 else target.module_name  # a parameter of experts, or a module
+        fused = fused_key(linear) if tensor_wide(own_recipe) == "global_scale" else None
         sets.setdefault((own_recipe, fused or (target.name,)), []).append(target)
     found: dict[str, Tensor | None] = {}
     for (shared, _), together in sets.items():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp_hooks.digest import GOLDEN
 from layerwise.stages.experts import INSTEAD, STACKED_CALL, Expert, ExpertBlock
+from layerwise.weights.without_fsdp import without_fsdp
 
 PROBED_TOKENS = 16
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
@@ -88,7 +89,8 @@ def _stacked_call(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], 
 
     def call(*values: Tensor) -> None:
         bound.arguments.update(dict(zip(names, values, strict=True)))
-        module(*bound.args, **bound.kwargs)
+        with without_fsdp(module):  # it is being called
+            module(*bound.args, **bound.kwargs)
 
     def send(expert: Expert, tokens: Tensor) -> None:
         shape = (len(tokens), 1)

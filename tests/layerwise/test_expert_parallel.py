@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcp_adapters import export_hf
 from layerwise.stages.tensor_parallel import peers
 from qtensor import quantize, quantized_model_init
-from tests.layerwise.expert_parallel import ExpertParallel, Moe, Sharing, cut, meshes, moe
+from tests.layerwise.expert_parallel import ExpertParallel, GroupedExperts, Moe, Sharing, cut, meshes, moe
 from tests.layerwise.models import (
     ALGORITHMS,
     RECIPES,
@@ -244,38 +244,45 @@ def test_an_export_has_the_bytes_of_one_process(shared_tmp_path: Path) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-class SendsItself(Moe):
-    """Its forward sends tokens to experts, where theirs are sent by hooks."""
+class SendThemselves(GroupedExperts):
+    """Their forward communicates, where that of others leaves it to hooks."""
 
     sends = True
 
-    def computed(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         if self.sends:
-            dist.all_reduce(torch.bincount(chosen.reshape(-1), minlength=self.gate.out_features))
-        return super().computed(tokens, chosen, weights)
+            dist.all_reduce(counts.clone())
+        return super().forward(rows, counts)
 
 
-def communicating(case: str) -> str:
-    """Only the first rank has a batch."""
+def communicating(case: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """Only the first rank has a batch. What is refused, and what comes of the same model once it is mended."""
     model = moe(dense_first=case == "behind a dense layer")
-    model.layers[1].mlp.__class__ = SendsItself
+    experts = [layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, Moe)]
+    experts[-1].__class__ = SendThemselves
     if case == "where nothing tells":
-        model.layers[0].mlp.__class__, model.layers[0].mlp.sends = SendsItself, False
+        experts[0].__class__, experts[0].sends = SendThemselves, False
     model = cut(model, Sharing)
-    before = fingerprints(model.state_dict(), own)
+    before, data = fingerprints(model.state_dict(), own), batches()[:1] if dist.get_rank() == 0 else []
     with pytest.raises((NotImplementedError, RuntimeError)) as caught:
-        run(model, batches()[: dist.get_rank() == 0], NVFP4, ALGORITHMS["GPTQ"])
+        run(model, data, NVFP4, ALGORITHMS["GPTQ"])
     changed = [name for name, value in fingerprints(model.state_dict(), own).items() if value != before[name]]
     assert all(name.startswith("layers.0.") for name in changed), changed  # a finished layer keeps its result
     assert bool(changed) == (case == "where nothing tells")
-    assert all(isinstance(param, DTensor) for param in model.layers[1].mlp.experts.parameters())
-    return str(caught.value)
+    experts[-1].sends = False
+    return str(caught.value), outcome(model, run(model, data, NVFP4, ALGORITHMS["GPTQ"]))
+
+
+def behind_a_dense_layer() -> Any:
+    return moe(dense_first=True)
 
 
 def test_a_forward_that_communicates_is_refused_by_name() -> None:
     """Before anything is changed, unless its layer is made like others; also where ranks have no batch."""
-    cases = ("behind a dense layer", "behind others", "where nothing tells")
-    for found in run_ranks_each(2, cases, communicating):
-        for message in found:
+    cases = {"behind a dense layer": behind_a_dense_layer, "behind others": moe, "where nothing tells": None}
+    for outcomes in run_ranks_each(4, cases, communicating):
+        for (name, build), (message, found) in zip(cases.items(), outcomes, strict=True):
             assert "the experts of layers.1 are shared out over ranks" in message
             assert "its forward calls a collective, c10d.allreduce_" in message
+            if build is not None:
+                assert_same(found, reference(build, NVFP4, ALGORITHMS["GPTQ"], 1), name)
