@@ -60,7 +60,7 @@ assert callable(tree_map)
 # FSDP walks arguments and outputs with it when it casts them; public ways walk other containers.
 assert callable(apply_to_tensors)
 
-# Sees every operation before it runs, collectives among them; torch documents it, in a module with an underscore.
+# Sees every operation before it runs, collectives among them. torch documents it, in a module with an underscore.
 assert callable(TorchDispatchMode)
 
 # Copies many small tensors in one call. torch documents its _foreach_ functions, despite the underscore.

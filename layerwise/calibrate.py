@@ -72,11 +72,12 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
 
     Args:
         model: plain, or sharded by FSDP2 (dense, quantized or high-precision storage, CPU offload), by tensor
-            parallelism or both, or on the meta device with `weights`. It runs in eval mode.
+            parallelism, by expert parallelism or several of them, or on the meta device with `weights`. It runs in eval
+            mode.
         data: an iterable of this rank's batches (a tensor, a tuple, or a dict of keyword arguments for the model), or
             a function that gets the model and calls it with each batch (these calls compute nothing and return None).
-            Ranks may have different numbers of batches, or none; those of one group of tensor parallelism have the
-            same. `None` is enough for Max and Mse.
+            Ranks may have different numbers of batches, or none, those of one group of expert parallelism, too; those
+            of one group of tensor parallelism have the same. `None` is enough for Max and Mse.
         recipe: the format of the weights; or an assignment, which names the weights and gives each its own.
         algorithm: Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), GPTAQ(), Qronos(), or one of your own.
         layers: the layers, as names, glob patterns or modules; None: the largest list of modules; (): no layers, the

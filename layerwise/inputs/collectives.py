@@ -1,6 +1,6 @@
 """Looks for collectives in what a rank runs by itself, before they are entered: the other ranks would not be there.
 
-Under expert parallelism tokens go to the ranks that have their experts. If hooks of parallelize_module send them, the
+Under expert parallelism tokens go to the ranks that have their experts. If hooks of distribute_module send them, the
 hooks are taken away, and a layer with all experts computes the same on one rank. If the layer's own forward sends them,
 it would wait for ranks that run other batches, or none, and look for experts where there are others. So it is refused.
 """
@@ -23,7 +23,7 @@ class Collective(BaseException):
     """Leaves a forward that was about to communicate; not an Exception, so that forwards that catch those let it go."""
 
 
-class _Refusing(TorchDispatchMode):  # type: ignore[misc] # torch does not type it
+class Refusing(TorchDispatchMode):
     """Inside, an operation that communicates raises `Collective` and is not run."""
 
     supports_higher_order_operators = True
@@ -73,14 +73,14 @@ def _kind(stage: Stage) -> tuple[Any, ...]:
 
 def _refuse(stage: Stage, run: Callable[[], object]) -> None:
     try:
-        with _Refusing():
+        with Refusing():  # type: ignore[no-untyped-call]
             run()
     except Collective as found:
         raise NotImplementedError(
-            f"calibrate: the experts of {stage.title} are shared out over ranks (expert parallelism), and its forward "
-            f"calls a collective, {found}: each rank runs layers by itself, with all experts and on batches of its "
-            "own, so others would not be there. Send tokens in hooks of distribute_module or parallelize_module "
-            "(input_fn, output_fn), which are taken away meanwhile, or shard the experts with fully_shard alone"
+            "calibrate: experts are shared out over ranks (expert parallelism), and the forward of "
+            f"{stage.title} calls a collective, {found}: each rank runs layers by itself, with all experts and on "
+            "batches of its own, so others would not be there. Send tokens in hooks of distribute_module (input_fn, "
+            "output_fn), which are taken away meanwhile, or shard the experts with fully_shard alone"
         ) from found
     except Exception:  # noqa: BLE001 - it shows in its turn, if it has nothing to do with this run
         pass

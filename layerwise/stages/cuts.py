@@ -39,7 +39,8 @@ def cuts(model: nn.Module) -> Iterator[Cut]:
     wrapped = {id(param) for group in groups for param in group.parameters()}
     seen: set[int] = set()
     for owner in model.modules():
-        for param in owner._parameters.values():
+        params: Sequence[Any] = [*owner._parameters.values()]
+        for param in params:
             if not isinstance(param, DTensor) or id(param) in seen:
                 continue
             seen.add(id(param))

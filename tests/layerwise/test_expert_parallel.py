@@ -282,7 +282,7 @@ def test_a_forward_that_communicates_is_refused_by_name() -> None:
     cases = {"behind a dense layer": behind_a_dense_layer, "behind others": moe, "where nothing tells": None}
     for outcomes in run_ranks_each(4, cases, communicating):
         for (name, build), (message, found) in zip(cases.items(), outcomes, strict=True):
-            assert "the experts of layers.1 are shared out over ranks" in message
-            assert "its forward calls a collective, c10d.allreduce_" in message
+            assert "experts are shared out over ranks (expert parallelism)" in message
+            assert "the forward of layers.1 calls a collective, c10d.allreduce_" in message
             if build is not None:
                 assert_same(found, reference(build, NVFP4, ALGORITHMS["GPTQ"], 1), name)

@@ -296,29 +296,6 @@ def test_ranks_that_cut_otherwise_are_refused_by_name() -> None:
         assert "Shard(dim=1)" in error
 
 
-class Experts(nn.Module):
-    """Experts [E, N, K], of which each rank has some."""
-
-    def __init__(self, mesh: Any) -> None:
-        super().__init__()
-        weight = distribute_tensor(torch.ones(4, 32, 64), mesh, [Shard(0)], src_data_rank=None)
-        self.up_proj = nn.Parameter(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x.expand(2, *x.shape), self.up_proj.to_local().mT).sum(dim=0)
-
-
-def with_shared_out_experts() -> None:
-    model = nn.ModuleDict({"experts": Experts(init_device_mesh("cpu", (2,)))})
-    run(model, [torch.ones(2, 64)], NVFP4, ALGORITHMS["Max"], layers=())
-
-
-def test_expert_parallelism_is_refused_by_name() -> None:
-    for error in run_ranks_catching(2, with_shared_out_experts):
-        assert error.startswith("ValueError: calibrate: experts.up_proj (4, 32, 64) is placed (Shard(dim=0),)"), error
-        assert "(expert parallelism), which is not supported" in error
-
-
 def failing() -> None:
     model = cut(two_layers(), mesh_of())
     hooked, before = hooks(model), fingerprints(model.state_dict(), own)
