@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcp_adapters import export_hf
+from layerwise.stages.cuts import shares_out_experts
 from layerwise.stages.tensor_parallel import peers
 from qtensor import quantize, quantized_model_init
+from tests.fsdp_hooks.cases import Collectives
 from tests.layerwise.expert_parallel import ExpertParallel, GroupedExperts, Moe, Sharing, cut, meshes, moe
 from tests.layerwise.models import (
     ALGORITHMS,
@@ -44,6 +46,7 @@ METHODS: dict[str, tuple[str, Any]] = {
     "values": ("GPTQ", NVFP4),
     "groups": ("GPTQ", INT4),
 }
+ON_RANKS = {2: ("amaxes", "values"), 4: tuple(METHODS)}
 
 
 def share() -> list[Tensor]:
@@ -71,10 +74,12 @@ def calibrated(name: str) -> dict[str, Any]:
     return {**outcome(model, result), "tokens": {key: str(value) for key, value in tokens.items()}}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", ON_RANKS)
 def test_all_ranks_come_to_what_one_process_comes_to(world_size: int) -> None:
-    for outcomes in run_ranks_each(world_size, METHODS, calibrated):
-        for (algorithm, recipe), found in zip(METHODS.values(), outcomes, strict=True):
+    names = ON_RANKS[world_size]
+    for outcomes in run_ranks_each(world_size, names, calibrated):
+        for name, found in zip(names, outcomes, strict=True):
+            algorithm, recipe = METHODS[name]
             assert_same(found, reference(moe, recipe, ALGORITHMS[algorithm]), algorithm)
 
 
@@ -98,6 +103,19 @@ def test_all_tokens_come_to_all_experts_of_all_ranks() -> None:
             expected = reference(stacked, NVFP4, ALGORITHMS[algorithm], expert_inputs="all", inputs="static")
             assert_same(found, expected, algorithm)
             assert {*found["tokens"].values()} == everything
+
+
+def gathers(kind: str) -> int:
+    """How often a parameter of experts is gathered; nothing else is a DTensor."""
+    model = cut(moe(dense_first=kind == "behind a dense layer"))
+    with Collectives() as seen:
+        run(model, share(), NVFP4, ALGORITHMS["Max"])
+    return sum(count for name, count in seen.counts.items() if name.startswith("all_gather"))
+
+
+def test_layers_are_gathered_once_and_the_first_of_a_later_kind_twice() -> None:
+    kinds = {"two layers of one kind": 2 * 3, "behind a dense layer": 2 * 3}  # three parameters a layer
+    assert run_ranks_each(2, kinds, gathers) == [[*kinds.values()]] * 2
 
 
 # -- other layouts -----------------------------------------------------------------------------------------------------
@@ -163,6 +181,7 @@ IN_PAIRS = ("beside tensor parallelism", "cut experts")
 def laid_out(name: str) -> dict[str, Any]:
     model, rank = LAYOUTS[name](moe()), dist.get_rank()
     assert peers(model) == ((rank // 2 * 2, rank // 2 * 2 + 1) if name in IN_PAIRS else ())
+    assert shares_out_experts(model)
     result = run(model, batches()[rank // 2 :: 2] if name in IN_PAIRS else share(), NVFP4, ALGORITHMS["GPTQ"])
     tokens = {record.name: str(record.tokens) for record in result.report.records if "experts" not in record.name}
     return {**outcome(model, result), "tokens": tokens}
@@ -174,6 +193,29 @@ def test_any_layout_comes_to_what_one_process_comes_to() -> None:
         for name, found in zip(LAYOUTS, outcomes, strict=True):
             assert_same(found, reference(moe, NVFP4, ALGORITHMS["GPTQ"]), name)
             assert {*found["tokens"].values()} == everything, name
+
+
+class WithBias(nn.Module):
+    """Experts whose biases [E, N] are cut with them, and a linear beside them."""
+
+    def __init__(self, mesh: Any, place: Any) -> None:
+        super().__init__()
+        weights = {"weight": torch.ones(4, 32, 64), "bias": torch.ones(4, 32)}
+        for name, values in weights.items():
+            setattr(self, name, nn.Parameter(distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)))
+        self.gate = nn.Linear(64, 4, bias=False)
+        gate = distribute_tensor(self.gate.weight.detach(), mesh, [place], src_data_rank=None)
+        self.gate.weight = nn.Parameter(gate)
+
+
+def together() -> list[tuple[bool, tuple[int, ...]]]:
+    mesh = init_device_mesh("cpu", (2,))
+    models = [WithBias(mesh, place) for place in (Replicate(), Shard(0))]
+    return [(shares_out_experts(model), peers(model)) for model in models]
+
+
+def test_a_dim_that_cuts_other_weights_than_experts_too_is_one_of_tensor_parallelism() -> None:
+    assert run_ranks(2, together) == [[(True, ()), (True, (0, 1))]] * 2
 
 
 def stored(storage: str) -> dict[str, dict[str, str]]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from dcp_adapters import export_hf
 from fsdp_hooks.torch_private import hook_tables
+from layerwise.stages.cuts import shares_out_experts
 from layerwise.stages.tensor_parallel import peers
 from qtensor import quantized_model_init
 from tests.layerwise.models import (
@@ -100,6 +101,7 @@ def hooks(model: Any) -> list[list[int]]:
 def calibrated(name: str) -> dict[str, Any]:
     algorithm, recipe = METHODS[name]
     model = cut(two_layers(), mesh_of())
+    assert not shares_out_experts(model)
     forward(model, batches()[0])
     before, hooked = fingerprints(model.state_dict(), own), hooks(model)
     placed = {key: (type(param), getattr(param, "placements", None)) for key, param in model.named_parameters()}
