@@ -6,7 +6,10 @@ it would wait for ranks that run other batches, or none, and look for experts wh
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from fsdp_hooks.torch_private import TorchDispatchMode
 from layerwise.inputs.hooks import call_without_fsdp
@@ -23,7 +26,7 @@ class Collective(BaseException):
     """Leaves a forward that was about to communicate; not an Exception, so that forwards that catch those let it go."""
 
 
-class Refusing(TorchDispatchMode):
+class _Refusing(TorchDispatchMode):
     """Inside, an operation that communicates raises `Collective` and is not run."""
 
     supports_higher_order_operators = True
@@ -32,6 +35,13 @@ class Refusing(TorchDispatchMode):
         if getattr(func, "namespace", "") in COMMUNICATING:
             raise Collective(f"{func.namespace}.{func.__name__}")
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Inside, what would communicate raises `Collective`; nothing is compiled, which such a mode does not go with."""
+    with torch.compiler.set_stance("force_eager"), _Refusing():  # type: ignore[no-untyped-call]
+        yield
 
 
 def check_own_batch(replay: LayerReplay | ModelReplay, stage: Stage) -> None:
@@ -73,7 +83,7 @@ def _kind(stage: Stage) -> tuple[Any, ...]:
 
 def _refuse(stage: Stage, run: Callable[[], object]) -> None:
     try:
-        with Refusing():  # type: ignore[no-untyped-call]
+        with refusing():
             run()
     except Collective as found:
         raise NotImplementedError(

@@ -44,6 +44,7 @@ RAISED_IN = {
     "another save into the same directory": "tests/dcp_adapters/test_overwrite.py",
     "does not fit the model": "tests/dcp_adapters/hf/test_import.py",
     "calibration can not see": "tests/layerwise/statistics/test_statistics.py",
+    "experts are shared out over ranks": "tests/layerwise/test_expert_parallel.py",
     "not positive definite": "tests/layerwise/algorithms/test_gptq.py",
     "differ between ranks, so what one rank decides": "tests/layerwise/test_runs.py",
     "computes something else when it is called alone": "tests/layerwise/strangers.py",
