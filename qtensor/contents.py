@@ -115,8 +115,9 @@ def write(
     continues it, and begins it anew otherwise.
     """
     x = _to_write(q, dense)
-    amax = kernels.shared_amax(x, q.recipe) if amax is None else amax.view_as(shared_scale(q))
+    amax = None if amax is None else amax.view_as(shared_scale(q))
     if step and keeps_history(q.recipe):
+        amax = kernels.shared_amax(x, q.recipe) if amax is None else amax
         assert amax is not None
         before = q.parts()
         parts = kernels.encode_step(x, q.recipe, amax, before["scale"], before["amax_history"])

@@ -26,6 +26,7 @@ from qtensor.fineness import Fineness, fineness, fits
 from qtensor.formats import PartSpec, Route, register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
+from qtensor.triton_kernels import ByHand
 
 # Row-wise kernels: CUTLASS for 8.9, 9.x and 10.x, cuBLAS from CUDA 12.9 for 9.x.
 CAPABILITIES = ((8, 9), (9, 0), (10, 0))
@@ -115,6 +116,10 @@ class Float8:
     def decode(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
         """`payload * scale`."""
         return parts["payload"].float().mul_(parts["scale"])
+
+    def by_hand(self, recipe: Float8CurrentScaling) -> ByHand | None:
+        """Its kernels for GPUs."""
+        return ByHand("float8", {"element": ELEMENTS[recipe.element][0], "power_of_two": recipe.power_of_two})
 
     def turned(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> tuple[dict[str, Tensor], Tensor]:
         """The same elements with scales of 1; the scales are factors of the rows, which become columns."""

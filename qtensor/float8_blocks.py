@@ -24,6 +24,7 @@ from qtensor.fineness import Fineness, fineness, fits
 from qtensor.float8 import Float8Tensor, asked_of, grid_of
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
+from qtensor.triton_kernels import ByHand
 
 BLOCK = 128
 
@@ -89,6 +90,11 @@ class _Float8Blocks:
 
     def snap(self, scaled: Tensor, recipe: Float8BlockScaling) -> Tensor:
         return fp8.snapped(scaled, recipe.element)
+
+    def by_hand(self, recipe: Float8BlockScaling) -> ByHand:
+        dtype, _ = ELEMENTS[recipe.element]
+        square = recipe.blocks == "square"
+        return ByHand("float8_blocks", {"element": dtype, "square": square, "power_of_two": recipe.power_of_two})
 
     def decode(self, parts: Mapping[str, Tensor], recipe: Float8BlockScaling) -> Tensor:
         blocks = tile(parts["payload"].float(), BLOCK)  # [.., ceil(K / 128), 128]

@@ -5,7 +5,7 @@ The formats say what the bytes are, in torch ops on fp32 values. Here is how the
     large, with a compiler       one fused kernel (fsdp_hooks.compiled) that reads the values in the dtype they have and
                                  writes the parts; its only temporaries in memory are block scales and, for packed
                                  formats, one byte an element
-    large, on a GPU, packed      a kernel written by hand (qtensor/triton_kernels) in its place, without temporaries
+    large, on an NVIDIA GPU      a kernel written by hand (qtensor/triton_kernels) in its place, without temporaries
     eager                        chunks of rows that fit into a core's cache, so that no temporary is larger
     traced by torch.compile      the plain definition, which joins the graph
 
@@ -64,10 +64,11 @@ def encode(
     """`formats.encode` of dense values [.., N, K] in any floating dtype; with `amax` None the values' own is taken."""
     if x.is_meta and not is_tracing():
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
-    if amax is None:
-        amax = shared_amax(x, recipe)
     if _as_defined(x):
-        return formats.encode(x.to(torch.float32), recipe, amax, blocks)
+        values = x.to(torch.float32)
+        return formats.encode(values, recipe, formats.shared_amax(values, recipe) if amax is None else amax, blocks)
+    if amax is None and tensor_wide(recipe) is not None:
+        amax = shared_amax(x, recipe)
     if amax is not None and amax.ndim:
         amax = amax.reshape(-1, 1)
     group = row_multiple(recipe)
@@ -76,6 +77,8 @@ def encode(
     if blocks is not None:
         facts = [rows_of(fact) for fact in blocks]
         return _over_rows(_encode_kernel(recipe.stored, x.dtype, decided=True), recipe, x, amax, *facts, group=1)
+    if amax is None and shares_amax(recipe):  # that of each row, which the kernel has at hand
+        return _over_rows(_encode_kernel(recipe.stored, x.dtype, own=True), recipe, x, None)
     return _over_rows(_encode_kernel(recipe.stored, x.dtype), recipe, x, amax)
 
 
@@ -187,17 +190,20 @@ def _facts_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
 
 
 @functools.cache
-def _encode_kernel(recipe: Recipe, dtype: torch.dtype, *, decided: bool = False, strided: bool = False) -> Kernel:
+def _encode_kernel(
+    recipe: Recipe, dtype: torch.dtype, *, own: bool = False, decided: bool = False, strided: bool = False
+) -> Kernel:
     fmt: Any = format_of(recipe)
     block = block_multiple(recipe)
 
     def encode(x: Tensor, amax: Tensor | None, *facts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         values = untiled(x, block).to(torch.float32)
+        amax = row_amax(values) if own else amax
         quantizer = fmt.quantizer(values, recipe, amax, *([BlockFacts(*facts)] if decided else []))
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
 
-    kind = ("_of_cut_blocks" if decided else "") + ("_strided" if strided else "")
+    kind = ("_of_rows" if own else "") + ("_of_cut_blocks" if decided else "") + ("_strided" if strided else "")
     hand = None if decided or strided else _by_hand(recipe, dtype)
     return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}", None if hand is None else hand.encode)
 

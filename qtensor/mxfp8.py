@@ -24,6 +24,7 @@ from qtensor.formats import PartSpec, Route, register
 from qtensor.products import swizzled
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
+from qtensor.triton_kernels import ByHand
 
 BLOCK = 32
 # exponent of the largest element's power of two: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15
@@ -101,6 +102,11 @@ class _MXFP8:
 
     def snap(self, scaled: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
         return fp8.snapped(scaled, recipe.element)
+
+    def by_hand(self, recipe: MXFP8BlockScaling) -> ByHand:
+        dtype, _ = ELEMENTS[recipe.element]
+        square = recipe.blocks == "square"
+        return ByHand("mxfp8", {"element": dtype, "square": square, "scale_rounding": recipe.scale_rounding})
 
     def decode(self, parts: Mapping[str, Tensor], recipe: MXFP8BlockScaling) -> Tensor:
         scale = e8m0.decode(parts["scale"])  # [.., K // 32]

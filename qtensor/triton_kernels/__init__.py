@@ -1,9 +1,10 @@
-"""Kernels for NVIDIA GPUs, written by hand in Triton, for the formats that inductor does not pass through memory once.
+"""Kernels for NVIDIA GPUs, written by hand in Triton, by which every value goes through memory once.
 
-inductor packs two codes into a byte in a launch of its own, through an integer for each element, and computes in fp64
-what it must divide. Here a thread holds whole blocks: it reads the two numbers of a byte as one word, makes or takes
-apart the byte in registers, and every value goes through memory once. The definition in torch operations stays what the
-bytes are; a kernel here gives the same, and is one more way to run it.
+inductor reads values again for the scale of a row or block, packs two codes into a byte in a launch of its own, through
+an integer for each element, and computes in fp64 what it must divide. Here a program holds whole blocks (a row is one,
+where rows have scales) in registers, from their amax to their codes. Where two codes make a byte, a thread reads both
+numbers as one word. The definition in torch operations stays what the bytes are; a kernel here gives the same, and is
+one more way to run it.
 
     qtensor/nvfp4.py  --by_hand(recipe)-->  ByHand  --first call-->  qtensor.triton_kernels.nvfp4, which imports triton
 
@@ -19,8 +20,8 @@ and a matrix is a list of blocks. Blocks are counted in 32 bits, which reaches b
 raises, and goes to inductor); where one begins in memory, in 64. Launches are made on the device and the stream of the
 values.
 
-Passes. Under an amax that is known one, without it two: amax (reductions.py), then encode. Codes of one pass cannot
-wait for the largest value of all.
+Passes. One, but for two where a tensor-wide scale needs an amax that is not known: amax (reductions.py), then encode.
+Codes of one pass cannot wait for the largest value of all. Float8 rows of more than 2^15 elements take two as well.
 
 How bytes stay the same. No operation is contracted unless the code says `fma`, denormals are kept, divisions round
 once, signs are bits, and fp8 numbers are made of integers, so that GPUs without the type have the kernels, too.
@@ -64,11 +65,14 @@ class ByHand:
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def encode(self, x: Tensor, amax: Tensor | None = None) -> tuple[dict[str, Tensor], None]:
-        """The parts [rows, ..] of values [rows, blocks, block] or, for square blocks, [groups, rows, blocks, block]."""
+        """The parts [rows, ..] of values [rows, blocks, block] or, for square blocks, [groups, rows, blocks, block].
+
+        Values of formats without blocks are [rows, K]. `amax` is None where no scale is shared, or rows have their own.
+        """
         return _module(self.module).encode(x, amax, **self.options), None
 
     def decode(self, payload: Tensor, *others: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values [rows, K] of parts, in the order of their specs; the payload is [rows, blocks, block // 2]."""
+        """The values [rows, K] of parts, in the order of their specs; the payload is [rows, blocks, bytes of one]."""
         return _module(self.module).decode(payload, *others, dtype=dtype, **self.options)  # type: ignore[no-any-return]
 
 

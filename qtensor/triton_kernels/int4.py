@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.triton_kernels.launching import DECODED, ELEMENTS, ENCODED, launch, tile_of, tiles, words
+from qtensor.triton_kernels.launching import ELEMENTS, ENCODED, decode_blocks, encode_blocks, tile_of, words
 from qtensor.triton_kernels.pairs import (
     INF,
     amax_of,
@@ -41,35 +41,20 @@ def encode(x: Tensor, amax: None, *, group: int) -> dict[str, Tensor]:
 
     Tiles are half of other formats', since quotients take twice the registers.
     """
-    rows, columns, tile = x.shape[0], x.shape[1], tile_of(ENCODED // 2, group)
-    parts = {
-        "payload": torch.empty(rows, columns * group // 2, dtype=torch.uint8, device=x.device),
-        "scale": torch.empty(rows, columns, dtype=torch.int16, device=x.device),
-    }
-    launch(
+    parts = encode_blocks(
         _encode,
-        tiles(rows, columns, 1, tile),
-        *(words(x), *parts.values(), columns, rows * columns),
+        words(x),
+        scale=torch.int16,
+        tile=tile_of(ENCODED // 2, group),
         ELEMENT=ELEMENTS[x.dtype],
         PAIRS=group // 2,
-        TILE=tile,
     )
     return {**parts, "scale": parts["scale"].view(torch.bfloat16)}
 
 
 def decode(payload: Tensor, scale: Tensor, *, dtype: torch.dtype, group: int) -> Tensor:
     """The values [rows, K] of a payload [rows, blocks, group // 2]."""
-    rows, columns = scale.shape
-    values, tile = torch.empty(rows, columns * group, dtype=dtype, device=payload.device), tile_of(DECODED, group)
-    launch(
-        _decode,
-        tiles(rows, columns, 1, tile),
-        *(payload, scale.view(torch.int16), values, columns, rows * columns),
-        ELEMENT=ELEMENTS[dtype],
-        PAIRS=group // 2,
-        TILE=tile,
-    )
-    return values
+    return decode_blocks(_decode, payload, scale.view(torch.int16), dtype=dtype, block=group, PAIRS=group // 2)
 
 
 @triton.jit

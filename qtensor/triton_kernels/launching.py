@@ -7,31 +7,84 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-WARPS = 4
+WARPS = 4  # of a program, unless a tile needs more
 ENCODED, DECODED = 64, 16  # elements of a thread; more have fewer instructions each, until registers run out
 MOST_BLOCKS = 2**31 - 2**16  # which a number of 32 bits counts, with those of the last program
-MOST_IN_A_TILE = 2**31 // 8  # blocks from the first to the last one of a tile, whose pairs such a number counts
+MOST_IN_A_TILE = 2**31  # lanes from the first to the last one of a tile, which such a number counts
 
 
-def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """Run so many programs of a kernel; its first argument is a tensor."""
+def encode_blocks(
+    kernel: Any, lanes: Tensor, *given: Any, scale: torch.dtype, tile: int, square: int = 1, **constants: Any
+) -> dict[str, Tensor]:
+    """Launch kernel(lanes, payload, scale, *given, columns, blocks, TILE=tile, **constants); gives the new parts.
+
+    Args:
+        kernel: makes a byte of each lane, and a scale of each block.
+        lanes: values, or `words` of two of them, [.., columns, lanes of a block].
+        given: what else it takes.
+        scale: the dtype that it stores scales in.
+        tile: the blocks of a program.
+        square: of how many rows blocks are.
+        constants: of the kernel, and options of Triton's.
+
+    Returns:
+        payload: uint8 [rows, columns * lanes of a block].
+        scale: [rows, columns].
+    """
+    columns, each = lanes.shape[-2:]
+    rows = lanes.numel() // (columns * each)
+    parts = {
+        "payload": torch.empty(rows, columns * each, dtype=torch.uint8, device=lanes.device),
+        "scale": torch.empty(rows, columns, dtype=scale, device=lanes.device),
+    }
+    programs = tiles(rows, columns, square, tile, each)
+    launch(kernel, programs, lanes, *parts.values(), *given, columns, rows * columns, TILE=tile, **constants)
+    return parts
+
+
+def decode_blocks(
+    kernel: Any, payload: Tensor, scale: Tensor, *given: Any, dtype: torch.dtype, block: int, **constants: Any
+) -> Tensor:
+    """Launch kernel(payload, scale, values, *given, columns, blocks, ..) on row blocks; gives the new values [rows, K].
+
+    Square blocks are stored as row blocks are.
+
+    Args:
+        kernel: makes values of all parts.
+        payload: [rows, columns, bytes of a block].
+        scale: [rows, columns].
+        given: what else it takes.
+        dtype: of the values.
+        block: the elements of a block.
+        constants: of the kernel.
+    """
+    rows, columns = scale.shape
+    values, tile = torch.empty(rows, columns * block, dtype=dtype, device=payload.device), tile_of(DECODED, block)
+    args = (payload, scale, values, *given, columns, rows * columns)
+    launch(kernel, tiles(rows, columns, 1, tile, 1), *args, ELEMENT=ELEMENTS[dtype], TILE=tile, **constants)
+    return values
+
+
+def launch(kernel: Any, programs: int, *args: Any, num_warps: int = WARPS, **constants: Any) -> None:
+    """Run so many programs of a kernel; its first argument is a tensor. Triton's options are among the constants."""
     with torch.cuda.device(args[0].device):
         # contracted products and sums would round once where the definition rounds twice
-        kernel[(programs,)](*args, **constants, num_warps=WARPS, enable_fp_fusion=False)
+        kernel[(programs,)](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
-def tiles(rows: int, columns: int, square: int, tile: int) -> int:
+def tiles(rows: int, columns: int, square: int, tile: int, lanes: int) -> int:
     """How many programs have a tile of `tile` blocks each, of rows of `columns` blocks; `square`: see `blocks_at`.
 
     Raises:
-        OverflowError: more blocks than the kernels count, at all or in `square` rows.
+        OverflowError: more blocks than the kernels count, at all or, of so many `lanes` each, in `square` rows.
     """
     if rows * columns > MOST_BLOCKS:
         raise OverflowError(f"{rows * columns} blocks, of which kernels written by hand count at most {MOST_BLOCKS}")
-    if square > 1 and square * columns > MOST_IN_A_TILE:
+    most = MOST_IN_A_TILE // lanes
+    if square > 1 and square * columns > most:
         raise OverflowError(
-            f"square blocks of {square} rows of {columns} blocks each, together more than the {MOST_IN_A_TILE} that "
-            "kernels written by hand count in a tile"
+            f"square blocks of {square} rows of {columns} blocks each, together more than the {most} that kernels "
+            "written by hand count in a tile"
         )
     if square == 1:
         return -(-rows * columns // tile)
@@ -39,7 +92,7 @@ def tiles(rows: int, columns: int, square: int, tile: int) -> int:
 
 
 def tile_of(elements: int, block: int) -> int:
-    """How many blocks a program takes whose threads take so many elements each."""
+    """How many blocks of so many elements a program takes whose threads take `elements` each."""
     return elements * WARPS * 32 // block
 
 

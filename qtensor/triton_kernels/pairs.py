@@ -1,6 +1,7 @@
-"""Two numbers at a time: the words that values are read in, and the bytes of two nibbles.
+"""Blocks and their numbers; for packed formats two at a time: words that values are read in, bytes of two nibbles.
 
-A tile is [TILE blocks, PAIRS]; its lanes hold the even columns in one tensor and the odd ones in another.
+A tile is [TILE blocks, lanes]. A lane is a number or, for packed formats, a pair: one tensor holds the even columns,
+another one the odd ones.
 """
 
 import triton
@@ -51,7 +52,7 @@ def blocks_at(blocks: tl.tensor, columns: tl.tensor, SQUARE: tl.constexpr, TILE:
 
 @triton.jit
 def pairs_at(at: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """Where the pairs of blocks stand among all pairs: [TILE, PAIRS]."""
+    """Where the pairs (or other lanes) of blocks stand among all of them: [TILE, PAIRS]."""
     return at[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
 
 
@@ -72,15 +73,17 @@ def halves(word: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
 def joined(
     low: tl.tensor, high: tl.tensor, ELEMENT: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr
 ) -> tl.tensor:
-    """The inverse of `halves`, rounded once: [TILE, 2 * PAIRS] in the dtype that values are stored in.
+    """The inverse of `halves`: [TILE, 2 * PAIRS] in the dtype that values are stored in, see `rounded`."""
+    return rounded(tl.reshape(tl.join(low, high), [TILE, 2 * PAIRS]), ELEMENT)
 
-    In fp32 every NaN is the default one.
-    """
-    both = tl.reshape(tl.join(low, high), [TILE, 2 * PAIRS])
+
+@triton.jit
+def rounded(x: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
+    """fp32 numbers in the dtype that values are stored in; in fp32 every NaN is the default one."""
     if ELEMENT == tl.float32:
-        bits = bits_of(both)
-        both = number_of(tl.where((bits & 0x7FFFFFFF) > INF_BITS, NAN_BITS, bits))
-    return both.to(ELEMENT)
+        bits = bits_of(x)
+        x = number_of(tl.where((bits & 0x7FFFFFFF) > INF_BITS, NAN_BITS, bits))
+    return x.to(ELEMENT)
 
 
 @triton.jit
@@ -97,7 +100,13 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 @triton.jit
 def amax_of(low: tl.tensor, high: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
     """The largest magnitude of each block, [TILE]; NaN or infinite where an element is."""
-    amax = tl.reduce(_larger(tl.abs(low), tl.abs(high)), 1, _larger)
+    return largest(_larger(tl.abs(low), tl.abs(high)), SQUARE)
+
+
+@triton.jit
+def largest(magnitudes: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
+    """The same, of magnitudes [TILE, lanes]."""
+    amax = tl.reduce(magnitudes, 1, _larger)
     if SQUARE > 1:
         rows = tl.reshape(amax, [SQUARE, amax.shape[0] // SQUARE])
         amax = tl.reshape(tl.broadcast_to(tl.reduce(rows, 0, _larger)[None, :], rows.shape), amax.shape)

@@ -105,7 +105,7 @@ def compiled_by_hand(kernel: WrittenKernel, args: tuple[Any, ...], capability: i
         {position[name]: value for name, value in kernel.constants},
         {position[name]: value for name, value in attributes.items()},
     )
-    options = {"num_warps": kernel.warps, "enable_fp_fusion": kernel.contracts}
+    options = dict(kernel.options)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -90,7 +90,7 @@ def test_the_nan_of_a_bf16_scale_is_stored_as_it_is() -> None:
     assert "cvt.rn.bf16" not in ptx_of(blocks.source, blocks.name, 90)
 
 
-WRITTEN = ("nvfp4_row", "nvfp4_square", "mxfp4_up", "int4_32")
+TWICE = ("float8_tensor", "nvfp4_row", "nvfp4_square")  # read values for the amax of all of them, then encode
 
 
 def written(name: str) -> Any:
@@ -99,7 +99,7 @@ def written(name: str) -> Any:
     return [launch for launch in launches if launch.assembled is not None and launch.kernel is None]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", RECIPES)
 def test_kernels_written_by_hand_spill_nothing_and_divide_no_64_bits(name: str) -> None:
     """On every kind of GPU, those without fp8 among them; nor do they need fp64."""
     assert {"quantize", "dequantize", "step"} <= allowed()["80"][name].keys()
@@ -109,23 +109,25 @@ def test_kernels_written_by_hand_spill_nothing_and_divide_no_64_bits(name: str) 
             found = program.spills, program.divisions, program.fp64, program.flushes
             assert found == (0, 0, 0, 0), (launch.name, capability)
             assert program.registers <= 168  # three programs of 128 threads to a multiprocessor
+            if launch.name == "float8._encode":  # which may have 256: two programs
+                assert program.registers <= 128
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", RECIPES)
 def test_values_pass_through_memory_once(name: str) -> None:
     """Under an amax that is known, if any; without, they are read once more."""
     for direction in ("encode" if "encode" in calls(name) else "quantize", "dequantize"):
         (launch,) = calls(name)[direction].launches
         assert launch.moved <= calls(name)[direction].needed + 4  # the amax, which is no part
     assert all(budgets.share(cost) >= 0.8 for cost in shares_of(name, "encode", "dequantize", "gathered"))
-    assert all(budgets.share(cost) >= (0.55 if "nvfp4" in name else 0.8) for cost in shares_of(name, "quantize"))
+    assert all(budgets.share(cost) >= (0.55 if name in TWICE else 0.8) for cost in shares_of(name, "quantize"))
 
 
 def shares_of(name: str, *directions: str) -> list[Any]:
     return [cost for direction, cost in allowed()[budgets.MODELLED][name].items() if direction in directions]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", RECIPES)
 def test_where_a_tile_begins_is_counted_in_64_bits(name: str) -> None:
     """A tensor may have more than 2^31 elements. (It has fewer rows, so a row's number may have 32 bits.)"""
     from tests.gpu_offline.assembled import compiled_by_hand

@@ -17,7 +17,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qtensor import Int4GroupScaling, MXFP4BlockScaling, kernels
+from qtensor import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Int4GroupScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    kernels,
+)
 from qtensor.blocks import row_amax
 from qtensor.formats import encode, shared_amax, specs_of
 from tests.gpu_offline.interpreted import Interpreter
@@ -34,11 +41,8 @@ CASES = (
     "non_finite_fp32",
 )
 INF, NAN = float("inf"), float("nan")
-WRITTEN = ("nvfp4_row", "nvfp4_square", "mxfp4_up", "int4_32")
-every_kernel = pytest.mark.parametrize(
-    ("name", "by_hand"), [(name, by_hand) for name in RECIPES for by_hand in (False, True)[: 1 + (name in WRITTEN)]]
-)
-every_written = pytest.mark.parametrize("name", WRITTEN)
+every_kernel = pytest.mark.parametrize(("name", "by_hand"), [(name, own) for name in RECIPES for own in (False, True)])
+every_written = pytest.mark.parametrize("name", RECIPES)
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +172,13 @@ def test_stacks_strided_values_and_shards_have_the_bytes_of_the_definition(inter
 
 
 OPTIONS = {
+    "float8_e5m2": Float8CurrentScaling(element="e5m2"),
+    "float8_power_of_two": Float8CurrentScaling(power_of_two=True),
+    "float8_tensor_e5m2": Float8CurrentScaling(granularity="tensor", element="e5m2", power_of_two=True),
+    "float8_block_e5m2": Float8BlockScaling(element="e5m2", blocks="row", power_of_two=True),
+    "mxfp8_e5m2": MXFP8BlockScaling(element="e5m2"),
+    "mxfp8_floor": MXFP8BlockScaling(scale_rounding="floor"),
+    "mxfp8_e5m2_floor": MXFP8BlockScaling(element="e5m2", scale_rounding="floor"),
     "mxfp4_floor": MXFP4BlockScaling(scale_rounding="floor"),
     "int4_64": Int4GroupScaling(group=64),
     "int4_128": Int4GroupScaling(group=128),
@@ -224,11 +235,51 @@ def decoded(parts: dict[str, Tensor], recipe: Any) -> Tensor:
 
 
 def test_tiles_that_32_bits_do_not_count_are_left_to_inductor() -> None:
-    from qtensor.triton_kernels import launching  # which imports Triton
+    from qtensor.triton_kernels import float8, launching  # which import Triton
 
-    assert launching.tiles(16, 2**24, 16, 64) == 2**24 // 4
+    assert launching.tiles(16, 2**24, 16, 64, 8) == 2**24 // 4
     with pytest.raises(OverflowError, match=r"^square blocks of 16 rows of 16777217 blocks each"):
-        launching.tiles(16, 2**24 + 1, 16, 64)
-    assert launching.tiles(16, 2**24 + 1, 1, 64) == 2**22 + 1
+        launching.tiles(16, 2**24 + 1, 16, 64, 8)
+    with pytest.raises(OverflowError, match=r"^square blocks of 128 .* more than the 16777216 that"):
+        launching.tiles(128, 2**17 + 1, 128, 128, 128)
+    assert launching.tiles(16, 2**24 + 1, 1, 64, 8) == 2**22 + 1
     with pytest.raises(OverflowError, match=r"^2147483648 blocks"):
-        launching.tiles(2, 2**30, 1, 64)
+        launching.tiles(2, 2**30, 1, 64, 8)
+    assert float8.tile_of_rows(torch.Size([9, 2**28]), 64) == (8, 1024, 2 * 2**18)
+    with pytest.raises(OverflowError, match=r"^8 rows of 268435457 elements"):
+        float8.tile_of_rows(torch.Size([9, 2**28 + 1]), 64)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_every_code_and_every_tie_of_float8_has_the_bytes_of_the_definition(
+    interpreter: Interpreter, element: str
+) -> None:
+    """All 256 codes are decoded; each half between two elements is encoded, and the fp32 numbers beside it."""
+    recipe = Float8CurrentScaling(element=element, power_of_two=True)
+    dtype = specs_of(recipe)[0].dtype
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).expand(3, 256).contiguous().view(dtype)
+    scale = torch.tensor([[1.0], [2.0**-120], [3.0]], dtype=torch.float32)
+    parts = {"payload": codes, "scale": scale}
+    for to in (torch.float32, torch.bfloat16):
+        assert_same_values(interpreter.decode(parts, recipe, to), kernels.decode(parts, recipe, to))
+    values = codes[0].float()
+    values = values[values.isfinite() & (values >= 0)]  # in order
+    ties = (values[1:] + values[:-1]) / 2
+    numbers = torch.cat([ties, torch.nextafter(ties, ties * 2), torch.nextafter(ties, ties * 0), values])
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.numel() % 16), value=float(values[-1]))
+    x = torch.stack([numbers, -numbers, numbers * 2.0**-40])
+    assert_same(interpreter.encode(x, recipe), parts_of(x, recipe), element)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_any_length_have_the_bytes_of_the_definition(interpreter: Interpreter, dtype: torch.dtype) -> None:
+    """Shorter than what a program holds, no power of two, odd; for more warps, and too long for any."""
+    recipe = RECIPES["float8_row"]
+    for rows, columns in ((9, 24), (40, 33), (9, 1500), (8, 8200), (8, 2**15 + 8)):
+        x = awkward(rows, columns, dtype)
+        parts = parts_of(x, recipe)
+        before = interpreter.launches()
+        assert_same(interpreter.encode(x, recipe), parts, f"{rows} x {columns}")
+        assert interpreter.launches() - before == (2 if columns > 2**15 else 1)
+        amax = row_amax(x.to(torch.float32)) * 0.75  # of a piece that has not the row's largest
+        assert_same(interpreter.encode(x, recipe, amax), parts_of(x, recipe, amax), "an amax that is given")

@@ -34,9 +34,13 @@ class WrittenKernel:
     function: Any  # triton's JITFunction
     constants: tuple[tuple[str, Any], ...]
     programs: int
-    warps: int
-    contracts: bool  # products and sums
+    options: tuple[tuple[str, Any], ...]  # and Triton's own
     run: Callable[[], object]
+
+    @property
+    def warps(self) -> int:
+        """Of a program."""
+        return int(dict(self.options)["num_warps"])
 
     @property
     def name(self) -> str:
@@ -69,13 +73,11 @@ def launches_go_to(launch: Callable[[WrittenKernel, tuple[Any, ...]], None]) -> 
     run = kind.run
 
     def launched(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        constants = {name: value for name, value in options.items() if name in self.arg_names}
         kernel = WrittenKernel(
             self,
-            tuple(constants.items()),
+            tuple((name, value) for name, value in options.items() if name in self.arg_names),
             grid[0],
-            options["num_warps"],
-            options["enable_fp_fusion"],
+            tuple((name, value) for name, value in options.items() if name not in self.arg_names),
             lambda: run(self, *args, grid=grid, warmup=warmup, **options),
         )
         launch(kernel, args)

@@ -17,7 +17,7 @@ from fsdp_hooks import compiled
 from fsdp_hooks.compiled import Kernel
 from qtensor import Int4GroupScaling, QuantizedTensor, kernels, quantize, tiles, triton_kernels, use_kernels
 from qtensor.contents import write
-from qtensor.formats import encode, format_of, shared_amax
+from qtensor.formats import encode, format_of, keeps_history, shared_amax, tensor_wide
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, every_recipe, same_bytes, weight
 from tests.recipes import MAIN, facts
 
@@ -612,7 +612,7 @@ def test_the_definition_joins_a_graph_of_the_caller(written: Written, monkeypatc
 
 
 WRITTEN = {
-    **{name: RECIPES[name] for name in ("nvfp4", "nvfp4_square", "mxfp4", "mxfp4_floor")},
+    **{name: recipe for name, recipe in RECIPES.items() if not keeps_history(recipe)},
     **{f"int4_{group}": Int4GroupScaling(group=group) for group in (32, 64, 128)},
 }
 
@@ -634,6 +634,32 @@ def test_kernels_written_by_hand_wait_for_triton_and_for_nvidia(monkeypatch: pyt
         assert make(torch.float64).by_hand is None
         decode = kernels._decode_kernel.__wrapped__(recipe, torch.float16, per_row=False)
         assert (decode.by_hand is not None) is available
+    for delayed in DELAYED.values():
+        assert kernels._encode_kernel.__wrapped__(delayed, torch.bfloat16).by_hand is None  # it would make no history
+
+
+def scales_rows(recipe: Any) -> bool:
+    """Whether each row has a scale, of its own amax."""
+    return kernels.shares_amax(recipe) and tensor_wide(recipe) is None
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_an_amax_of_rows_takes_no_kernel_of_its_own(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    """A row's amax is found by the kernel that encodes it, but for one that is given."""
+    monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
+    recipe, x = RECIPES["float8_row"], weight(compiled.COMPILED_FROM // 512, 512)
+    amax = kernels.shared_amax(x, recipe)
+    assert amax is not None
+    before = compiler.calls
+    found = kernels.encode(x, recipe, amax * 2 if given else None)
+    assert compiler.calls == before + 1
+    assert_same(found, encode(x.to(torch.float32), recipe, amax * 2 if given else amax))
+    q = quantize(x, recipe)
+    before = compiler.calls
+    write(q, x)
+    assert compiler.calls == before + 1
 
 
 @pytest.mark.gpu
@@ -656,7 +682,8 @@ def test_kernels_written_by_hand_give_the_bytes_of_the_cpu(
         use_kernels("compiled")
         there = values.cuda()
         found = kernels.encode(there, recipe)
-        assert (kernels._encode_kernel(recipe, dtype).by_hand is not None) or not by_hand
+        ran = kernels._encode_kernel(recipe, dtype, **({"own": True} if scales_rows(recipe) else {}))
+        assert (ran.by_hand is not None) or not by_hand
         assert_same({part: value.cpu() for part, value in found.items()}, wanted)
         for to in (torch.bfloat16, torch.float16, torch.float32):
             got = kernels.decode(found, recipe, to).cpu()
