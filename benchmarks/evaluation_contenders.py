@@ -44,7 +44,7 @@ OURS: dict[str, Algorithm] = {
     "GPTAQ in full": GPTAQ(alpha=1.0),
     "Qronos": Qronos(),
     "Qronos in full": Qronos(alpha=1.0),
-    "Qronos descent": Qronos(descent=1),
+    "Qronos local Hessian, descent": Qronos(scales=LocalHessian(), descent=1),
     "GPTQ descent": GPTQ(descent=1),
     "GPTQ local Hessian": GPTQ(scales=LocalHessian()),
     "GPTQ SmoothQuant": GPTQ(smoothing=SmoothQuant()),
