@@ -11,24 +11,24 @@ from typing import ClassVar
 class decode_once:  # noqa: N801 - reads as a statement: with decode_once(): ...
     """Keep what F.linear decodes in forward for the gradient of its input in backward; the bytes are the same.
 
-        with decode_once():  # until the end of the block, on all threads of this process
+        with decode_once():  # until the end of the block (of the last one that is open), on all threads of this process
             loss = model(batch)
             loss.backward()
 
     Dense weights of all layers between their forward and their backward are alive at once: for a model as it is, all of
     its linear weights, in their appearance dtype, on every rank. Under activation checkpointing these are the weights
-    of one checkpointed layer; call backward inside as well then, since torch compares what both forwards save.
+    of one checkpointed layer; call backward inside as well then: torch compares what both forwards save, and raises.
 
     A weight is decoded again where its dense values do not fit: where the gradient has another dtype (under autocast),
     with `activations="dynamic"`, in compiled code, in products other than F.linear, and in second derivatives.
     """
 
-    on: ClassVar[bool] = False
+    on: ClassVar[list[None]] = []  # an entry for each open block; blocks of several threads end in any order
 
     def __enter__(self) -> None:
         """From here on."""
-        self._before, decode_once.on = decode_once.on, True
+        decode_once.on.append(None)
 
     def __exit__(self, *exception: object) -> None:
-        """As it was before."""
-        decode_once.on = self._before
+        """As it was before, once no other block is open."""
+        decode_once.on.pop()

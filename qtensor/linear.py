@@ -39,9 +39,8 @@ class QuantizedLinear(torch.autograd.Function):
         of_x, of_weight = ctx.needs_input_grad[:2]
         dense = _dense(weight) if weight.recipe.activations is None else None
         y = _forward(x, weight, bias, dense)
-        if is_tracing() or not (of_x and decode_once.on and dense is not None and dense.dtype == y.dtype):
-            dense = None
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, dense)
+        kept = None if is_tracing() or dense is None or not of_x else _kept(dense, y)
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, kept)
         ctx.recipe, ctx.shape = weight.recipe, weight.shape
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -89,12 +88,12 @@ class _DifferentiatedOnce(torch.autograd.Function):
 def _dense_gradients(
     grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, dense: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, where the weight is given, and of the weight, where x is; `dense`: what was kept of it."""
+    """The gradients of x, where the weight is given, and of the weight, where x is; `dense`: see `_kept`."""
     dx = dw = None
     if weight is not None:
         if torch.is_grad_enabled() and not is_tracing():  # a loss may contain dx, and so the weight once more
             dx = _InputGradient.apply(grad, weight)
-        elif dense is not None and dense.dtype == grad.dtype:  # which hooks on gradients may change
+        elif dense is not None and dense.numel() and dense.dtype == grad.dtype:  # which hooks on gradients may change
             dx = grad @ dense
         else:
             dx = _input_gradient(grad, weight)
@@ -172,6 +171,15 @@ def _dense(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """The dense weight, with __torch_function__ off, which each read of an attribute would go through otherwise."""
     with without_torch_function():
         return weight.dequantize(dtype)
+
+
+def _kept(dense: Tensor, y: Tensor) -> Tensor:
+    """The dense weight where `decode_once` keeps it for backward, and otherwise a tensor without elements.
+
+    Activation checkpointing puts what is saved when a forward runs again in the places of what was saved before. One
+    tensor more would move all behind it by a place, and torch sees this only where shapes, dtypes or devices differ.
+    """
+    return dense if decode_once.on and dense.dtype == y.dtype else y.new_empty(0)
 
 
 def _autocast(x: Tensor) -> Tensor:

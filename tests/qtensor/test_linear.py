@@ -140,7 +140,8 @@ def test_only_what_a_wanted_gradient_needs_is_kept(recipe: Any, activations: Any
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
             y = F.linear(given, w)
-        assert {"w" if isinstance(tensor, QuantizedTensor) else "x" for tensor in saved} == kept
+        # what decode_once would keep has a place, and no elements
+        assert {"w" if isinstance(tensor, QuantizedTensor) else "x" for tensor in saved if tensor.numel()} == kept
         with torch.no_grad():
             if "w" not in kept:
                 w.add_(1.0)
