@@ -250,6 +250,21 @@ def mixed_precision(module: Any) -> Any:
     return module._get_fsdp_state()._mp_policy
 
 
+def managed(module: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Owner and attribute of each parameter that the `fully_shard` call of this FSDP module shards.
+
+    Parameters that it was told to ignore look the same: DTensors below an FSDP module. FSDP has no public way to tell.
+    """
+    state = module._get_fsdp_state()
+    # before torch 2.13 a call made one group at most
+    groups = getattr(state, "_fsdp_param_groups", None) or [group for group in [state._fsdp_param_group] if group]
+    for group in groups:
+        for param in group.fsdp_params:
+            info = param._module_info
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
 def group_size(module: Any) -> int:
     """How many modules were given to the `fully_shard` call of this FSDP module.
 

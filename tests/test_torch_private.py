@@ -333,6 +333,24 @@ def test_the_policy_of_an_fsdp_module_can_be_read() -> None:
     run_ranks(1, _policy_and_casts)
 
 
+def _managed_and_ignored() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, device="cpu", dtype=torch.float32) for _ in range(4)))
+    first, tied, ignoring, empty = model
+    tied.weight = first.weight
+    fully_shard(ignoring, ignored_params={ignoring.weight})
+    fully_shard(empty, ignored_params={*empty.parameters()})
+    fully_shard(model, ignored_params={first.bias, ignoring.weight, *empty.parameters()})
+    assert {*torch_private.managed(model)} == {(first, "weight"), (tied, "weight"), (tied, "bias")}
+    assert {*torch_private.managed(ignoring)} == {(ignoring, "bias")}
+    assert {*torch_private.managed(empty)} == set()
+    model.double()  # gives FSDP's parameters new objects
+    assert {*torch_private.managed(ignoring)} == {(ignoring, "bias")}
+
+
+def test_parameters_that_fsdp_ignores_are_told_from_its_own() -> None:
+    run_ranks(1, _managed_and_ignored)
+
+
 def test_apply_to_tensors_goes_into_what_fsdp_casts() -> None:
     @dataclasses.dataclass
     class Pair:

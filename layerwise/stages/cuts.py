@@ -4,7 +4,8 @@
     expert parallelism    shares experts out: cuts [E, N, K] along E, between ranks that get batches of their own
 
 Experts often lie on a mesh of their own, on which FSDP has fewer ranks than for all else. What counts is the parameter:
-a dim of its mesh that cuts it along E is one of expert parallelism, unless it cuts other weights, too.
+a dim of its mesh that cuts it along E is one of expert parallelism. Where the same dim cuts other weights, too, the
+ranks along it get the same batches (tensor_parallel.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp_hooks.torch_private import managed
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -24,47 +27,40 @@ class Cut:
         param: the parameter.
         tensor: mesh dims that cut it, but not between experts.
         experts: mesh dims that cut it between experts.
-        holds_experts: whether it has an entry for each expert.
     """
 
     param: DTensor
     tensor: tuple[int, ...]
     experts: tuple[int, ...]
-    holds_experts: bool
 
 
 def cuts(model: nn.Module) -> Iterator[Cut]:
     """The cuts of all parameters that are DTensors, each parameter once."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    wrapped = {id(param) for group in groups for param in group.parameters()}
+    sharded = {(id(owner), name) for group in groups for owner, name in managed(group)}
     seen: set[int] = set()
     for owner in model.modules():
-        params: Sequence[Any] = [*owner._parameters.values()]
-        for param in params:
+        params: Sequence[tuple[str, Any]] = [*owner._parameters.items()]
+        for name, param in params:
             if not isinstance(param, DTensor) or id(param) in seen:
                 continue
             seen.add(id(param))
             holds = _holds_experts(owner, param)
-            dims = _dims_beside_fsdp(param, fsdp=id(param) in wrapped)
+            dims = _dims_beside_fsdp(param, fsdp=(id(owner), name) in sharded)
             experts = tuple(dim for dim in dims if holds and getattr(param.placements[dim], "dim", None) == 0)
-            yield Cut(param, tuple(dim for dim in dims if dim not in experts), experts, holds)
+            yield Cut(param, tuple(dim for dim in dims if dim not in experts), experts)
 
 
 def shares_out_experts(model: nn.Module) -> bool:
-    """Whether some ranks have other experts than others, beside FSDP; the same on all ranks.
-
-    Also where FSDP leaves the experts alone (`ignored_params`): then they are on another mesh than all else.
-    """
-    found = list(cuts(model))
-    meshes: tuple[list[Any], list[Any]] = ([], [])
-    for cut in found:
-        meshes[cut.holds_experts].append(cut.param.device_mesh)
-    others, own = meshes
-    return any(cut.experts for cut in found) or bool(others and any(mesh not in others for mesh in own))
+    """Whether some ranks have other experts than others, beside FSDP; the same on all ranks."""
+    return any(cut.experts for cut in cuts(model))
 
 
 def _holds_experts(owner: nn.Module, param: DTensor) -> bool:
-    """Whether it is a weight [E, N, K], or has as many entries as one beside it (the biases of experts, [E, N])."""
+    """Whether it is a weight [E, N, K], or has as many entries as one beside it (the biases of experts, [E, N]).
+
+    Weights of convolutions look like it; what follows from it (a forward more) does them no harm.
+    """
     beside = [one for one in owner._parameters.values() if one is not None and one.ndim == 3]
     return param.ndim > 0 and any(one.shape[0] == param.shape[0] for one in beside)
 

@@ -1,4 +1,7 @@
-"""Rounds full weights, and puts their values in place a few rows at a time, so that no second dense copy is needed."""
+"""Rounds full weights, and puts their values in place, both without a second dense copy.
+
+Kernels round a weight in one pass, or in chunks of rows; values are decoded a few rows at a time.
+"""
 
 from collections.abc import Iterator, Mapping
 

@@ -105,7 +105,7 @@ def amax_of(low: tl.tensor, high: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def largest(magnitudes: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
-    """The same, of magnitudes [TILE, lanes]."""
+    """The largest of each block's magnitudes [TILE, lanes]."""
     amax = tl.reduce(magnitudes, 1, _larger)
     if SQUARE > 1:
         rows = tl.reshape(amax, [SQUARE, amax.shape[0] // SQUARE])

@@ -136,6 +136,16 @@ def left_alone(model: Any) -> Any:
     return fully_shard(model, mesh=flat, ignored_params=experts)
 
 
+def left_alone_on_one_mesh(model: Any) -> Any:
+    """FSDP shards all but the experts over the ranks that these are shared out over."""
+    flat, _ = meshes()
+    for layer in model.layers:
+        parallelize_module(layer.mlp, flat, {"experts": Sharing()})
+        fully_shard(layer, mesh=flat, ignored_params={*layer.mlp.experts.parameters()})
+    experts = {param for layer in model.layers for param in layer.mlp.experts.parameters()}
+    return fully_shard(model, mesh=flat, ignored_params=experts)
+
+
 def replicated(model: Any) -> Any:
     """HSDP; what FSDP shards experts over is one rank wide."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicas", "efsdp", "ep"))
@@ -171,6 +181,7 @@ def cut_experts(model: Any) -> Any:
 LAYOUTS: dict[str, Any] = {
     "along rows": along_rows,
     "left alone": left_alone,
+    "left alone on one mesh": left_alone_on_one_mesh,
     "replicated": replicated,
     "beside tensor parallelism": beside_tensor_parallelism,
     "cut experts": cut_experts,
