@@ -4,13 +4,14 @@
     -> signs: the plan fits the model, exactly -> weights rotated -> outputs compared, or all put back
 
 Rotations of the residual stream and of the values are R1 and R2 of SpinQuant (arXiv 2405.16406), after QuaRot (arXiv
-2404.00456). Both are in the weights alone; nothing is added to the model.
+2404.00456). Both are in the weights alone; nothing is added to the model. What no other weight can take up (the input
+of a down_proj, their R4) is rotated at run time instead, by a hook: `online`.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from layerwise.rotating.plan import Norm, Plan, norms_of, planned
 from layerwise.rotating.proof import norm_kind, prove, rotations
 from layerwise.rotating.tracing import Runs, look
 from layerwise.rotating.written import note_written
+from qtensor.input_rotation import rotate_inputs_of
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ class RotationReport:
         allowed: how much rounding may make of it: 4 times what the same rounding of weights made of the outputs when
             they were rotated, rounded, and rotated back; at least that of one weight, and at most a bound for all.
         changed: fqns of all parameters that were written.
+        online: fqn of each linear whose inputs are rotated at run time -> its block.
     """
 
     difference: float
     allowed: float
     changed: tuple[str, ...]
+    online: Mapping[str, int] = field(default_factory=dict)
 
 
 def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
@@ -54,6 +58,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
     writes: Sequence[str] | None = None,
     head_dim: int | None = None,
     tied: Literal["refuse", "untie"] = "refuse",
+    online: Sequence[str] | Mapping[str, int] = (),
 ) -> RotationReport:
     """Rotate the weights of a dense model in place, so that it computes the same function with other weights.
 
@@ -70,7 +75,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         model: plain parameters with their values, in bf16, fp16, fp32 or fp64.
         batch: what the model is called with, as one batch of `calibrate`: a tensor, a tuple or a dict of keyword
             arguments. It must reach every linear that is rotated.
-        where: what to rotate: "stream", "values", or both.
+        where: what to rotate: "stream", "values", or both; with `online` also neither.
         block: size of the Hadamard matrices, a power of two that divides the channels of the stream and of a head. The
             block of the format keeps an outlier in its block.
         seed: of the signs; None: no signs.
@@ -79,6 +84,8 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         head_dim: channels of a head; None: the attribute `head_dim` of each attention.
         tied: what to do where an output projection is tied to an embedding, and the gain of the last norm would have
             to go into it: "refuse", or "untie", which gives it a parameter of its own, and says so in `model.config`.
+        online: globs over fqns of linears whose weights are rotated along K, without signs, and their inputs at run
+            time, by a forward pre-hook; in blocks of `block`, or of what a dict says for each glob.
 
     Returns:
         What was written, and how far the outputs differ.
@@ -90,7 +97,9 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         OverflowError, RuntimeError: rotated values leave the range of their dtype, or the outputs differ by more than
             rounding; everything was put back.
     """
-    asked = Asked(where=where, block=block, seed=seed, reads=reads, writes=writes, head_dim=head_dim, tied=tied)
+    asked = Asked(
+        where=where, block=block, seed=seed, reads=reads, writes=writes, head_dim=head_dim, tied=tied, online=online
+    )
     chosen = choose(model, asked)
     device = next(iter(model.parameters())).device
     with evaluating(model), full_precision(device), ExitStack() as undo:
@@ -109,6 +118,8 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         rounding = _difference(before, runs.outputs())
         _restore(copies)
         _write(plan, norms, matrices)
+        for name, axis in chosen.online.items():
+            undo.callback(rotate_inputs_of(model.get_submodule(name), axis.online))
         report = _compared(plan, norms, _difference(before, runs.outputs()), rounding)
         undo.pop_all()  # all is well: keep it
     note_written(model, report.changed)
@@ -202,4 +213,5 @@ def _compared(plan: Plan, norms: Sequence[Norm], difference: float, rounding: fl
             "rounding, so the rotation is not exact in this model; everything was put back"
         )
     written = (*(one.name for one in plan.changes), *(f"{one.name}.weight" for one in norms))
-    return RotationReport(difference, allowed, written)
+    online = {one.columns.maker: one.columns.online for one in plan.changes if one.columns and one.columns.online}
+    return RotationReport(difference, allowed, written, online)

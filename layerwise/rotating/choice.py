@@ -1,6 +1,7 @@
 """Which modules are to be rotated: options, and modules by their names, checked by themselves."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qtensor.input_rotation import ATTRIBUTE as ROTATED
 from qtensor.selection import check_lists, matches, unmatched
 
 # The names of Llama and its relatives in transformers.
@@ -33,13 +35,20 @@ class Asked:
     writes: Sequence[str] | None
     head_dim: int | None
     tied: Literal["refuse", "untie"]
+    online: Sequence[str] | Mapping[str, int]
 
     def __post_init__(self) -> None:
-        check_lists("rotate_", where=self.where, reads=self.reads or (), writes=self.writes or ())
-        if not self.where or not {*self.where} <= {*PLACES}:
+        names = [*self.online] if isinstance(self.online, Mapping) else self.online
+        check_lists("rotate_", where=self.where, reads=self.reads or (), writes=self.writes or (), online=names)
+        if not {*self.where} <= {*PLACES} or not (self.where or names):
             raise ValueError(f"rotate_: where={self.where!r}; expected one or both of {', '.join(map(repr, PLACES))}")
-        if type(self.block) is not int or self.block < 2 or self.block & (self.block - 1):
+        if not _is_size(self.block):
             raise ValueError(f"rotate_: block={self.block!r} is not a power of two from 2 on")
+        for pattern, block in self.blocks.items():
+            if not _is_size(block):
+                raise ValueError(
+                    f"rotate_: online= has {block!r} for {pattern!r}, which is not a power of two from 2 on"
+                )
         if self.seed is not None and type(self.seed) is not int:
             raise ValueError(f"rotate_: seed={self.seed!r} is neither an integer nor None")
         if self.head_dim is not None and (type(self.head_dim) is not int or self.head_dim < 1):
@@ -47,20 +56,31 @@ class Asked:
         if self.tied not in ("refuse", "untie"):
             raise ValueError(f"rotate_: tied={self.tied!r} is neither 'refuse' nor 'untie'")
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Pattern of `online` -> its block."""
+        return dict(self.online) if isinstance(self.online, Mapping) else dict.fromkeys(self.online, self.block)
+
+
+def _is_size(block: object) -> bool:
+    return type(block) is int and block >= 2 and not block & (block - 1)
+
 
 @dataclass(frozen=True)
 class Axis:
-    """What is rotated: the residual stream, or the values of one attention, whose heads are rotated alike.
+    """What is rotated: the residual stream, the values of one attention, whose heads are rotated alike, or inputs.
 
     Attributes:
         what: in words.
-        period: how many channels the stream has, or a head.
-        maker: fqn of the linear that makes the values; empty for the stream.
+        period: how many channels the stream has, or a head, or a linear takes.
+        maker: fqn of the linear that makes the values, or whose inputs are rotated at run time; empty for the stream.
+        online: the block, where inputs are rotated at run time (then without signs); else 0.
     """
 
     what: str
     period: int
     maker: str = ""
+    online: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +91,19 @@ class Chosen:
         reads, writes: those of the residual stream; empty where that is not rotated.
         values: (fqn of the values' linear, fqn of the linear that reads them, head_dim).
         stream: the residual stream, if it is rotated.
+        online: fqns of linears whose inputs are rotated at run time.
     """
 
     reads: Mapping[str, nn.Linear]
     writes: Mapping[str, nn.Linear | nn.Embedding]
     values: Sequence[tuple[str, str, int]]
     stream: Axis | None
+    online: Mapping[str, Axis]
 
     def names(self) -> list[str]:
         """All fqns, each once."""
         pairs = (name for pair in self.values for name in pair[:2])
-        return list(dict.fromkeys([*self.writes, *self.reads, *pairs]))
+        return list(dict.fromkeys([*self.writes, *self.reads, *pairs, *self.online]))
 
 
 def choose(model: nn.Module, asked: Asked) -> Chosen:
@@ -103,7 +125,8 @@ def choose(model: nn.Module, asked: Asked) -> Chosen:
         }
         stream = Axis("the residual stream", _width(reads, writes, asked.block))
     values = list(_values(modules, asked)) if "values" in asked.where else []
-    chosen = Chosen(reads, writes, values, stream)
+    online = dict(_online(model, modules, asked, taken={*reads, *(reader for _, reader, _ in values)}))
+    chosen = Chosen(reads, writes, values, stream, online)
     for name in chosen.names():
         check_plain(name, modules[name])
     return chosen
@@ -174,6 +197,39 @@ def _values(modules: Mapping[str, nn.Module], asked: Asked) -> Iterator[tuple[st
         raise ValueError(
             f'rotate_: no attention has {MADE} beside {TAKEN}, so its values cannot be rotated; take where=("stream",)'
         )
+
+
+def _online(
+    model: nn.Module, modules: Mapping[str, nn.Module], asked: Asked, taken: Collection[str]
+) -> Iterator[tuple[str, Axis]]:
+    """Linears whose inputs are rotated at run time; `taken`: those whose columns are rotated with what they read."""
+    for pattern in unmatched([*asked.blocks], modules):
+        raise ValueError(f"rotate_: the pattern {pattern!r} of online= matches no module")
+    uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    for name, module in modules.items():
+        blocks = {block for pattern, block in asked.blocks.items() if matches(name, [pattern])}
+        if not blocks:
+            continue
+        linear, block = _linear(name, module), min(blocks)
+        if len(blocks) > 1:
+            raise ValueError(f"rotate_: online= has several blocks for {name}: {', '.join(map(str, sorted(blocks)))}")
+        if linear.in_features % block:
+            raise ValueError(
+                f"rotate_: block={block} does not divide the {linear.in_features} inputs of {name}, which online= names"
+            )
+        if hasattr(linear, ROTATED):
+            raise ValueError(f"rotate_: the inputs of {name} are rotated at run time already; leave it out of online=")
+        if name in taken:
+            raise NotImplementedError(
+                f"rotate_: {name}, which online= names, takes what is rotated without it; leave it out of online=, or "
+                "the other rotation out by where="
+            )
+        if uses[id(linear.weight)] > 1:
+            raise NotImplementedError(
+                f"rotate_: the weight of {name}, which online= names, has other names or uses in the model, where its "
+                "inputs would not be rotated with it"
+            )
+        yield name, Axis("inputs at run time", linear.in_features, name, block)
 
 
 def check_plain(name: str, module: nn.Module) -> None:

@@ -9,12 +9,13 @@ H is applied as log2(block) rounds of sums and differences, in float64. The orde
 every device and every number of threads comes to the same bits.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from qtensor.input_rotation import hadamard
 
 PIECE = 2**22  # elements at a time, in float64
 
@@ -53,16 +54,6 @@ class Rotation:
     def rows(self, values: Tensor) -> Tensor:
         """R^T values, float64 [width, ...]."""
         return self.columns(values.mT).mT if values.ndim > 1 else self.columns(values)
-
-
-def hadamard(values: Tensor, block: int) -> Tensor:
-    """Each block of the last dim times Sylvester's matrix / sqrt(block), in the dtype of `values` [..., width]."""
-    shape, half = values.shape, 1
-    while half < block:
-        pairs = values.reshape(-1, 2, half)
-        values = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
-        half *= 2
-    return values.mul(1 / math.sqrt(block)).reshape(shape)
 
 
 def signs_of(seed: int | None, period: int) -> Tensor:

@@ -4,6 +4,7 @@
                       read it: their columns. Between them only RMSNorm, which commutes with R once its gain is moved
                       into the linears that read it.
     values            v R in place of v, in every head alike, between a v_proj and its o_proj
+    inputs            x H in place of x, made of x at run time: the columns of one linear
 
 This is a plan by names; `proof` shows whether the model is one that it fits.
 
@@ -149,7 +150,7 @@ def _changes(model: nn.Module, chosen: Chosen, sight: Sight, folded: frozenset[s
         if isinstance(module, nn.Embedding):
             yield Change(f"{name}.weight", weight, reads=False, columns=chosen.stream)
             continue
-        columns = chosen.stream if name in chosen.reads else taken.get(name)
+        columns = chosen.stream if name in chosen.reads else taken.get(name, chosen.online.get(name))
         rows = chosen.stream if name in chosen.writes else made.get(name)
         source = next(iter(sight.sources.get(name, ())), None) if name in chosen.reads else None
         yield Change(f"{name}.weight", weight, True, columns, rows, source if source in folded else None)

@@ -10,14 +10,16 @@ What is left open is what commutes with signs and not with a rotation: an odd fu
 factor for each channel (a gate), a norm without a gain that is not RMS (the largest magnitude), heads that are shorter
 than head_dim says. And what the batch does not reach. The outputs after the rotation tell the former, within rounding.
 
+Inputs that are rotated at run time are shown in the same way, with signs in place of the hooks that will rotate them.
+
     norm_kind     how a norm alone takes its weight; refuses one that does not commute with rotations
     prove         all of the above on the model; the weights are put back
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +91,12 @@ def prove(plan: Plan, norms: Sequence[Norm], runs: Runs) -> None:
         )
     _prove_gains(plan.changes, norms, runs, plain)
     signs = {axis: signs_of(number, axis.period) for number, axis in enumerate(plan.axes())}
-    for what in dict.fromkeys(axis.what for axis in signs):
-        _prove_channels(what, [one for one in _flips(plan.changes, signs) if one.axis.what == what], runs, plain)
+    flips = list(_flips(plan.changes, signs))
+    for what in dict.fromkeys(axis.what for axis in signs if not axis.online):
+        _prove_channels(what, [one for one in flips if one.axis.what == what], runs, plain)
+    online = [one for one in flips if one.axis.online]
+    if online:
+        _prove_inputs(online, signs, runs, plain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +130,38 @@ def _prove_channels(what: str, flips: Sequence[Flip], runs: Runs, plain: Sequenc
             raise ValueError(
                 f"rotate_: other signs of {what} do not show in the model's outputs on this batch; give another"
             )
+
+
+def _prove_inputs(flips: Sequence[Flip], signs: Mapping[Axis, Tensor], runs: Runs, plain: Sequence[Tensor]) -> None:
+    """Signs in the columns of linears, and in their inputs, by hooks at the place of those that will rotate them."""
+    with _flipped((one.tensor, one.signs) for one in flips):
+        alone = runs.outputs()
+        with ExitStack() as hooks:
+            for one in flips:
+                linear = runs.model.get_submodule(one.axis.maker)
+                hook = _signed(signs[one.axis])
+                hooks.callback(linear.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            both = runs.outputs()
+    names = ", ".join([one.axis.maker for one in flips][:3])
+    if not _same(plain, both):
+        raise NotImplementedError(
+            f"rotate_: other signs in the inputs of {names} and in the columns of their weights changed the model's "
+            "outputs: something uses a weight in another way than by calling the module; leave it out of online="
+        )
+    if _same(plain, alone):
+        raise ValueError(
+            f"rotate_: other signs in the weights of {names} do not show in the model's outputs on this batch; give "
+            "another"
+        )
+
+
+def _signed(signs: Tensor) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (args[0] * signs.to(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "input": kwargs["input"] * signs.to(kwargs["input"])}
+
+    return hook
 
 
 def _prove_gains(changes: Sequence[Change], norms: Sequence[Norm], runs: Runs, plain: Sequence[Tensor]) -> None:
@@ -191,5 +229,8 @@ def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def rotations(plan: Plan, block: int, seed: int | None) -> Mapping[Axis, Rotation]:
-    """The matrix of every axis."""
-    return {axis: Rotation(block, signs_of(seed, axis.period)) for axis in plan.axes()}
+    """The matrix of every axis; inputs are rotated at run time without signs, as engines do it."""
+    return {
+        axis: Rotation(axis.online or block, signs_of(None if axis.online else seed, axis.period))
+        for axis in plan.axes()
+    }

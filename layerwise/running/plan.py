@@ -33,6 +33,7 @@ from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import check_cuts
 from qtensor.float8 import Float8CurrentScaling
 from qtensor.formats import tensor_wide
+from qtensor.input_rotation import input_rotations
 from qtensor.recipes import Recipe
 
 
@@ -138,13 +139,14 @@ class Plan:
 
     def decides(self) -> dict[str, Any]:
         """What decides the outcome, apart from weights, data, recipe and algorithm; json-able."""
-        kv_cache = self.options.kv_cache
+        kv_cache, rotated = self.options.kv_cache, input_rotations(self.model)
         return {
             "stages": [stage.name for stage in self.stages],
             "targets": [target.name for stage in self.stages for target in stage.targets],
             "inputs": self.options.inputs,
             "layer_inputs": "quantized" if self.options.quantized_onward else "unquantized",
             **({} if kv_cache is None else {"kv_cache": kv_cache.to_json()}),
+            **({"input_rotations": rotated} if rotated else {}),
             **({} if self.options.expert_inputs == "routed" else {"expert_inputs": self.options.expert_inputs}),
         }
 
@@ -154,6 +156,7 @@ class Plan:
         text = {"recipe": json.dumps(options.recipe.to_json()), "algorithm": json.dumps(options.algorithm.to_json())}
         text |= {"inputs": decides["inputs"], "layer_inputs": decides["layer_inputs"]}
         text |= {"kv_cache": json.dumps(decides.get("kv_cache")), "expert_inputs": options.expert_inputs}
+        text |= {"input_rotations": json.dumps(decides.get("input_rotations"))}
         text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
         named: list[tuple[str, Tensor]] = [*self.model.named_parameters()]
         if checkpoint:  # it holds digests of buffers, too
