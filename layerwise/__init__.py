@@ -2,7 +2,7 @@
 
     calibrate         the call: plan -> run -> result, modules of running/
     search_formats    the call that chooses a recipe for each weight, by the same run through the layers
-    rotate            the call that rotates weights, before any of them is quantized
+    rotate            the calls that rotate weights, before any of them is quantized, and inputs at run time
 
 Folders; each imports only from those above it:
 
@@ -33,7 +33,7 @@ from layerwise.calibrate import calibrate
 from layerwise.formats.assignment import Assignment
 from layerwise.formats.candidates import Candidate, LinearErrors, LinearGroup
 from layerwise.report.report import LinearReport, Report
-from layerwise.rotate import RotationReport, rotate_
+from layerwise.rotate import RotationReport, rotate_, rotate_inputs_
 from layerwise.running.events import Event
 from layerwise.running.kv_cache import KVCache
 from layerwise.running.result import CalibrationResult
@@ -66,5 +66,6 @@ __all__ = [
     "Smoothing",
     "calibrate",
     "rotate_",
+    "rotate_inputs_",
     "search_formats",
 ]

@@ -22,6 +22,7 @@ from layerwise.folding.folds import AMPLIFICATION, deviation, tolerance
 from layerwise.inputs.evaluating import evaluating
 from layerwise.rotating.choice import Asked, Axis, Chosen, choose
 from layerwise.rotating.hadamard import Rotation, rotate_weight_
+from layerwise.rotating.online import is_size, named_linears
 from layerwise.rotating.plan import Norm, Plan, norms_of, planned
 from layerwise.rotating.proof import norm_kind, prove, rotations
 from layerwise.rotating.tracing import Runs, look
@@ -124,6 +125,33 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         undo.pop_all()  # all is well: keep it
     note_written(model, report.changed)
     return report
+
+
+def rotate_inputs_(model: nn.Module, online: Mapping[str, int]) -> dict[str, int]:
+    """Rotate inputs of linears at run time, whose weights are rotated already: those of a checkpoint, say.
+
+    `rotate_` does this itself, with the weights. A model that is built anew and gets its weights from a checkpoint of
+    the rotated one needs the hooks alone: call this before it is loaded, before or after `fully_shard`.
+
+    Args:
+        model: any, also on the meta device, sharded or quantized.
+        online: glob over fqns of linears -> the block, a power of two, as in the report of `rotate_`.
+
+    Returns:
+        Fqn of each linear -> its block.
+
+    Raises:
+        ValueError, TypeError: globs, modules or blocks that do not fit, by name; nothing was changed.
+    """
+    for pattern, block in online.items():
+        if not is_size(block):
+            raise ValueError(
+                f"rotate_inputs_: online= has {block!r} for {pattern!r}, which is no power of two from 2 on"
+            )
+    found = list(named_linears("rotate_inputs_", dict(model.named_modules()), online))
+    for _, linear, block in found:
+        rotate_inputs_of(linear, block)
+    return {name: block for name, _, block in found}
 
 
 def _norms(plan: Plan, chosen: Chosen, matrices: Mapping[Axis, Rotation]) -> Iterator[Norm]:

@@ -6,8 +6,9 @@
 H has no random signs: it is what engines make of `"type": "hadamard"` with a `head_dim` in the `transform_config` of
 compressed-tensors, whose matrix is Sylvester's, divided by sqrt(head_dim) as it is applied.
 
-A module knows its block by an attribute, which copies, pickles and FSDP2 keep. A state dict knows it by its
-`_metadata`, where torch keeps what belongs to a module and is no tensor: its keys are those of any other model.
+A module knows its block by an attribute, which copies, pickles and FSDP2 keep. So does its weight in a state dict:
+keys are those of any other model, and whoever saves or exports it finds the block there. A copy of the tensor that
+somebody makes (a full or offloaded state dict of torch's) does not have it.
 """
 
 import math
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 ATTRIBUTE = "input_rotation"
+COMPILED = "_orig_mod."  # what torch.compile(module) puts into names
 
 
 def hadamard(values: Tensor, block: int) -> Tensor:
@@ -65,14 +67,13 @@ class InputRotation:
 
 @dataclass
 class _Note:
-    """The hook of state_dict() that writes the block into `_metadata`; torch sets an attribute on such hooks."""
+    """The hook of state_dict() that notes the block at the weight; torch sets an attribute on such hooks."""
 
     block: int
 
-    def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
-    ) -> None:
-        local_metadata[ATTRIBUTE] = self.block
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            noted(state_dict[f"{prefix}weight"], self.block)
 
 
 def rotate_inputs_of(module: nn.Module, block: int) -> Callable[[], None]:
@@ -96,14 +97,22 @@ def input_rotations(model: nn.Module) -> dict[str, int]:
     return {name: getattr(module, ATTRIBUTE) for name, module in model.named_modules() if hasattr(module, ATTRIBUTE)}
 
 
-def noted_rotations(state_dict: Any) -> dict[str, int]:
-    """The same of a state dict, nested or flat, by names that begin with the keys under which it is nested."""
-    found: dict[str, int] = {}
-    for module, record in getattr(state_dict, "_metadata", {}).items():
-        if isinstance(record, Mapping) and ATTRIBUTE in record:
-            found[module] = record[ATTRIBUTE]
-    if isinstance(state_dict, Mapping):
-        for key, value in state_dict.items():
-            if isinstance(value, Mapping):
-                found |= {f"{key}.{module}".rstrip("."): block for module, block in noted_rotations(value).items()}
-    return found
+def noted(weight: Tensor, block: int) -> Tensor:
+    """The same tensor, with a note that it is the weight of a linear whose inputs are rotated."""
+    setattr(weight, ATTRIBUTE, block)
+    return weight
+
+
+def noted_block(value: Any) -> int:
+    """The block that is noted at a tensor, 0 where there is none."""
+    return getattr(value, ATTRIBUTE, 0) if isinstance(value, Tensor) else 0
+
+
+def noted_rotations(flat: Mapping[str, Any]) -> dict[str, int]:
+    """Module -> block, of a flat state dict; by the names that modules have before they are compiled."""
+    return {module_of(name): block for name, value in flat.items() if (block := noted_block(value))}
+
+
+def module_of(name: str) -> str:
+    """The fqn of the module whose weight has this name, as it was before it was compiled."""
+    return f".{name}".replace(COMPILED, "").removesuffix(".weight").removeprefix(".")

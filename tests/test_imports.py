@@ -146,6 +146,7 @@ PUBLIC: dict[str, list[str]] = {
         "Smoothing",
         "calibrate",
         "rotate_",
+        "rotate_inputs_",
         "search_formats",
     ],
 }

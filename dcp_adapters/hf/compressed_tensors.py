@@ -1,6 +1,7 @@
 """The layout of compressed-tensors, which llm-compressor writes and vLLM, SGLang and transformers read.
 
-One group of linears for each scheme. Global scales are stored as reciprocals, tensor-wide ones with one element.
+One group of linears for each scheme. Global scales are stored as reciprocals, tensor-wide ones with one element. Inputs
+that are rotated at run time stand in its `transform_config`.
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ from dcp_adapters.hf.layout import (
     StoredAs,
     register_layout,
 )
+from dcp_adapters.hf.rotations import transform_config
 from qtensor.int4 import GROUPS
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -125,6 +127,8 @@ def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
         "ignore": list(linears.ignored),
         "config_groups": groups,
     }
+    if linears.rotated:
+        quantization["transform_config"] = transform_config(linears.rotated)
     return {"config.json": quantization}
 
 
@@ -135,6 +139,7 @@ COMPRESSED_TENSORS = Layout(
     kv_form=ONE,
     kv_heads=HEADS,
     json=_json,
+    rotates=True,
     lacks={Scheme("fp8_block", "static"): GROUPS_OF_INPUTS},
 )
 register_layout(COMPRESSED_TENSORS)

@@ -216,7 +216,8 @@ class Linears:
 
     schemes: module -> its scheme. ignored: modules of linears that are not quantized. kv_cache: what has scales of the
     KV cache, each attention ("tensor") or each of its heads ("head"); None: there are none. producer: name and version
-    of what wrote the file. recipes: of the weights, all of them.
+    of what wrote the file. recipes: of the weights, all of them. rotated: module -> block, of linears whose inputs
+    engines must rotate.
     """
 
     schemes: Mapping[str, Scheme]
@@ -224,6 +225,7 @@ class Linears:
     kv_cache: Literal["tensor", "head"] | None
     producer: Mapping[str, str]
     recipes: frozenset[Recipe] = frozenset()
+    rotated: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kinds(self) -> list[Scheme]:
@@ -247,6 +249,7 @@ class Layout:
         experts: what becomes of a weight [E, N, K] of all experts: "each", a linear for each; "all", it stays one, and
             nothing else is quantized.
         fuses: whether its engines run some linears as one, which must then share a format and scales.
+        rotates: whether its JSON can tell engines to rotate inputs at run time.
         models: the `model_type`s that it is for; empty: all but those whose experts have names of their own.
         kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
         kv_form: how such a scale looks in the file.
@@ -265,6 +268,7 @@ class Layout:
     also_reads: Sequence[tuple[Scheme, SchemeEntry]] = ()
     experts: Literal["each", "all"] = "each"
     fuses: bool = True
+    rotates: bool = False
     models: frozenset[str] = frozenset()
 
     @property

@@ -8,7 +8,7 @@ cannot be exported is found here, before anything is written; scales that engine
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.experts import check_experts, engine_pieces
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, SHAPE, Form, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
+from dcp_adapters.hf.rotations import check_rotations
 from dcp_adapters.hf.shared_scales import (
     KV_SCALES,
     check_fused,
@@ -110,7 +111,8 @@ class Request:
 
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
     the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
-    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says.
+    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. rotated:
+    module -> block, of linears whose inputs are rotated at run time.
     """
 
     layout: Layout
@@ -120,6 +122,7 @@ class Request:
     tied: bool = False
     requantize: bool = False
     dtype: torch.dtype | None = None
+    rotated: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
@@ -159,6 +162,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
         request.layout.entry(scheme, module)
     ignored = _ignored(records, schemes, turned, tied=request.tied)
     _check_once(schemes, ignored)
+    check_rotations(request.rotated, request.layout, [*schemes, *ignored])
     renewed: dict[str, float] = {}
     if request.layout.fuses:
         check_fused(schemes, ignored)
@@ -181,7 +185,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
     outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
     recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
-    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes)
+    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, request.rotated)
     dtype = request.dtype or next(iter(quantized.values())).dtype
     files = _files_within(outputs, request.max_shard_size)
     return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype)

@@ -84,8 +84,9 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
             source = quantized_on_the_way(source, asked.quantizing, amaxes)
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
         tied = asked.described.tied
+        scales, size = dict(_scales(source)), asked.max_shard_size
         request = Request(
-            asked.layout, dict(_scales(source)), producer, asked.max_shard_size, tied, asked.requantize, asked.dtype
+            asked.layout, scales, producer, size, tied, asked.requantize, asked.dtype, rotated=dict(source.rotated)
         )
         check_names(source.entries, asked.described, asked.layout)
         _check_complete(source, asked)
@@ -216,7 +217,7 @@ def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
     told: tuple[Any, ...] = (
         [f"{name} {record}" for name, record in source.entries.items()],
         [
-            (request.layout.name, request.max_shard_size, request.requantize, str(request.dtype)),
+            (request.layout.name, request.max_shard_size, request.requantize, str(request.dtype), request.rotated),
             [source.way(name) for name in source.entries],
         ],
         {name: value.hex() for name, value in request.scales.items()},

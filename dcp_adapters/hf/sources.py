@@ -16,6 +16,7 @@ from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.live_source import LiveSource
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.prefixes import under, weights_prefix
+from dcp_adapters.hf.rotations import rotations_under
 from dcp_adapters.hf.schemes import COUNTS, VALUES, is_quantized
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.source import Group, Keep, Source, Stored
@@ -59,6 +60,7 @@ class StoredSource(Source):
             )
         self._names = under(prefix, {name: name for name in stored.entries}, str(stored.path))
         self.entries = {short: replace(stored.entries[name], name=short) for short, name in self._names.items()}
+        self.rotated = rotations_under(prefix, stored.rotated)
         self.recorded = {short: stored.digests[name] for short, name in self._names.items() if name in stored.digests}
 
     def parts(self, name: str) -> dict[str, Tensor]:
@@ -93,6 +95,12 @@ class JoinedSources(Source):
                     self._of.setdefault(name, source)
             taken |= set().union(*linears.values())
         self.entries = {name: source.entries[name] for name, source in self._of.items()}
+        self.rotated = {
+            module: block
+            for source in sources
+            for module, block in source.rotated.items()
+            if self._of.get(f"{module}.weight".lstrip(".")) is source
+        }
 
     def way(self, name: str) -> str:
         """As its source says."""

@@ -19,6 +19,7 @@ from dcp_adapters.expand import entry_of, quantized_local
 from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.manifest import MANIFEST, Manifest
 from fsdp_hooks.torch_private import without_torch_function
+from qtensor.input_rotation import module_of, noted_block
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
 VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -93,6 +94,30 @@ def differences(
         problems += [f"{name}: missing in the checkpoint" for name in target.others if name not in stored]
         problems += _extra(target, metadata, manifest)
     return sorted(problems)
+
+
+def rotation_differences(flat: Mapping[str, Any], manifest: Manifest | None) -> list[str]:
+    """Weights of linears whose inputs are rotated at run time on one side, and not, or in other blocks, on the other.
+
+    Args:
+        flat: the state dict that is loaded into.
+        manifest: the checkpoint's; without one nothing is known.
+    """
+    if manifest is None:
+        return []
+    problems = []
+    for name, value in flat.items():
+        held, want = manifest.input_rotations.get(module_of(name), 0), noted_block(value)
+        if held != want:
+            problems.append(
+                f"{name}: the checkpoint has it for {_inputs(held)}, the target for {_inputs(want)}; "
+                "layerwise.rotate_inputs_ gives a model that is built anew the rotations of its checkpoint"
+            )
+    return sorted(problems)
+
+
+def _inputs(block: int) -> str:
+    return f"inputs that are rotated at run time in blocks of {block}" if block else "inputs as they are"
 
 
 def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, Entry]:

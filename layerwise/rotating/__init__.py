@@ -2,6 +2,7 @@
 
 hadamard    the product of a weight with blocks of Hadamard matrices
 tracing     what reaches the modules of a model on one batch
+online      linears whose inputs are rotated at run time, by globs
 choice      options, and the modules that they name
 plan        which dims of which weights are rotated; what does not fit is refused
 proof       that the model is one whose function the plan does not change, by signs alone

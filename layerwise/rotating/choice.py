@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qtensor.input_rotation import ATTRIBUTE as ROTATED
+from layerwise.rotating.online import is_size, named_linears, plain_linear
 from qtensor.selection import check_lists, matches, unmatched
 
 # The names of Llama and its relatives in transformers.
@@ -42,10 +42,10 @@ class Asked:
         check_lists("rotate_", where=self.where, reads=self.reads or (), writes=self.writes or (), online=names)
         if not {*self.where} <= {*PLACES} or not (self.where or names):
             raise ValueError(f"rotate_: where={self.where!r}; expected one or both of {', '.join(map(repr, PLACES))}")
-        if not _is_size(self.block):
+        if not is_size(self.block):
             raise ValueError(f"rotate_: block={self.block!r} is not a power of two from 2 on")
         for pattern, block in self.blocks.items():
-            if not _is_size(block):
+            if not is_size(block):
                 raise ValueError(
                     f"rotate_: online= has {block!r} for {pattern!r}, which is not a power of two from 2 on"
                 )
@@ -60,10 +60,6 @@ class Asked:
     def blocks(self) -> dict[str, int]:
         """Pattern of `online` -> its block."""
         return dict(self.online) if isinstance(self.online, Mapping) else dict.fromkeys(self.online, self.block)
-
-
-def _is_size(block: object) -> bool:
-    return type(block) is int and block >= 2 and not block & (block - 1)
 
 
 @dataclass(frozen=True)
@@ -149,9 +145,7 @@ def _named(
 
 
 def _linear(name: str, module: nn.Module) -> nn.Linear:
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        raise TypeError(f"rotate_: {name} is a {type(module).__name__}; only nn.Linear, as it is, can be rotated")
-    return module
+    return plain_linear("rotate_", name, module)
 
 
 def _width(reads: Mapping[str, nn.Linear], writes: Mapping[str, nn.Linear | nn.Embedding], block: int) -> int:
@@ -203,22 +197,8 @@ def _online(
     model: nn.Module, modules: Mapping[str, nn.Module], asked: Asked, taken: Collection[str]
 ) -> Iterator[tuple[str, Axis]]:
     """Linears whose inputs are rotated at run time; `taken`: those whose columns are rotated with what they read."""
-    for pattern in unmatched([*asked.blocks], modules):
-        raise ValueError(f"rotate_: the pattern {pattern!r} of online= matches no module")
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    for name, module in modules.items():
-        blocks = {block for pattern, block in asked.blocks.items() if matches(name, [pattern])}
-        if not blocks:
-            continue
-        linear, block = _linear(name, module), min(blocks)
-        if len(blocks) > 1:
-            raise ValueError(f"rotate_: online= has several blocks for {name}: {', '.join(map(str, sorted(blocks)))}")
-        if linear.in_features % block:
-            raise ValueError(
-                f"rotate_: block={block} does not divide the {linear.in_features} inputs of {name}, which online= names"
-            )
-        if hasattr(linear, ROTATED):
-            raise ValueError(f"rotate_: the inputs of {name} are rotated at run time already; leave it out of online=")
+    for name, linear, block in named_linears("rotate_", modules, asked.blocks):
         if name in taken:
             raise NotImplementedError(
                 f"rotate_: {name}, which online= names, takes what is rotated without it; leave it out of online=, or "

@@ -18,6 +18,7 @@ from layerwise.stages.stage import Stage
 from layerwise.stages.targets import Target
 from qtensor.float8 import Float8CurrentScaling
 from qtensor.formats import block_multiple, encode, tensor_wide
+from qtensor.input_rotation import input_rotations, noted
 from qtensor.recipes import Recipe
 
 
@@ -44,7 +45,7 @@ class CalibrationResult:
         norms, linears that stay dense; these are the model's own, not copies), and with inputs="static" also
         `<module>.input_scale`, fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`); with kv_cache
         also `<attention>.k_scale` and `.v_scale`, fp32 [], or [heads] for granularity="head". Save it with `dcp.save`
-        and `QuantizedSavePlanner`.
+        and `QuantizedSavePlanner`, which sees at these tensors whose inputs are rotated at run time.
         """
         return dict(self._entries)
 
@@ -68,6 +69,10 @@ def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -
             entries |= kv_scales(plan.options.kv_cache, outcome.kv_amax)
     for name, param in written(plan.model).items():
         entries.setdefault(name, param.detach())
+    for module, block in input_rotations(plan.model).items():
+        name = f"{module}.weight".lstrip(".")
+        if name in entries:
+            noted(entries[name], block)
     report = Report(
         records=tuple(record for outcome in outcomes for record in outcome.measured.records),
         layer_errors={

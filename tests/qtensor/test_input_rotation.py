@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
 
 import pytest
 import scipy.linalg
@@ -87,12 +86,13 @@ def test_copies_and_pickles_keep_it() -> None:
 
 def test_a_state_dict_has_the_same_keys_and_knows_of_it() -> None:
     model = rotated()
-    state: Any = model.state_dict()
+    state = model.state_dict()
     assert list(state) == list(mlp().state_dict())
-    assert noted_rotations(state) == {"down": BLOCK}
-    assert noted_rotations({"model": {"inner": state}, "step": 3}) == {"model.inner.down": BLOCK}
-    assert noted_rotations({"model": get_model_state_dict(model)}) == {"model.down": BLOCK}
-    assert noted_rotations({"one": model.down.state_dict()}) == {"one": BLOCK}
+    assert noted_rotations(state) == noted_rotations(get_model_state_dict(model)) == {"down": BLOCK}
+    assert noted_rotations({f"model.{name}": value for name, value in state.items()}) == {"model.down": BLOCK}
+    assert noted_rotations(model.down.state_dict()) == {"": BLOCK}
+    assert noted_rotations(torch.compile(model).state_dict()) == {"down": BLOCK}
+    assert noted_rotations(model.state_dict(keep_vars=True)) == {"down": BLOCK}
     assert noted_rotations(mlp().state_dict()) == {}
     mlp().load_state_dict(state)
 

@@ -1,0 +1,53 @@
+"""Linears whose inputs are rotated at run time: which ones globs name, and that their blocks fit."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from qtensor.input_rotation import ATTRIBUTE
+from qtensor.selection import matches, unmatched
+
+
+def is_size(block: object) -> bool:
+    """Whether a Hadamard matrix of Sylvester's has this size."""
+    return type(block) is int and block >= 2 and not block & (block - 1)
+
+
+def named_linears(
+    caller: str, modules: Mapping[str, nn.Module], blocks: Mapping[str, int]
+) -> Iterator[tuple[str, nn.Linear, int]]:
+    """Fqn, linear and block of all that the globs name.
+
+    Args:
+        caller: for messages.
+        modules: of the model, by fqn.
+        blocks: glob over fqns -> block.
+
+    Raises:
+        ValueError, TypeError: a glob that matches nothing, something else than a linear, several blocks for one, a
+            block that does not divide its inputs, inputs that are rotated already.
+    """
+    for pattern in unmatched([*blocks], modules):
+        raise ValueError(f"{caller}: the pattern {pattern!r} of online= matches no module")
+    for name, module in modules.items():
+        found = sorted({block for pattern, block in blocks.items() if matches(name, [pattern])})
+        if not found:
+            continue
+        linear, block = plain_linear(caller, name, module), found[0]
+        if len(found) > 1:
+            raise ValueError(f"{caller}: online= has several blocks for {name}: {', '.join(map(str, found))}")
+        if linear.in_features % block:
+            raise ValueError(
+                f"{caller}: block={block} does not divide the {linear.in_features} inputs of {name}, which online= "
+                "names"
+            )
+        if hasattr(linear, ATTRIBUTE):
+            raise ValueError(f"{caller}: the inputs of {name} are rotated at run time already; leave it out of online=")
+        yield name, linear, block
+
+
+def plain_linear(caller: str, name: str, module: nn.Module) -> nn.Linear:
+    """The module, which must be a linear with the forward of nn.Linear. Raises TypeError."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise TypeError(f"{caller}: {name} is a {type(module).__name__}; only nn.Linear, as it is, can be rotated")
+    return module
