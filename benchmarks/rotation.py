@@ -45,9 +45,14 @@ ROWS: dict[tuple[str, str], dict[str, Any] | None] = {
     ("MXFP4", AS_IS): None,
     ("MXFP4", "stream, blocks of 32"): {"where": ("stream",), "block": 32},
     ("MXFP4", "stream and values, blocks of 32"): {"block": 32},
+    ("MXFP4", "inputs of down_proj, blocks of 32"): {"where": (), "online": {"*down_proj": 32}},
+    ("MXFP4", "inputs of down_proj, blocks of 512"): {"where": (), "online": {"*down_proj": 512}},
+    ("MXFP4", "stream, values and inputs of down_proj, blocks of 32"): {"block": 32, "online": ["*down_proj"]},
     ("NVFP4", AS_IS): None,
     ("NVFP4", "stream and values, blocks of 16"): {"block": 16},
     ("NVFP4", "stream and values, blocks of 32"): {"block": 32},
+    ("NVFP4", "inputs of down_proj, blocks of 16"): {"where": (), "online": {"*down_proj": 16}},
+    ("NVFP4", "stream, values and inputs of down_proj, blocks of 16"): {"block": 16, "online": ["*down_proj"]},
 }
 
 

@@ -121,15 +121,15 @@ def test_a_loaded_model_that_is_told_to_rotate_has_our_logits(recipe: Any, tmp_p
     """
     model = rotated(recipe)
     export_hf(model, tmp_path / "out")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    loaded(PROMPT)  # which decompresses the weights, to bf16
-    torch.nn.Module.float(loaded)  # transformers refuses to do it to what was quantized
-    unaware, ours = logits(loaded), logits(decompressed(model))
-    apply_transform_config(loaded, TransformConfig.model_validate(written(tmp_path / "out")["transform_config"]))
-    assert deviation(logits(loaded), ours) < 15 * 128 * 2**-24
-    assert (
-        deviation(unaware, ours) > 0.05
-    )  # should transformers rotate by itself one day, docs/calibration.md says less
+    told, unaware = (AutoModelForCausalLM.from_pretrained(tmp_path / "out") for _ in range(2))
+    apply_transform_config(told, TransformConfig.model_validate(written(tmp_path / "out")["transform_config"]))
+    for loaded in (told, unaware):
+        loaded(PROMPT)  # which decompresses the weights, to bf16
+        torch.nn.Module.float(loaded)  # transformers refuses to do it to what was quantized
+    ours = logits(decompressed(model))
+    assert deviation(logits(told), ours) < 15 * 128 * 2**-24
+    # Should transformers rotate by itself one day, docs/calibration.md says less of it.
+    assert deviation(logits(unaware), ours) > 0.05
 
 
 # -- every source ------------------------------------------------------------------------------------------------------
