@@ -30,6 +30,7 @@ RAISED_IN = {
     "column cuts must fall": "tests/dcp_adapters/test_expand.py",
     "the storage writer did not write it": "tests/dcp_adapters/test_faults.py",
     "its planner has been given to another save": "tests/dcp_adapters/test_async.py",
+    "inputs that are rotated at run time": "tests/dcp_adapters/test_rotated_inputs.py",
     "snapshots are still alive": "tests/dcp_adapters/test_staging.py",
     "this entry of the checkpoint holds pickled objects": "tests/dcp_adapters/test_verified_load.py",
     "the checkpoint's .metadata is damaged": "tests/dcp_adapters/test_coverage.py",
