@@ -5,13 +5,10 @@
      "tensors": {fqn: {"recipe": 0, "shape": [N, K], "dtype": "bfloat16", "parts": {name: {"dtype": ..., "shape":
      [...]}}}},
      "digests": {name: 32 hex digits},
-     "base": {"path": "../step-1000", "digest": 32 hex digits},
-     "input_rotations": {module: 32}}
+     "base": {"path": "../step-1000", "digest": 32 hex digits}}
 
 `digests` is there where the save was asked for it: of all tensors, quantized or not, as in weight_sums.py. `base` is
 there where the checkpoint is a delta to another one; only then the version is 2, so who knows version 1 alone refuses.
-`input_rotations` is there where weights are rotated for linears that rotate their inputs at run time, in blocks of so
-many channels; then the version is 3, delta or not.
 The manifest is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch
 reads, and in the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused.
 Reading it needs neither the model nor a process group. In the planner data alone, `converted` names tensors that
@@ -37,8 +34,6 @@ from qtensor.recipes import Recipe
 
 FORMAT_VERSION = 1
 DELTA_VERSION = 2  # of a checkpoint that is a delta to another
-ROTATED_VERSION = 3  # of a checkpoint with weights for rotated inputs
-VERSIONS = (FORMAT_VERSION, DELTA_VERSION, ROTATED_VERSION)
 MANIFEST = "qtensor.manifest"
 MANIFEST_JSON = "qtensor.manifest.json"
 USE_ANOTHER = "use another checkpoint"
@@ -77,14 +72,12 @@ class Manifest:
     """All quantized tensors of a checkpoint, by state-dict name.
 
     digests: of all tensors, where they were recorded. base: what the checkpoint is a delta to; None: it is a full one.
-    input_rotations: module -> block, of linears whose weights are rotated and whose inputs are rotated at run time.
     """
 
     tensors: Mapping[str, Entry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     digests: Mapping[str, str] = field(default_factory=dict)
     base: BaseLink | None = None
-    input_rotations: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the module docstring; it does not depend on the order of the tensors."""
@@ -114,7 +107,6 @@ class Manifest:
             "tensors": tensors,
             **({"digests": dict(sorted(self.digests.items()))} if self.digests else {}),
             **({"base": dict(vars(self.base))} if self.base is not None else {}),
-            **({"input_rotations": dict(sorted(self.input_rotations.items()))} if self.input_rotations else {}),
         }
 
     @staticmethod
@@ -138,9 +130,8 @@ class Manifest:
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}; {USE_ANOTHER}"
             ) from error
-        base = BaseLink.from_json(record.get("base")) if _has_base(record, version) else None
-        rotations = _parsed_rotations(record.get("input_rotations")) if version == ROTATED_VERSION else {}
-        return Manifest(tensors, version, _parsed_digests(record.get("digests", {})), base, rotations)
+        base = BaseLink.from_json(record.get("base")) if version == DELTA_VERSION else None
+        return Manifest(tensors, version, _parsed_digests(record.get("digests", {})), base)
 
     def to_tensor(self) -> Tensor:
         """uint8 [bytes]: UTF-8 JSON with sorted keys."""
@@ -179,35 +170,26 @@ def converted_in(metadata: Metadata) -> frozenset[str]:
 
 def with_base(manifest: Manifest, base: BaseLink) -> Manifest:
     """The manifest of the same state as a delta to a full checkpoint."""
-    return replace(manifest, format_version=max(manifest.format_version, DELTA_VERSION), base=base)
-
-
-def with_rotations(manifest: Manifest, rotations: Mapping[str, int]) -> Manifest:
-    """The manifest of a state in which some linears have rotated inputs."""
-    return replace(manifest, format_version=ROTATED_VERSION, input_rotations=rotations) if rotations else manifest
+    return replace(manifest, format_version=DELTA_VERSION, base=base)
 
 
 def base_of(metadata: Metadata) -> BaseLink | None:
     """What a checkpoint's planner data say that it is a delta to; None for a full one. Parses nothing else."""
     data = metadata.planner_data
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
-    if not isinstance(record, Mapping) or not _has_base(record, _version_of(record)):
+    if not isinstance(record, Mapping) or _version_of(record) != DELTA_VERSION:
         return None
     return BaseLink.from_json(record.get("base"))
 
 
 def _version_of(record: Mapping[str, Any]) -> int:
     version = record.get("format_version")
-    if type(version) is not int or version not in VERSIONS:
+    if type(version) is not int or version not in (FORMAT_VERSION, DELTA_VERSION):
         raise ValueError(
             f"the checkpoint's qtensor.manifest has format_version {short(version)}; this library reads versions "
-            f"{FORMAT_VERSION} to {ROTATED_VERSION}. Use a library version that knows it"
+            f"{FORMAT_VERSION} and {DELTA_VERSION}. Use a library version that knows it"
         )
     return version
-
-
-def _has_base(record: Mapping[str, Any], version: int) -> bool:
-    return version == DELTA_VERSION or (version == ROTATED_VERSION and "base" in record)
 
 
 def _parsed_recipe(value: Any) -> Recipe:
@@ -258,17 +240,6 @@ def _parsed_digests(value: Any) -> dict[str, str]:
             f"each tensor; {USE_ANOTHER}"
         )
     return digests
-
-
-def _parsed_rotations(value: Any) -> dict[str, int]:
-    found = dict(value) if isinstance(value, Mapping) else {"": value}
-    for module, block in found.items():
-        if type(module) is not str or type(block) is not int or not 2 <= block < 2**31 or block & (block - 1):
-            raise ValueError(
-                f"the checkpoint's qtensor.manifest says that the inputs of {short(module)} are rotated in blocks of "
-                f"{short(block)}, expected a power of two from 2 on; {USE_ANOTHER}"
-            )
-    return found
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -54,12 +54,10 @@ class Group:
 class Source:
     """Tensors by name.
 
-    entries: one for each tensor, the same on all ranks and in the same order. rotated: module -> block, of linears
-    whose inputs are rotated at run time.
+    entries: one for each tensor, the same on all ranks and in the same order.
     """
 
     entries: Mapping[str, Entry]
-    rotated: Mapping[str, int] = MappingProxyType({})
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """The whole parts of a tensor, on the CPU; do not write to them."""

@@ -22,12 +22,12 @@ from layerwise.folding.folds import AMPLIFICATION, deviation, tolerance
 from layerwise.inputs.evaluating import evaluating
 from layerwise.rotating.choice import Asked, Axis, Chosen, choose
 from layerwise.rotating.hadamard import Rotation, rotate_weight_
-from layerwise.rotating.online import is_size, named_linears
+from layerwise.rotating.online import named_linears
 from layerwise.rotating.plan import Norm, Plan, norms_of, planned
 from layerwise.rotating.proof import norm_kind, prove, rotations
 from layerwise.rotating.tracing import Runs, look
 from layerwise.rotating.written import note_written
-from qtensor.input_rotation import rotate_inputs_of
+from qtensor.input_rotation import is_size, rotate_inputs_of
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ def rotate_inputs_(model: nn.Module, online: Mapping[str, int]) -> dict[str, int
     """Rotate inputs of linears at run time, whose weights are rotated already: those of a checkpoint, say.
 
     `rotate_` does this itself, with the weights. A model that is built anew and gets its weights from a checkpoint of
-    the rotated one needs the hooks alone: call this before it is loaded, before or after `fully_shard`.
+    the rotated one needs the hooks alone: call this before it is loaded, before or after `fully_shard`. Each linear
+    gets a buffer, `input_rotation`, that state dicts have beside the weight; so does what `rotate_` makes.
 
     Args:
         model: any, also on the meta device, sharded or quantized.

@@ -6,21 +6,20 @@
 H has no random signs: it is what engines make of `"type": "hadamard"` with a `head_dim` in the `transform_config` of
 compressed-tensors, whose matrix is Sylvester's, divided by sqrt(head_dim) as it is applied.
 
-A module knows its block by an attribute, which copies, pickles and FSDP2 keep. So does its weight in a state dict:
-keys are those of any other model, and whoever saves or exports it finds the block there. A copy of the tensor that
-somebody makes (a full or offloaded state dict of torch's) does not have it.
+The module has a buffer, `input_rotation`, uint8 [block], beside the hook. It is in every state dict, so whoever copies,
+saves, loads or exports that one sees whose inputs are rotated, and a model that does not rotate them does not fit. Its
+name and its shape say everything. Its values say nothing: nobody reads them, and they need none on the meta device.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-ATTRIBUTE = "input_rotation"
-COMPILED = "_orig_mod."  # what torch.compile(module) puts into names
+MARKER = "input_rotation"  # the buffer's name
 
 
 def hadamard(values: Tensor, block: int) -> Tensor:
@@ -65,54 +64,38 @@ class InputRotation:
         return hadamard(wide, self.block).to(values.dtype)
 
 
-@dataclass
-class _Note:
-    """The hook of state_dict() that notes the block at the weight; torch sets an attribute on such hooks."""
-
-    block: int
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        if f"{prefix}weight" in state_dict:
-            noted(state_dict[f"{prefix}weight"], self.block)
-
-
 def rotate_inputs_of(module: nn.Module, block: int) -> Callable[[], None]:
     """Rotate the inputs of a linear from now on. Returns what undoes it."""
-    handles = (
-        module.register_forward_pre_hook(InputRotation(block), with_kwargs=True),
-        module.register_state_dict_post_hook(_Note(block)),
-    )
-    setattr(module, ATTRIBUTE, block)
+    handle = module.register_forward_pre_hook(InputRotation(block), with_kwargs=True)
+    device = next((param.device for param in module.parameters(recurse=False)), torch.device("cpu"))
+    module.register_buffer(MARKER, marker(block, device))
 
     def undo() -> None:
-        delattr(module, ATTRIBUTE)
-        for handle in handles:
-            handle.remove()
+        delattr(module, MARKER)
+        handle.remove()
 
     return undo
 
 
+def marker(block: int, device: torch.device) -> Tensor:
+    """The buffer, uint8 [block]."""
+    return torch.zeros(block, dtype=torch.uint8, device=device)
+
+
+def is_size(block: object) -> bool:
+    """Whether a Hadamard matrix of Sylvester's has this size."""
+    return type(block) is int and block >= 2 and not block & (block - 1)
+
+
+def is_block_marker(dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether a tensor with the name of the buffer is one, by its dtype and shape."""
+    return dtype == torch.uint8 and len(shape) == 1 and is_size(shape[0])
+
+
 def input_rotations(model: nn.Module) -> dict[str, int]:
     """Fqn of each linear whose inputs are rotated -> its block."""
-    return {name: getattr(module, ATTRIBUTE) for name, module in model.named_modules() if hasattr(module, ATTRIBUTE)}
-
-
-def noted(weight: Tensor, block: int) -> Tensor:
-    """The same tensor, with a note that it is the weight of a linear whose inputs are rotated."""
-    setattr(weight, ATTRIBUTE, block)
-    return weight
-
-
-def noted_block(value: Any) -> int:
-    """The block that is noted at a tensor, 0 where there is none."""
-    return getattr(value, ATTRIBUTE, 0) if isinstance(value, Tensor) else 0
-
-
-def noted_rotations(flat: Mapping[str, Any]) -> dict[str, int]:
-    """Module -> block, of a flat state dict; by the names that modules have before they are compiled."""
-    return {module_of(name): block for name, value in flat.items() if (block := noted_block(value))}
-
-
-def module_of(name: str) -> str:
-    """The fqn of the module whose weight has this name, as it was before it was compiled."""
-    return f".{name}".replace(COMPILED, "").removesuffix(".weight").removeprefix(".")
+    return {
+        name.removesuffix(MARKER).removesuffix("."): buffer.shape[0]
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] == MARKER and is_block_marker(buffer.dtype, buffer.shape)
+    }

@@ -242,7 +242,6 @@ class _StreamingPlanner(QuantizedSavePlanner):
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.rotated = dict(self.stream.source.rotated)
         if self.flatten_state_dict:  # the stand-ins came flat; their places are those of the source
             self.mappings = {entry: self.paths.get(entry, (entry,)) for entry in self.mappings}
 

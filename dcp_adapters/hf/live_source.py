@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.expand import entry_of, expand_leaf, gathered_leaf, plain_leaf, quantized_local, refuse_hidden
 from dcp_adapters.hf.prefixes import under, weights_prefix
-from dcp_adapters.hf.rotations import rotations_under
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Group, Keep, Source
 from dcp_adapters.torch_private import flatten_state_dict
@@ -23,7 +22,6 @@ from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor.formats import shares_scale_along, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
-from qtensor.input_rotation import noted_rotations
 
 
 class LiveSource(Source):
@@ -46,12 +44,8 @@ class LiveSource(Source):
         prefix: str | None = None,
         like: Collection[str] | None = None,
     ) -> None:
-        flat, paths = flatten_state_dict(dict(state_dict))
-        if prefix is None:
-            prefix = _live_prefix(flat, paths, like, as_gathered=True)
-        self._values = live_tensors(state_dict, prefix, what="an export", as_gathered=True)
+        self._values = live_tensors(state_dict, prefix, like, what="an export", as_gathered=True)
         self.entries = {name: entry_of(name, value) for name, value in self._values.items()}
-        self.rotated = rotations_under(prefix, noted_rotations(flat))
         self._parts: dict[str, dict[str, Tensor]] = {}
         for name, value in self._values.items():
             local = local_of(value)
@@ -177,7 +171,10 @@ def live_tensors(
         ValueError: as of LiveSource.
     """
     flat, paths = flatten_state_dict(dict(state_dict))
-    prefix = _live_prefix(flat, paths, like, as_gathered=as_gathered) if prefix is None else prefix
+    quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
+    if as_gathered:
+        quantized |= {name for name, value in flat.items() if plain_leaf(value) is not value}
+    prefix = weights_prefix(paths, quantized, like) if prefix is None else prefix
     values: dict[str, Tensor] = {}
     for name, value in under(prefix, flat, "the state dict").items():
         refuse_hidden(name, value)
@@ -192,15 +189,6 @@ def live_tensors(
                 "tensors and those of this library: dequantize it first"
             )
     return values
-
-
-def _live_prefix(
-    flat: Mapping[str, Any], paths: Mapping[str, Any], like: Collection[str] | None, *, as_gathered: bool
-) -> str:
-    quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
-    if as_gathered:
-        quantized |= {name for name, value in flat.items() if plain_leaf(value) is not value}
-    return weights_prefix(paths, quantized, like)
 
 
 def _is_sharded(tensor: Tensor) -> bool:

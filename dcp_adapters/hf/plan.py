@@ -8,7 +8,7 @@ cannot be exported is found here, before anything is written; scales that engine
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from dcp_adapters.hf.shared_scales import (
     renewed_scales,
     scale_entries,
 )
+from dcp_adapters.rotations import is_marker, rotations_in
 from dcp_adapters.words import listed
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import specs_of
@@ -111,8 +112,7 @@ class Request:
 
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
     the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
-    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. rotated:
-    module -> block, of linears whose inputs are rotated at run time.
+    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says.
     """
 
     layout: Layout
@@ -122,7 +122,6 @@ class Request:
     tied: bool = False
     requantize: bool = False
     dtype: torch.dtype | None = None
-    rotated: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
@@ -134,8 +133,11 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
 
     Raises:
         ValueError: nothing is quantized; a weight or a scheme that the layout does not have; linears that engines
-            fuse and whose formats or global scales differ; a scale that engines cannot use. All of a kind are named.
+            fuse and whose formats or global scales differ; a scale that engines cannot use; rotated inputs, as
+            `rotations_in` and `check_rotations` do. All of a kind are named.
     """
+    rotated = rotations_in(records)
+    records = {name: record for name, record in records.items() if not is_marker(name)}
     quantized = {name: record for name, record in records.items() if record.recipe is not None}
     if not quantized:
         raise ValueError(
@@ -162,7 +164,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
         request.layout.entry(scheme, module)
     ignored = _ignored(records, schemes, turned, tied=request.tied)
     _check_once(schemes, ignored)
-    check_rotations(request.rotated, request.layout, [*schemes, *ignored])
+    check_rotations(rotated, request.layout, [*schemes, *ignored])
     renewed: dict[str, float] = {}
     if request.layout.fuses:
         check_fused(schemes, ignored)
@@ -185,7 +187,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
     outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
     recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
-    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, request.rotated)
+    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, rotated)
     dtype = request.dtype or next(iter(quantized.values())).dtype
     files = _files_within(outputs, request.max_shard_size)
     return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype)

@@ -27,6 +27,7 @@ from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.quantizing import Quantizing, quantized_on_the_way
 from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import JoinedSources, source_of
+from dcp_adapters.rotations import is_marker
 from dcp_adapters.source import Source
 from fsdp_hooks.across_ranks import on_all, ranks_of
 from fsdp_hooks.digest import digest
@@ -84,9 +85,8 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
             source = quantized_on_the_way(source, asked.quantizing, amaxes)
         producer = {"name": "qtensor", "version": metadata.version("qtensor")}
         tied = asked.described.tied
-        scales, size = dict(_scales(source)), asked.max_shard_size
         request = Request(
-            asked.layout, scales, producer, size, tied, asked.requantize, asked.dtype, rotated=dict(source.rotated)
+            asked.layout, dict(_scales(source)), producer, asked.max_shard_size, tied, asked.requantize, asked.dtype
         )
         check_names(source.entries, asked.described, asked.layout)
         _check_complete(source, asked)
@@ -217,7 +217,7 @@ def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
     told: tuple[Any, ...] = (
         [f"{name} {record}" for name, record in source.entries.items()],
         [
-            (request.layout.name, request.max_shard_size, request.requantize, str(request.dtype), request.rotated),
+            (request.layout.name, request.max_shard_size, request.requantize, str(request.dtype)),
             [source.way(name) for name in source.entries],
         ],
         {name: value.hex() for name, value in request.scales.items()},
@@ -228,7 +228,7 @@ def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
 
 def _replicas(source: Source) -> list[int]:
     """A number for the bytes of each tensor that every rank has whole, since one of them writes its own."""
-    found = [source.replicas(name) for name in source.entries]
+    found = [source.replicas(name) for name in source.entries if not is_marker(name)]  # whose values say nothing
     return [int(digest(parts)) if parts else 0 for parts in found]
 
 

@@ -92,7 +92,6 @@ class _QuantizingSource(Source):
 
     def __init__(self, source: Source, how: Quantizing, scales: Mapping[str, float]) -> None:
         self._source, self._scales = source, scales
-        self.rotated = source.rotated
         entries = dict(source.entries)
         for name in how.chosen(source):
             entries[name] = replace(entries[name], recipe=how.recipe.stored)

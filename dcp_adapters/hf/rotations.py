@@ -10,17 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcp_adapters.hf.layout import Layout
-from dcp_adapters.hf.names import fused_sets, plain_name
+from dcp_adapters.hf.names import fused_sets
 from dcp_adapters.words import listed
-
-
-def rotations_under(prefix: str, rotations: Mapping[str, int]) -> dict[str, int]:
-    """Module -> block, for modules below the prefix, by the names that the plain model has for them."""
-    return {
-        plain_name(f"{module}.").removeprefix(prefix).rstrip("."): block
-        for module, block in rotations.items()
-        if f"{module}.".startswith(prefix)
-    }
 
 
 def check_rotations(rotated: Mapping[str, int], layout: Layout, modules: Sequence[str]) -> None:

@@ -16,9 +16,9 @@ from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.live_source import LiveSource
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.prefixes import under, weights_prefix
-from dcp_adapters.hf.rotations import rotations_under
 from dcp_adapters.hf.schemes import COUNTS, VALUES, is_quantized
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
+from dcp_adapters.rotations import blocks_in, inputs, weight_beside
 from dcp_adapters.source import Group, Keep, Source, Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from fsdp_hooks.byte_sums import Piece
@@ -60,7 +60,6 @@ class StoredSource(Source):
             )
         self._names = under(prefix, {name: name for name in stored.entries}, str(stored.path))
         self.entries = {short: replace(stored.entries[name], name=short) for short, name in self._names.items()}
-        self.rotated = rotations_under(prefix, stored.rotated)
         self.recorded = {short: stored.digests[name] for short, name in self._names.items() if name in stored.digests}
 
     def parts(self, name: str) -> dict[str, Tensor]:
@@ -80,6 +79,9 @@ class JoinedSources(Source):
     """Several sources as one; a name is taken from the first that has it, and so is a linear.
 
     A linear of an expert has two names: in a weight [E, N, K] of all experts, and alone.
+
+    Raises:
+        ValueError: a weight is taken from one, and another says that its inputs are rotated, or in other blocks.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -95,12 +97,7 @@ class JoinedSources(Source):
                     self._of.setdefault(name, source)
             taken |= set().union(*linears.values())
         self.entries = {name: source.entries[name] for name, source in self._of.items()}
-        self.rotated = {
-            module: block
-            for source in sources
-            for module, block in source.rotated.items()
-            if self._of.get(f"{module}.weight".lstrip(".")) is source
-        }
+        _check_rotations(sources, self._of)
 
     def way(self, name: str) -> str:
         """As its source says."""
@@ -129,6 +126,21 @@ class JoinedSources(Source):
     def shared(self, name: str) -> tuple[str, Tensor] | None:
         """Of its source."""
         return self._of[name].shared(name)
+
+
+def _check_rotations(sources: Sequence[Source], of: Mapping[str, Source]) -> None:
+    """Whoever has the weight knows whether it is rotated; raise ValueError where another one says that it should be."""
+    said = [(source, blocks_in(source.entries)) for source in sources]
+    for source, blocks in said:
+        for name, block in blocks.items():
+            weight = weight_beside(name)
+            owner = of.get(weight, source)
+            own = owner.entries[name].shape[0] if name in owner.entries else 0
+            if own != block and not (own and weight in source.entries):
+                raise ValueError(
+                    f"{weight} is taken from one source, where it is for {inputs(own)}, and another says by {name} "
+                    f"that it is for {inputs(block)}; take both from the same"
+                )
 
 
 class _JoinedGroup(Group):

@@ -4,7 +4,7 @@ Differences are sentences, one for each, naming the tensor, what the checkpoint 
 empty list means that the two fit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, quantized_local
 from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.manifest import MANIFEST, Manifest
+from dcp_adapters.rotations import block_of, has_weight, inputs, is_marker, weight_beside
 from fsdp_hooks.torch_private import without_torch_function
-from qtensor.input_rotation import module_of, noted_block
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
 VALUES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -81,8 +81,11 @@ def differences(
     where the storage dropped it.
     """
     stored = metadata.state_dict_metadata
-    problems = [f"{name}: {problem}" for name, problem in target.unfit.items()]
+    rotations = rotation_differences(target, metadata)
+    problems = [f"{name}: {problem}" for name, problem in target.unfit.items()] + [*rotations.values()]
     for want in target.entries.values():
+        if want.name in rotations:
+            continue
         held = _record_of(want.name, metadata, manifest)
         if isinstance(held, Entry):
             problems += _between(want, held, stored, convert=convert)
@@ -92,32 +95,34 @@ def differences(
             problems += _unlisted(want, stored, partial=partial, dropped=manifest is None)
     if not partial:
         problems += [f"{name}: missing in the checkpoint" for name in target.others if name not in stored]
-        problems += _extra(target, metadata, manifest)
+        problems += _extra(target, metadata, manifest, known=rotations)
     return sorted(problems)
 
 
-def rotation_differences(flat: Mapping[str, Any], manifest: Manifest | None) -> list[str]:
+def rotation_differences(target: Target, metadata: Metadata) -> dict[str, str]:
     """Weights of linears whose inputs are rotated at run time on one side, and not, or in other blocks, on the other.
 
-    Args:
-        flat: the state dict that is loaded into.
-        manifest: the checkpoint's; without one nothing is known.
+    Only where both sides have the weight, and also for a partial load: it would compute something else.
+
+    Returns:
+        Name of the entry that says so -> the difference.
+
+    Raises:
+        ValueError: an entry of that name has another form.
     """
-    if manifest is None:
-        return []
-    problems = []
-    for name, value in flat.items():
-        held, want = manifest.input_rotations.get(module_of(name), 0), noted_block(value)
-        if held != want:
-            problems.append(
-                f"{name}: the checkpoint has it for {_inputs(held)}, the target for {_inputs(want)}; "
+    stored = metadata.state_dict_metadata
+    problems = {}
+    for name in filter(is_marker, {**target.entries, **stored}):
+        want, held = target.entries.get(name), _record_of(name, metadata, None)
+        if not (has_weight(name, target.entries) and has_weight(name, stored)):
+            continue
+        if (want and want.format) != (held.format if isinstance(held, Entry) else held):
+            on_disk, own = (block_of(side) if isinstance(side, Entry) else 0 for side in (held, want))
+            problems[name] = (
+                f"{weight_beside(name)}: the checkpoint has it for {inputs(on_disk)}, the target for {inputs(own)}; "
                 "layerwise.rotate_inputs_ gives a model that is built anew the rotations of its checkpoint"
             )
-    return sorted(problems)
-
-
-def _inputs(block: int) -> str:
-    return f"inputs that are rotated at run time in blocks of {block}" if block else "inputs as they are"
+    return problems
 
 
 def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, Entry]:
@@ -245,8 +250,11 @@ def _shapes(want: Entry, held: Entry) -> list[str]:
     return [f"{want.name}: the checkpoint holds shape {held.shape}, the target has {want.shape}"]
 
 
-def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> list[str]:
-    """Tensors of the checkpoint that stand in a container of the target without having a counterpart there."""
+def _extra(target: Target, metadata: Metadata, manifest: Manifest | None, *, known: Collection[str] = ()) -> list[str]:
+    """Tensors of the checkpoint that stand in a container of the target without having a counterpart there.
+
+    known: names of differences that are told already.
+    """
     saved_paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     containers = {target.paths[name][:-1] for name in target.entries}
     if not saved_paths and containers != {()}:
@@ -259,6 +267,7 @@ def _extra(target: Target, metadata: Metadata, manifest: Manifest | None) -> lis
         if isinstance(entry, TensorStorageMetadata)
         and name not in {MANIFEST, CHECKSUMS}
         and name not in expected
+        and name not in known
         and owners.get(name, name) not in expected
         and _container(name, tuple(saved_paths.get(name, (name,))), owners) in containers
     }

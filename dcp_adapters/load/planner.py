@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from dcp_adapters.checksums import CHECKSUMS, Verification
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.load.all_conversions import Conversions, unequal
-from dcp_adapters.load.compare import Target, differences, recipe_differences, rotation_differences, to_convert
+from dcp_adapters.load.compare import Target, differences, recipe_differences, to_convert
 from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
 from dcp_adapters.load.live_parts import is_wrapped, local_parts, vectors_of
@@ -114,7 +114,6 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         target = Target.of(flat, paths)
         convert = self.on_mismatch == "convert"
         problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load, convert=convert)
-        problems += rotation_differences(flat, self.manifest)
         if problems:
             raise ValueError(
                 "the checkpoint does not fit the target; nothing has been loaded:\n"

@@ -5,7 +5,6 @@ item: a manifest in every local plan would be most of what 4,096 ranks gather.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.manifest import MANIFEST_JSON, Manifest, with_rotations
+from dcp_adapters.manifest import MANIFEST_JSON, Manifest
 from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.save.item_sums import Sums
 from dcp_adapters.save.unsound import Fits
@@ -47,8 +46,7 @@ class Record:
 
     mappings: flat name -> path in the nested state dict, of the entries this rank lists. kinds: for each item an index
     into `recipes` where it is a payload, else PLAIN. coded: for each item 1 where it is stored as what changed since
-    the base, else 0. checksums, digest: the planner's options of these names. rotated: module -> block, of linears
-    whose inputs are rotated at run time.
+    the base, else 0. checksums, digest: the planner's options of these names.
     """
 
     mappings: Any
@@ -58,7 +56,6 @@ class Record:
     checksums: bool
     digest: bool
     coded: bytes = b""
-    rotated: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings: Any) -> list[SavePlan]:
@@ -118,21 +115,7 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
                 )
     _check_listed(all_plans, {_wide_part(payload, kind.wide) for payload, (kind, _) in entries.items() if kind.wide})
     names = {payload: payload.removesuffix(".payload") for payload in entries}
-    tensors = {names[payload]: kind.entry(names[payload], size) for payload, (kind, size) in entries.items()}
-    return with_rotations(Manifest(tensors), _merged_rotations([plan.planner_data.rotated for plan in all_plans]))
-
-
-def _merged_rotations(told: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Module -> block, of all ranks, which may hold different modules."""
-    merged: dict[str, int] = {}
-    for rank, rotated in enumerate(told):
-        for module, block in rotated.items():
-            if merged.setdefault(module, block) != block:
-                raise ValueError(
-                    f"{module}: its inputs are rotated in blocks of {block} on rank {rank}, of {merged[module]} on an "
-                    "earlier rank; rotate the model alike on all ranks"
-                )
-    return merged
+    return Manifest({names[payload]: kind.entry(names[payload], size) for payload, (kind, size) in entries.items()})
 
 
 def coded_names(all_plans: list[SavePlan]) -> frozenset[str]:

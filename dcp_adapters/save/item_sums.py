@@ -7,7 +7,6 @@ So the plan exchange that a save needs in any case carries them, and there is no
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -83,7 +82,7 @@ def with_digests(
         ]
         if len(sums) == len(digested_parts(entry)):
             digests[name] = tensor_digest(sums)
-    return replace(manifest, digests=digests)
+    return Manifest(manifest.tensors, digests=digests)
 
 
 def _chunks(

@@ -132,7 +132,6 @@ def _same_plan(one: SavePlan, other: SavePlan) -> bool:
         and mine.kinds == theirs.kinds
         and mine.coded == theirs.coded
         and mine.recipes == theirs.recipes
-        and mine.rotated == theirs.rotated
         and one.items == other.items
         and mine.mappings == theirs.mappings
     )

@@ -51,7 +51,6 @@ from dcp_adapters.torch_private import Committed, prefix_of
 from fsdp_hooks.digest import digests
 from fsdp_hooks.torch_private import cpu_by_default, local_of, without_torch_function
 from qtensor.formats import specs_of, tensor_wide
-from qtensor.input_rotation import noted_rotations
 from qtensor.tensor import QuantizedTensor
 
 
@@ -125,7 +124,6 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         self.checkpoint_id = getattr(storage_meta, "checkpoint_id", None)
         self.since = None if self.delta_to is None else SinceBase(self.delta_to, self.checkpoint_id)
         flat, layouts = self.state_dict, Layouts()
-        self.rotated = noted_rotations(flat)
         self.state_dict, self.parts, self.part_items = {}, dict[str, Tensor](), list[WriteItem]()
         self.payloads: dict[str, QuantizedTensor] = {}
         self.wide: dict[str, Tensor] = {}  # the tensor-wide scale of each payload that has one
@@ -173,7 +171,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         now = Now(bits, self._replicated(items), sums, base, self.fits)
         paths = {name: path for name, path in self.mappings.items() if name not in self.withheld}
         recipes = [(recipe.to_json(), dtype) for recipe, dtype in numbers]
-        record = Record(paths, recipes, bytes(kinds), now, self.with_checksums, self.with_digest, coded, self.rotated)
+        record = Record(paths, recipes, bytes(kinds), now, self.with_checksums, self.with_digest, coded)
         self.plan = dataclasses.replace(stock, items=items, planner_data=record)
         self.cached = plan_cache.lookup_local(self.plan) if self.caches_plans else None
         if self.cached is None:

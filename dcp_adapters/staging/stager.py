@@ -30,7 +30,6 @@ from fsdp_hooks.all_gather import Sharding
 from fsdp_hooks.torch_private import dtensor_like, without_torch_function
 from qtensor.formats import describe
 from qtensor.high_precision import HighPrecisionWeight
-from qtensor.input_rotation import noted, noted_block
 from qtensor.tensor import QuantizedTensor
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element size
@@ -149,8 +148,7 @@ class Survey:
     def walk(self, name: str, value: Any) -> Rebuild:
         """How to rebuild a value: its containers, tensors around copies, and copies of all other leaves."""
         if isinstance(value, Tensor):
-            rebuild, block = self._leaf(name, value), noted_block(value)
-            return (lambda copies: noted(rebuild(copies), block)) if block else rebuild
+            return self._leaf(name, value)
         prefix, kind = f"{name}." if name else "", type(value)
         if isinstance(value, Mapping):
             entries = {key: self.walk(f"{prefix}{key}", item) for key, item in value.items()}

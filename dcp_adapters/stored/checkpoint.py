@@ -70,7 +70,6 @@ class StoredCheckpoint(Stored):
         self.entries = self._found_entries()
         self.converted = converted_in(self.metadata)
         self.digests = {} if self.manifest is None else self.manifest.digests
-        self.rotated = {} if self.manifest is None else self.manifest.input_rotations
         self.blobs = [
             name
             for name, entry in self.metadata.state_dict_metadata.items()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerwise.rotating.online import is_size, named_linears, plain_linear
+from layerwise.rotating.online import named_linears, plain_linear
+from qtensor.input_rotation import is_size
 from qtensor.selection import check_lists, matches, unmatched
 
 # The names of Llama and its relatives in transformers.

@@ -4,13 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from qtensor.input_rotation import ATTRIBUTE
+from qtensor.input_rotation import MARKER
 from qtensor.selection import matches, unmatched
-
-
-def is_size(block: object) -> bool:
-    """Whether a Hadamard matrix of Sylvester's has this size."""
-    return type(block) is int and block >= 2 and not block & (block - 1)
 
 
 def named_linears(
@@ -41,7 +36,7 @@ def named_linears(
                 f"{caller}: block={block} does not divide the {linear.in_features} inputs of {name}, which online= "
                 "names"
             )
-        if hasattr(linear, ATTRIBUTE):
+        if hasattr(linear, MARKER):
             raise ValueError(f"{caller}: the inputs of {name} are rotated at run time already; leave it out of online=")
         yield name, linear, block
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.formats.assignment import Assignment, recipe_of
 from layerwise.formats.candidates import Menu
@@ -18,7 +18,7 @@ from layerwise.stages.stage import Stage
 from layerwise.stages.targets import Target
 from qtensor.float8 import Float8CurrentScaling
 from qtensor.formats import block_multiple, encode, tensor_wide
-from qtensor.input_rotation import input_rotations, noted
+from qtensor.input_rotation import MARKER, input_rotations, marker
 from qtensor.recipes import Recipe
 
 
@@ -45,7 +45,8 @@ class CalibrationResult:
         norms, linears that stay dense; these are the model's own, not copies), and with inputs="static" also
         `<module>.input_scale`, fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`); with kv_cache
         also `<attention>.k_scale` and `.v_scale`, fp32 [], or [heads] for granularity="head". Save it with `dcp.save`
-        and `QuantizedSavePlanner`, which sees at these tensors whose inputs are rotated at run time.
+        and `QuantizedSavePlanner`. Of linears whose inputs are rotated at run time there is `<module>.input_rotation`,
+        uint8 [block], also where they stay dense.
         """
         return dict(self._entries)
 
@@ -69,10 +70,7 @@ def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -
             entries |= kv_scales(plan.options.kv_cache, outcome.kv_amax)
     for name, param in written(plan.model).items():
         entries.setdefault(name, param.detach())
-    for module, block in input_rotations(plan.model).items():
-        name = f"{module}.weight".lstrip(".")
-        if name in entries:
-            noted(entries[name], block)
+    entries |= _markers(plan.model)
     report = Report(
         records=tuple(record for outcome in outcomes for record in outcome.measured.records),
         layer_errors={
@@ -84,6 +82,16 @@ def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -
         title=f"{recipe}",
     )
     return CalibrationResult(recipe, report, tuple(starved), entries)
+
+
+def _markers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of all linears whose inputs are rotated; of a model on the meta device they are made anew."""
+    found = {}
+    for module, block in input_rotations(model).items():
+        name = f"{module}.{MARKER}".lstrip(".")
+        buffer = model.get_buffer(name)
+        found[name] = marker(block, torch.device("cpu")) if buffer.is_meta else buffer.detach()
+    return found
 
 
 def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe) -> Tensor:
