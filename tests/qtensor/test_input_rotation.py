@@ -1,18 +1,24 @@
-"""The hook that rotates inputs at run time: what it computes, and that it stays with its module and changes no key."""
+"""The hook that rotates inputs at run time, and the buffer that says so: what they compute, and where they stay."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import scipy.linalg
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
-from qtensor.input_rotation import InputRotation, input_rotations, noted_rotations, rotate_inputs_of
+from fsdp_hooks import unsharded
+from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, quantize_
+from qtensor.input_rotation import InputRotation, input_rotations, rotate_inputs_of
+from tests.ranks import run_ranks
 
 BLOCK = 16
 
@@ -81,20 +87,60 @@ def test_copies_and_pickles_keep_it() -> None:
     ):
         assert torch.equal(other(x), model(x))
         assert input_rotations(other) == {"down": BLOCK}
-        assert noted_rotations(other.state_dict()) == {"down": BLOCK}
+        assert other.down.input_rotation.shape == (BLOCK,)
 
 
-def test_a_state_dict_has_the_same_keys_and_knows_of_it() -> None:
+def said(state: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (value.dtype, tuple(value.shape)) for name, value in state.items() if "input_rotation" in name}
+
+
+SAID = (torch.uint8, (BLOCK,))
+
+
+def test_every_state_dict_has_the_buffer() -> None:
     model = rotated()
-    state = model.state_dict()
-    assert list(state) == list(mlp().state_dict())
-    assert noted_rotations(state) == noted_rotations(get_model_state_dict(model)) == {"down": BLOCK}
-    assert noted_rotations({f"model.{name}": value for name, value in state.items()}) == {"model.down": BLOCK}
-    assert noted_rotations(model.down.state_dict()) == {"": BLOCK}
-    assert noted_rotations(torch.compile(model).state_dict()) == {"down": BLOCK}
-    assert noted_rotations(model.state_dict(keep_vars=True)) == {"down": BLOCK}
-    assert noted_rotations(mlp().state_dict()) == {}
-    mlp().load_state_dict(state)
+    assert set(model.state_dict()) == {*mlp().state_dict(), "down.input_rotation"}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for state in (
+        model.state_dict(),
+        model.state_dict(keep_vars=True),
+        get_model_state_dict(model),
+        get_model_state_dict(model, options=options),
+        model.to(torch.bfloat16).state_dict(),
+    ):
+        assert said(state) == {"down.input_rotation": SAID}
+    assert said(torch.compile(model).state_dict()) == {"_orig_mod.down.input_rotation": SAID}
+    assert said(model.down.state_dict()) == {"input_rotation": SAID}
+    assert input_rotations(model.down) == {"": BLOCK}
+
+
+def test_state_dicts_do_not_fit_models_that_rotate_other_inputs() -> None:
+    model, other = rotated(), mlp()
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "down.input_rotation"'):
+        mlp().load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "down.input_rotation"'):
+        rotated().load_state_dict(mlp().state_dict())
+    rotate_inputs_of(other.down, 2 * BLOCK)
+    with pytest.raises(RuntimeError, match=r"size mismatch for down.input_rotation"):
+        other.load_state_dict(model.state_dict())
+
+
+def test_a_model_on_meta_has_it_too() -> None:
+    with torch.device("meta"):
+        model = Mlp().double()
+    rotate_inputs_of(model.down, BLOCK)
+    assert model.down.input_rotation.is_meta
+    model.to_empty(device="cpu")
+    assert input_rotations(model) == {"down": BLOCK}
+    model.load_state_dict(rotated().state_dict())
+    x = inputs(torch.float64, 5, 8)
+    assert torch.equal(model(x), rotated()(x))
+
+
+def test_only_the_buffer_of_a_rotation_is_taken_for_one() -> None:
+    model = mlp()
+    model.down.register_buffer("input_rotation", torch.eye(BLOCK))
+    assert input_rotations(model) == {}
 
 
 def test_it_can_be_undone() -> None:
@@ -102,7 +148,35 @@ def test_it_can_be_undone() -> None:
     rotate_inputs_of(model.down, BLOCK)()
     assert torch.equal(model(x), mlp()(x))
     assert not input_rotations(model)
-    assert not noted_rotations(model.state_dict())
+    assert list(model.state_dict()) == list(mlp().state_dict())
+
+
+def of_shards(*, first: bool) -> tuple[Any, ...]:
+    """What state dicts say, whole ones, gathered weights, and again after a step; with hooks before or after FSDP."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(model, MXFP8BlockScaling())
+    if first:
+        rotate_inputs_of(model[1], BLOCK)
+    fully_shard(model)
+    if not first:
+        rotate_inputs_of(model[1], BLOCK)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    model(torch.ones(2, 64)).square().sum().backward()
+    optimizer.step()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    with unsharded(model):
+        gathered = said(model.state_dict())
+    return said(model.state_dict()), gathered, said(whole), input_rotations(model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_shards_have_it(first: bool) -> None:
+    expected = {"1.input_rotation": SAID}
+    for rank, (live, gathered, whole, rotations) in enumerate(run_ranks(2, of_shards, first=first)):
+        assert live == gathered == expected
+        assert whole == ({} if rank else expected)  # torch gives it to rank 0 alone
+        assert rotations == {"1": BLOCK}
 
 
 def test_gradients_go_through() -> None:

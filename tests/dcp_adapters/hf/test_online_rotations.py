@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("compressed_tensors")
@@ -20,11 +20,15 @@ pytest.importorskip("transformers")
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.transform import TransformConfig, apply_transform_config
 from compressed_tensors.utils import match_named_modules
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dcp_adapters import QuantizedSavePlanner, QuantizedStager, WeightStream, export_hf
+from dcp_adapters import QuantizedSavePlanner, QuantizedStager, WeightStream, digest, export_hf, import_hf
 from dcp_adapters.__main__ import main
-from layerwise import Max, calibrate, rotate_
+from dcp_adapters.gguf.plan import GGUF
+from dcp_adapters.hf.config import ModelConfig
+from dcp_adapters.hf.prepare import Asked, prepared
+from layerwise import Max, calibrate, rotate_, rotate_inputs_
 from qtensor import Float8BlockScaling, MXFP4BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
 from qtensor.input_rotation import InputRotation, input_rotations
 from tests.dcp_adapters.hf.exports import PROMPT, linears, llama
@@ -150,11 +154,18 @@ def test_every_source_tells_of_it(tmp_path: Path) -> None:
     config = model.config
     converted, path = tmp_path / "converted", saved(model, tmp_path / "checkpoint")
     assert main(["convert", str(path), str(converted), "--to", "nvfp4", "--include", "*o_proj*"]) == 0
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    dcp.save(rotated().state_dict(), checkpoint_id=tmp_path / "stock", no_dist=True)
+    (dense, quantized) = tmp_path / "stock", tmp_path / "of stock"
+    assert main(["convert", str(dense), str(quantized), "--to", "mxfp4", "--include", "*_proj.weight"]) == 0
     sources = {
         "module": model,
         "state dict": model.state_dict(),
         "nested": {"model": get_model_state_dict(model), "step": 3},
         "compiled": torch.compile(copy.deepcopy(model)).state_dict(),
+        "whole": whole,
+        "copied": {name: value.clone() for name, value in model.state_dict().items()},
+        "of stock": quantized,
         "staged": QuantizedStager().stage({"model": model.state_dict()}),
         "checkpoint": path,
         "with digests": saved(model, tmp_path / "digests", digest=True),
@@ -164,6 +175,7 @@ def test_every_source_tells_of_it(tmp_path: Path) -> None:
         out = tmp_path / f"out of {name}"
         export_hf(source, out, config=config)
         assert written(out)["transform_config"] == CONFIG, name
+        assert not [key for key in load_file(out / "model.safetensors") if "rotation" in key], name
 
 
 def test_the_result_of_a_calibration_tells_of_it(tmp_path: Path) -> None:
@@ -173,6 +185,8 @@ def test_the_result_of_a_calibration_tells_of_it(tmp_path: Path) -> None:
     result = calibrate(
         model, batches, recipe=NVFP4BlockScaling(), algorithm=Max(), exclude=["lm_head", "*.1.mlp.*"], progress=False
     )
+    said = {name: tuple(value.shape) for name, value in result.state_dict().items() if "rotation" in name}
+    assert said == {f"{DOWN[0]}.input_rotation": (32,), f"{DOWN[1]}.input_rotation": (64,)}
     dcp.save(result.state_dict(), checkpoint_id=tmp_path / "saved", planner=QuantizedSavePlanner(), no_dist=True)
     for name, source in {"result": result, "checkpoint": tmp_path / "saved"}.items():
         export_hf(source, tmp_path / name, rest=tmp_path / "original", config=tmp_path / "original")
@@ -227,6 +241,65 @@ def test_layouts_that_cannot_say_it_are_refused(layout: str, recipe: Any, tmp_pa
     with pytest.raises(ValueError, match=message):
         WeightStream(model, layout=layout)
     assert not (tmp_path / "out").exists()
+
+
+def test_gguf_is_refused() -> None:
+    asked = Asked(
+        caller="export_gguf",
+        given=rotated(MXFP4BlockScaling()),
+        layout=GGUF,
+        described=ModelConfig({}),
+        max_shard_size=2**30,
+    )
+    with pytest.raises(ValueError, match=r"the inputs are rotated at run time, which the layout gguf cannot say"):
+        prepared(asked)
+
+
+def test_digests_refuse_what_a_plain_model_would_misread(tmp_path: Path) -> None:
+    model = rotated(MXFP4BlockScaling())
+    export_hf(model, tmp_path / "out")
+    for read in (digest, lambda path: import_hf(path, llama())):
+        with pytest.raises(ValueError, match=r"has a transform_config: its weights are rotated"):
+            read(tmp_path / "out")
+
+
+def test_dense_directories_fit_models_that_rotate_alike(tmp_path: Path) -> None:
+    """`save_pretrained` writes the buffers, too."""
+    rotated().save_pretrained(tmp_path)
+    other: Any = llama()
+    with pytest.raises(ValueError, match=f"{DOWN[0]}.input_rotation: only the directory has it"):
+        import_hf(tmp_path, other)
+    rotate_inputs_(other, {"*down_proj": BLOCK})
+    import_hf(tmp_path, other)
+    assert torch.equal(logits(other), logits(rotated()))
+    llama().save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=f"{DOWN[0]}.input_rotation: only the model has it"):
+        import_hf(tmp_path / "plain", other)
+
+
+def test_the_rest_must_not_say_otherwise(tmp_path: Path) -> None:
+    model = rotated(MXFP4BlockScaling())
+    config = model.config
+    rotated().save_pretrained(tmp_path / "rotated")
+    llama().save_pretrained(tmp_path / "plain")
+    state = model.state_dict()
+    without = {name: value for name, value in state.items() if "rotation" not in name}
+    name = f"{DOWN[0]}.weight"
+    message = f"^{name} is taken from one source, where it is for {{}}, and another says by {DOWN[0]}.input_rotation"
+    with pytest.raises(ValueError, match=message.format("inputs as they are")):
+        export_hf(without, tmp_path / "out", rest=tmp_path / "rotated", config=config)
+    markers = {name: value for name, value in state.items() if not name.endswith("down_proj.weight")}
+    with pytest.raises(ValueError, match=message.format("inputs as they are")):
+        export_hf(markers, tmp_path / "out", rest=tmp_path / "plain", config=config)
+    markers |= {f"{module}.input_rotation": torch.zeros(64, dtype=torch.uint8) for module in DOWN}
+    with pytest.raises(ValueError, match=message.format("inputs that are rotated at run time in blocks of 32")):
+        export_hf(markers, tmp_path / "out", rest=tmp_path / "rotated", config=config)
+    with pytest.raises(ValueError, match=f"^{DOWN[0]}.input_rotation says that inputs of a linear are rotated at run"):
+        export_hf(markers, tmp_path / "out")
+    export_hf(state, tmp_path / "told", rest=tmp_path / "plain", config=config)
+    dense = {name: value for name, value in state.items() if "down_proj" not in name}
+    export_hf(dense, tmp_path / "by rest", rest=tmp_path / "rotated", config=config)
+    assert written(tmp_path / "told")["transform_config"] == written(tmp_path / "by rest")["transform_config"] == CONFIG
 
 
 def test_fused_linears_are_rotated_alike(tmp_path: Path) -> None:

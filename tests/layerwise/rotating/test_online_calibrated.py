@@ -72,6 +72,17 @@ def turned(case: Case, *, shard: bool | None = None) -> Model:
     return model_of(case, shard=shard, prepare=turn)
 
 
+def bare(found: Found) -> Found:
+    """Without the buffers that say what is rotated, which are shown to be there."""
+    state, kept = {}, set()
+    for place in ("result", "model"):
+        named = getattr(found, place)
+        kept.add(frozenset(name for name in named if "rotation" in name))
+        state[place] = {name: value for name, value in named.items() if "rotation" not in name}
+    assert kept == {frozenset(f"layers.{index}.down_proj.input_rotation" for index in range(LAYERS))}
+    return dataclasses.replace(found, **state)
+
+
 def of_one(name: str) -> Found:
     model = turned(ALGORITHMS[name], shard=False)
     return found(run(model, ALGORITHMS[name]), model)
@@ -81,7 +92,7 @@ def of_one(name: str) -> Found:
 def test_a_calibration_is_that_of_a_model_with_the_rotation_in_its_forward(name: str) -> None:
     case = ALGORITHMS[name]
     written = model_of(case, shard=False, prepare=functools.partial(turn, written=True))
-    assert of_one(name).same() == found(run(written, case), written).same()
+    assert bare(of_one(name)).same() == found(run(written, case), written).same()
 
 
 def inputs_of(model: Model) -> Tensor:
@@ -151,7 +162,7 @@ def test_a_run_does_not_go_on_without_the_rotations(tmp_path: Path) -> None:
     case = dataclasses.replace(ALGORITHMS["gptq"], stop=("checkpoint", 1))
     stopped(turned(case), case, tmp_path)
     plain = model_of(case)
-    plain.load_state_dict(turned(case).state_dict())
+    plain.load_state_dict(turned(case).state_dict(), strict=False)
     with pytest.raises(ValueError, match="input_rotations"):
         run(plain, case, checkpoint_dir=tmp_path)
 
@@ -165,8 +176,7 @@ def before_and_after() -> tuple[str, str, str, list[str]]:
     plain, first = turned(case, shard=False), turned(case)
     then = model_of(case, shard=False, prepare=functools.partial(turn, written=False))
     for layer in then.layers:
-        for hooks in (layer.down_proj._forward_pre_hooks, layer.down_proj._state_dict_hooks):
-            hooks.clear()
+        layer.down_proj._forward_pre_hooks.clear()
         del layer.down_proj.input_rotation
         fully_shard(layer)
     fully_shard(then)
@@ -179,7 +189,7 @@ def before_and_after() -> tuple[str, str, str, list[str]]:
 def test_fully_shard_before_or_after_the_hooks() -> None:
     for plain, first, then, keys in run_ranks(2, before_and_after):
         assert plain == first == then
-        assert keys == list(model_of(shard=False).state_dict())
+        assert keys == list(turned(Case(), shard=False).state_dict())
 
 
 def test_quantized_storage_keeps_the_hooks() -> None:
