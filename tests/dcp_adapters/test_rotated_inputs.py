@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dcp_adapters import (
+    HeldVersion,
     QuantizedLoadPlanner,
     QuantizedSavePlanner,
     QuantizedStager,
+    apply_deltas,
     digest,
     expand,
     tensor_digests,
@@ -105,6 +107,19 @@ def test_a_delta_says_so_too(tmp_path: Path) -> None:
         load(model(None), delta)
 
 
+def test_live_deltas_fit_models_that_rotate_alike() -> None:
+    held, new, target = HeldVersion(model().state_dict()), model(), model()
+    with torch.no_grad():
+        new["head"].weight.add_(1)
+    delta = held.since(new.state_dict(), 1)
+    assert delta is not None
+    for other in (None, 32):
+        with pytest.raises(ValueError, match=r"a delta needs equal names.*\n  down.input_rotation"):
+            apply_deltas(model(other).state_dict(), [delta])
+    apply_deltas(target.state_dict(), [delta])
+    assert digest(target) == digest(new)
+
+
 def test_digests_and_snapshots_know_it(tmp_path: Path) -> None:
     digests = tensor_digests(model())
     assert {name for name in digests if "rotation" in name} == {"down.input_rotation", "head.input_rotation"}
@@ -121,7 +136,7 @@ def test_the_commands_keep_it(tmp_path: Path) -> None:
         "dense": ["--to", "bfloat16"],
         "other": ["--to", "nvfp4", "--include", "*down.weight"],
     }.items():
-        assert main(["convert", str(path), str(tmp_path / name), "--to", *options]) == 0
+        assert main(["convert", str(path), str(tmp_path / name), *options]) == 0
         entries = StoredCheckpoint(tmp_path / name).entries
         assert rotations_in(entries) == {"model.down": 16, "model.head": 16}
         with pytest.raises(CheckpointException, match="the target for inputs as they are"):

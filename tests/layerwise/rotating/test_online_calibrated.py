@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -26,6 +27,7 @@ from tests.layerwise.small_runs import (
     Layer,
     Model,
     batches,
+    bytes_of,
     found,
     logits_of,
     model_of,
@@ -165,6 +167,25 @@ def test_a_run_does_not_go_on_without_the_rotations(tmp_path: Path) -> None:
     plain.load_state_dict(turned(case).state_dict(), strict=False)
     with pytest.raises(ValueError, match="input_rotations"):
         run(plain, case, checkpoint_dir=tmp_path)
+
+
+def test_a_model_on_disk_is_calibrated_alike(tmp_path: Path) -> None:
+    case = dataclasses.replace(ALGORITHMS["gptq"], options={"weights": tmp_path / "rotated"})
+    save_model(turned(case), tmp_path / "rotated")
+    with torch.device("meta"):
+        model = Model().to(case.dtype)
+    for layer in model.layers:
+        rotate_inputs_of(layer.down_proj, BLOCK)
+    state = run(model, case).state_dict()
+    assert {name: bytes_of(value) for name, value in state.items()} == of_one("gptq").result
+    save_model(model_of(case), tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"layers.0.down_proj.input_rotation, .* are on the meta device and not in"):
+        run(model, case, weights=tmp_path / "plain")
+
+
+def save_model(model: nn.Module, path: Path) -> None:
+    path.mkdir()
+    save_file(model.state_dict(), path / "model.safetensors")
 
 
 # -- beside other wrappers ---------------------------------------------------------------------------------------------
