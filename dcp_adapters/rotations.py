@@ -12,7 +12,7 @@ from qtensor.input_rotation import MARKER, is_block_marker
 
 def is_marker(name: str) -> bool:
     """Whether this is the name of an entry that says that inputs are rotated."""
-    return name.rpartition(".")[2] == MARKER
+    return name == MARKER or name.endswith(f".{MARKER}")
 
 
 def weight_beside(name: str) -> str:

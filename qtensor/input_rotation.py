@@ -79,7 +79,8 @@ def rotate_inputs_of(module: nn.Module, block: int) -> Callable[[], None]:
 
 def marker(block: int, device: torch.device) -> Tensor:
     """The buffer, uint8 [block]."""
-    return torch.zeros(block, dtype=torch.uint8, device=device)
+    with torch.inference_mode(mode=False):  # else nothing could be loaded into it later
+        return torch.zeros(block, dtype=torch.uint8, device=device)
 
 
 def is_size(block: object) -> bool:

@@ -112,7 +112,7 @@ def rotation_differences(target: Target, metadata: Metadata) -> dict[str, str]:
     """
     stored = metadata.state_dict_metadata
     problems = {}
-    for name in filter(is_marker, {**target.entries, **stored}):
+    for name in sorted({name for side in (target.entries, stored) for name in side if is_marker(name)}):
         want, held = target.entries.get(name), _record_of(name, metadata, None)
         if not (has_weight(name, target.entries) and has_weight(name, stored)):
             continue

@@ -137,6 +137,13 @@ def test_a_model_on_meta_has_it_too() -> None:
     assert torch.equal(model(x), rotated()(x))
 
 
+def test_a_model_that_was_rotated_in_inference_mode_can_be_loaded() -> None:
+    model = mlp()
+    with torch.inference_mode():
+        rotate_inputs_of(model.down, BLOCK)
+    model.load_state_dict(rotated().state_dict())
+
+
 def test_only_the_buffer_of_a_rotation_is_taken_for_one() -> None:
     model = mlp()
     model.down.register_buffer("input_rotation", torch.eye(BLOCK))
