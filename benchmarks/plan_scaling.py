@@ -323,6 +323,8 @@ def _over(row: dict[str, float], dense: dict[str, float], key: str) -> float:
 def _power(values: dict[int, float]) -> dict[str, float]:
     """The exponent between the two largest worlds, and what it gives at AT ranks."""
     (below, low), (above, high) = sorted(values.items())[-2:]
+    least = time.clock_getres(time.CLOCK_PROCESS_CPUTIME_ID)  # what took less was not measured
+    low, high = max(low, least), max(high, least)
     exponent = math.log(high / low) / math.log(above / below)
     return {"exponent": round(exponent, 2), f"at_{AT}": round(high * (AT / above) ** exponent, 4)}
 

@@ -41,6 +41,7 @@ COMPILED_ON = frozenset({"cpu", "cuda", "xpu"})
 BY_HAND_ON = frozenset({"cuda"})
 LAYOUTS = 16  # for which a kernel is compiled on a GPU; a model has a handful of row lengths
 VARIABLE = "QTENSOR_KERNELS"
+NARROW: dict[str, Any] = {"cpp.simdlen": 256}  # bits; an option of inductor's
 
 
 class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
@@ -73,6 +74,10 @@ class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
     def __exit__(self, *exception: object) -> None:
         """Back to the mode before."""
         use_kernels.mode = self._before
+
+
+def _has_wide_vectors() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _begin_as_told() -> None:
@@ -113,15 +118,22 @@ class Kernel:
         by_hand: what runs in place of compiled code on a GPU, for the same arguments; it returns the same bytes. None
             where nobody wrote it.
         elements: how many of them an entry of the large tensor holds.
+        narrow: on a CPU with vectors of 512 bits use those of 256, because the code would not fill the wider ones.
     """
 
     works: ClassVar[bool] = False  # whether any kernel was compiled
     failed: ClassVar[str | None] = None  # name of what the compiler raised, if it failed before any kernel was compiled
 
     def __init__(
-        self, fn: Callable[..., Any], name: str, by_hand: Callable[..., Any] | None = None, *, elements: int = 1
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        by_hand: Callable[..., Any] | None = None,
+        *,
+        elements: int = 1,
+        narrow: bool = False,
     ) -> None:
-        self._elements = elements
+        self._elements, self._narrow = elements, narrow
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
         self.by_hand = self._given = by_hand
@@ -155,7 +167,10 @@ class Kernel:
                 code = fn.__code__.replace(co_name="__".join((fn.__name__, *sizes)))
                 fn = types.FunctionType(code, fn.__globals__, code.co_name, fn.__defaults__, fn.__closure__)
                 dynamic = None
-            self._compiled[layout] = torch.compile(fn, dynamic=dynamic, fullgraph=True)
+            options: dict[str, Any] = (
+                {"options": NARROW} if self._narrow and layout is None and _has_wide_vectors() else {}
+            )
+            self._compiled[layout] = torch.compile(fn, dynamic=dynamic, fullgraph=True, **options)
         if layout is not None:
             for arg in args:
                 if isinstance(arg, Tensor) and arg.ndim:

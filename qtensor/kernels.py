@@ -244,7 +244,10 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
     kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
     hand = None if strided else _by_hand(recipe, dtype)
     run = None if hand is None else functools.partial(hand.decode, dtype=dtype)
-    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run, elements=specs_of(recipe)[0].block or 1)
+    elements = specs_of(recipe)[0].block or 1
+    # 32 numbers of 16 bits fill a wide vector, and inductor does not mix blocks of 16: a quarter of the speed
+    narrow = elements > 1 and dtype.itemsize == 2
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run, elements=elements, narrow=narrow)
 
 
 def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:

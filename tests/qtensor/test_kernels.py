@@ -429,8 +429,36 @@ def test_a_packed_weight_counts_by_its_elements(compiler: Compiler, monkeypatch:
     for rows, calls in ((compiled.COMPILED_FROM // 512 - 16, 0), (compiled.COMPILED_FROM // 512, 1)):
         with use_kernels("eager"):
             q = quantize(weight(rows, 512), RECIPES["nvfp4"])
-        q.dequantize()
+        q.dequantize(torch.float32)
         assert compiler.calls == calls
+
+
+@pytest.mark.parametrize(("capability", "narrow"), [("AVX512", True), ("AVX2", False), ("DEFAULT", False)])
+def test_packed_codes_are_decoded_to_16_bits_in_vectors_that_they_fill(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    narrow: bool,
+) -> None:
+    given: list[Any] = []
+
+    def compile_(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        given.append(options.get("options"))
+        return fn
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(kernels, "_decode_kernel", functools.cache(kernels._decode_kernel.__wrapped__))
+    for name, dtype, expected in (
+        ("nvfp4", torch.bfloat16, narrow),
+        ("nvfp4", torch.float16, narrow),
+        ("nvfp4", torch.float32, False),
+        ("mxfp8", torch.bfloat16, False),
+    ):
+        with use_kernels("eager"):
+            q = quantize(weight(32, 96), RECIPES[name])
+        with use_kernels("compiled"):
+            q.dequantize(dtype)
+        assert given.pop() == ({"cpp.simdlen": 256} if expected else None)
 
 
 def test_a_kernel_that_gave_up_runs_in_chunks(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
