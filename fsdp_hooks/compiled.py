@@ -149,7 +149,7 @@ class Kernel:
         with one_dispatch_state(args[0].device.type):
             # detach() in this state makes aliases without a base; dynamo would also guard on a base's shape
             detached = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
-            return self._run(self.compiled_for(detached), detached)
+            return self._run(detached)
 
     def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """The function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
@@ -190,27 +190,26 @@ class Kernel:
             return False
         return not is_tracing() and not is_watched()
 
-    def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        quietly = nullcontext() if id(compiled) in self._worked else _without_warnings()
-        if use_kernels.mode == "compiled":
-            with quietly:
-                result = compiled(*args)
-            self._note_worked(compiled)
-            return result
+    def _run(self, args: tuple[Any, ...]) -> Any:
+        compiled: Callable[..., Any] | None = None
         try:
-            with quietly:
+            compiled = self.compiled_for(args)
+            with nullcontext() if id(compiled) in self._worked else _without_warnings():
                 result = compiled(*args)
         except torch.OutOfMemoryError:  # eager code would need more
             raise
-        except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the eager call raises for bad input
-            if compiled is self._given:  # by_hand may be None by now, where it failed in another thread
+        except Exception as error:  # a compiler may raise anything; the eager call raises for bad input
+            if use_kernels.mode == "compiled":
+                raise
+            # by_hand may be None by now, where it failed in another thread
+            if compiled is not None and compiled is self._given:
                 self.by_hand = None
                 warnings.warn(
                     f"The kernel written by hand for {self.eager.__name__} failed ({type(error).__name__}), so "
                     f"torch.compile's runs from here on: the same bytes. {VARIABLE}=compiled shows the error.",
                     stacklevel=3,
                 )
-                return self._run(self.compiled_for(args), args)
+                return self._run(args)
             result = self.eager(*args)
             alone = Kernel.works  # this kernel only: it had too many kinds of inputs, for example
             if alone:

@@ -83,7 +83,9 @@ def encode(
 
 
 def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`Format.encode_with` of dense values [N, K] in any floating dtype."""
+    """`Format.encode_with` of dense values [N, K] in any floating dtype. ValueError for another number of dims."""
+    if x.ndim != 2:
+        raise ValueError(f"encode_under of {x.ndim} dims: rows share out scales of [N, K] alone")
     if _as_defined(x) or x.is_meta:
         return format_of(recipe).encode_with(x.to(torch.float32), recipe, quantizer)
     kernel = _encode_under_kernel(recipe.stored, x.dtype, tuple(quantizer))

@@ -112,11 +112,15 @@ class _InputGradient(torch.autograd.Function):
         return _input_gradient(grad, weight)
 
     @staticmethod
-    def backward(ctx: Any, *outer: Any) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of dy and of the weight from that of dx, [.., K]."""
         (found,) = outer
         grad, weight = ctx.saved_tensors
-        return _Output.apply(found, weight), _rows(grad).T @ _rows(found)
+        of_grad, of_weight = ctx.needs_input_grad
+        return (
+            _Output.apply(found, weight) if of_grad else None,
+            _rows(grad).T @ _rows(found) if of_weight else None,
+        )
 
 
 class _Output(torch.autograd.Function):
@@ -129,11 +133,15 @@ class _Output(torch.autograd.Function):
         return F.linear(x, _dense(weight, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of x and of the weight from that of y, [.., N]."""
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        return _InputGradient.apply(grad, weight), _rows(grad).T @ _rows(x)
+        of_x, of_weight = ctx.needs_input_grad
+        return (
+            _InputGradient.apply(grad, weight) if of_x else None,
+            _rows(grad).T @ _rows(x) if of_weight else None,
+        )
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -270,6 +270,12 @@ def test_a_write_makes_no_dense_temporary_larger_than_a_chunk(monkeypatch: pytes
     assert_same(q.parts(), whole.parts())
 
 
+def test_scales_of_a_stack_are_not_taken_for_those_of_its_rows() -> None:
+    stack = torch.ones(2, 32, 32)
+    with pytest.raises(ValueError, match="encode_under of 3 dims: rows share out scales of \\[N, K\\] alone"):
+        kernels.encode_under(stack, RECIPES["int4_32"], {"scale": torch.ones(2, 32, 1)})
+
+
 # -- the policy --------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +363,21 @@ def test_a_compiler_that_fails_is_left_alone_and_the_call_succeeds(compiler: Com
         double(LARGE)
 
 
+def test_an_option_that_torch_does_not_know_is_a_compiler_that_fails(
+    compiler: Compiler, double: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fn: Any, **options: Any) -> Any:
+        raise RuntimeError("Unexpected optimization option")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    with pytest.warns(
+        UserWarning, match=r"torch.compile failed on double \(RuntimeError\), so quantization kernels run"
+    ):
+        assert torch.equal(double(LARGE), LARGE * 2)
+    with use_kernels("compiled"), pytest.raises(RuntimeError, match="Unexpected optimization option"):
+        double(LARGE)
+
+
 def test_a_kernel_that_fails_after_it_worked_is_left_alone_by_itself(compiler: Compiler, double: Kernel) -> None:
     other = Kernel(lambda x: x * 3, "triple")
     double(LARGE)
@@ -372,7 +393,9 @@ def test_a_kernel_that_fails_after_it_worked_is_left_alone_by_itself(compiler: C
     assert compiler.calls == before + 1
 
 
-def test_each_compilation_may_warn_once_where_warnings_are_errors(double: Kernel) -> None:
+def test_each_compilation_may_warn_once_where_warnings_are_errors(
+    double: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU a kernel compiles anew for each row length, not only at its first call."""
 
     def compiled_for(length: int) -> Callable[[Tensor], Tensor]:
@@ -387,7 +410,8 @@ def test_each_compilation_may_warn_once_where_warnings_are_errors(double: Kernel
 
     use_kernels("compiled")
     for run in [compiled_for(1024), compiled_for(2048)]:
-        assert torch.equal(double._run(run, (LARGE,)), LARGE * 2)
+        monkeypatch.setattr(double, "compiled_for", lambda args, run=run: run)
+        assert torch.equal(double(LARGE), LARGE * 2)
 
 
 def test_away_from_the_cpu_code_is_compiled_for_a_row_length_and_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.adversary.attack import Found
-from tests.adversary.lives import calibrating, checkpoints, deltas, on_ranks, outgoing, training, writes
+from tests.adversary.lives import calibrating, checkpoints, deltas, models, on_ranks, outgoing, training, writes
 from tests.adversary.lives.life import Failure, Plan, live
 from tests.adversary.lives.on_ranks import Era, eras
 from tests.adversary.lives.plans import planned, shortened, smaller
@@ -48,14 +48,17 @@ def sharded(seed: int) -> str:
     return f"{max(era.ranks for era in life)} ranks"
 
 
-def live_eras(life: Sequence[Era]) -> None:
-    """One era after the other, each from the checkpoint of the one before."""
+def live_eras(life: Sequence[Era]) -> list[tuple[models.Layer, ...]]:
+    """One era after the other, each from the checkpoint of the one before; returns the layers that each one left."""
+    left = []
     before: Any = None
     with tempfile.TemporaryDirectory(prefix="life-") as path:
         for era in life:
             if before is not None:
                 era = Era(era.style, replace(era.plan, layers=tuple(before[1])))  # noqa: PLW2901
             before = run_ranks(era.ranks, on_ranks.live_era, (era, path, before), timeout=300)[0]
+            left.append(tuple(before[1]))
+    return left
 
 
 def _smaller_eras(life: tuple[Era, ...]) -> Iterator[tuple[Era, ...]]:

@@ -15,7 +15,7 @@ def test_eras_write_their_deltas_beside_those_of_the_one_before() -> None:
     """They share a directory, and a delta is never written over another one."""
     layers = (Layer("linear", "mxfp8", 8, 64, torch.bfloat16),)
     plan = Plan(1, layers, (Step("delta", 1),), optimizer="adam")
-    live_eras((Era(Style("fsdp", (2,)), plan), Era(Style("hsdp", (1, 2)), plan)))
+    assert live_eras((Era(Style("fsdp", (2,)), plan), Era(Style("hsdp", (1, 2)), plan))) == [layers, layers]
 
 
 def test_ranks_that_have_rows_of_a_weight_are_asked_for_their_own_products() -> None:
@@ -25,4 +25,6 @@ def test_ranks_that_have_rows_of_a_weight_are_asked_for_their_own_products() -> 
     first = Plan(975901878164, layers, (Step("convert", 470933795516),), optimizer="radam")
     steps = (Step("gathered", 34227923390), Step("train", 214923449285))
     second = Plan(339768077408, layers, steps, optimizer="momentum")
-    live_eras((Era(Style("tp", (2,)), first), Era(Style("tp", (3,)), second)))
+    left, taken_over = live_eras((Era(Style("tp", (2,)), first), Era(Style("tp", (3,)), second)))
+    assert taken_over == left
+    assert [layer.kind for layer in left] == ["linear", "linear"]
