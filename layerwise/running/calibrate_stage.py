@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdp_hooks.across_ranks import check_same, raise_together
+from fsdp_hooks.across_ranks import raise_together
 from fsdp_hooks.digest import digest
 from layerwise.algorithms.algorithm import CROSS, HESSIAN
 from layerwise.folding.smoothing import smooth
 from layerwise.inputs.replay import Replay
 from layerwise.inputs.structure import flatten
 from layerwise.report.measure import Measured, Yardstick
+from layerwise.running.agreement import check_alike
 from layerwise.running.decide import decide, needed, run_reference
 from layerwise.stages.stage import Method, Pair, Stage
 from layerwise.stages.targets import Target
@@ -87,7 +88,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     smoothed = smooth(stage, statistics, method, replay, identities)
     yardstick.refer(collector, smoothed.factors)
     del collector
-    check_alike(stage, method)
+    check_alike(stage, method.group)
     if stage.attentions and not method.quantized_onward and (smoothed.written or before.written()):
         caches = _watched_again(stage, replay, method)
     weights, quantizers, noted = decide(stage, replay, statistics, smoothed, method)
@@ -150,18 +151,6 @@ def _watched_again(stage: Stage, replay: Replay, method: Method) -> KeyValues:
         for batch in range(len(replay)):
             replay.run(batch)
     return caches
-
-
-def check_alike(stage: Stage, method: Method) -> None:
-    """Raise RuntimeError on all ranks where they hold other weights: what one decides would not fit the others."""
-    if method.group is not None and stage.targets:
-        check_same(
-            method.group,
-            digest([target.param.detach() for target in stage.targets]),
-            f"calibrate: the weights of {stage.title} differ between ranks, so what one rank decides about them would "
-            "not fit those of another. Nothing of it was stored; begin with the same weights on all ranks, and let "
-            "callbacks change them alike",
-        )
 
 
 def _largest(targets: Sequence[Target], facts: Sequence[Facts]) -> dict[str, float | None]:

@@ -24,7 +24,8 @@ from layerwise.algorithms.arithmetic import full_precision
 from layerwise.formats.candidates import LinearErrors, Menu, fits
 from layerwise.inputs.replay import Replay
 from layerwise.report.measure import Yardstick
-from layerwise.running.calibrate_stage import check_alike, observe
+from layerwise.running.agreement import check_alike
+from layerwise.running.calibrate_stage import observe
 from layerwise.running.decide import collected_again
 from layerwise.running.exchange import QUANTIZER, entries_of
 from layerwise.stages.sharing import naming, owned, rounds_of
@@ -107,7 +108,7 @@ def measure_stage(stage: Stage, replay: Replay, method: Method, menu: Menu, tell
     collector, _ = observe(stage, replay, method, Yardstick(()), KeyValues({}))
     statistics = collector.agree(method.group)
     tell("calibrate")
-    check_alike(stage, method)
+    check_alike(stage, method.group)
     weights = {name: weight for target in stage.targets for name, weight in target.matrices()}
     options = [_Option(stage, recipe) for recipe in menu.recipes]
     groups = [tuple(Linear(name, weights[name]) for name in facts.names) for facts in statistics.facts]

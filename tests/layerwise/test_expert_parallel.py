@@ -339,3 +339,26 @@ def test_a_forward_that_communicates_is_refused_by_name() -> None:
             assert "the forward of layers.1 calls a collective, c10d.allreduce_" in message
             if build is not None:
                 assert_same(found, reference(build, NVFP4, ALGORITHMS["GPTQ"], 1), name)
+
+
+def with_plain_parts(_: str) -> tuple[str, bool]:
+    """Experts shared out as plain tensors: nothing but their values says that ranks have others."""
+    model, style = moe(experts=4), ExpertParallel()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        experts = layer.mlp.experts
+        for name, param in list(experts.named_parameters()):
+            setattr(experts, name, nn.Parameter(param.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()))
+        experts.register_forward_pre_hook(lambda module, inputs: style.dispatch(module, inputs, mesh))
+        experts.register_forward_hook(lambda module, inputs, output: style.combine(module, output, mesh))
+    before, data = fingerprints(model.state_dict(), own), share()[:1]
+    with pytest.raises(RuntimeError) as caught:
+        run(model, data, NVFP4, ALGORITHMS["GPTQ"])
+    return str(caught.value), fingerprints(model.state_dict(), own) == before
+
+
+def test_experts_shared_out_as_plain_tensors_are_refused_by_name() -> None:
+    for ((message, kept),) in run_ranks_each(2, ("plain",), with_plain_parts):
+        assert message.startswith("calibrate: the weights of layers.0 differ between ranks: layers.0.mlp.experts.w1 of")
+        assert "Parameters of which each rank has a part are DTensors, which say so" in message
+        assert kept

@@ -117,16 +117,20 @@ def test_one_rank_decides_for_all() -> None:
             assert scale in (bytes_of(own.clone()), bytes_of(own * 2)), name
 
 
-def begun_apart() -> None:
+def begun_apart(name: str) -> None:
     def prepare(model: Any) -> None:
-        model.layers[0].spare.weight[3, 5] += dist.get_rank()
+        model.layers[0].get_parameter(name).view(-1)[3] += dist.get_rank()
 
     run(model_of(shard=False, prepare=prepare))
 
 
 def test_ranks_that_hold_different_weights_are_refused() -> None:
-    message = "RuntimeError: calibrate: the weights of layers.0 differ between ranks, so what one rank decides about"
-    assert all(error.startswith(message) for error in run_ranks_catching(2, begun_apart))
+    for name in ("spare.weight", "norm1.weight"):
+        message = (
+            f"RuntimeError: calibrate: the weights of layers.0 differ between ranks: layers.0.{name} of rank 1 is not "
+            "that of rank 0. So what one rank decides about them"
+        )
+        assert all(error.startswith(message) for error in run_ranks_catching(2, begun_apart, name))
 
 
 def in_mixed_precision(*excluded: str) -> list[str]:
