@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from layerwise.inputs import refusals
 from layerwise.inputs.ambient import Ambient
 from layerwise.inputs.batch_progress import BatchProgress
 from layerwise.inputs.caches import CacheState, is_cache, is_empty
@@ -123,10 +124,7 @@ class ParentRun:
 
     def given(self, index: int, name: str) -> None:
         """What a stand-in does when the parent sets an attribute of it."""
-        self.disorder = NotImplementedError(
-            f"the model sets {name} of layer {self.fqns[index]} in its forward (batch {self.number}): a layer is run "
-            "on one batch after the other, and would find the value of the last one; pass it as an argument"
-        )
+        self.disorder = refusals.attribute_of_a_layer(name, self.fqns[index], self.number)
         raise EarlyStop
 
     def commit(self) -> None:
@@ -164,10 +162,7 @@ class ParentRun:
             raise EarlyStop
         if index != self.next:
             met = "again" if index < self.next else f"before {self.fqns[self.next]}"
-            self.disorder = NotImplementedError(
-                f"layer {self.fqns[index]} is called {met} in one forward of the model (batch {self.number}); layers "
-                "must be called once each, in the order of layers="
-            )
+            self.disorder = refusals.out_of_order(self.fqns[index], met, self.number)
             raise self.disorder
         if index == self.first and self.instead is not None:
             self.watch.remove()  # compiled modules warn of such hooks
@@ -289,10 +284,7 @@ class ParentRun:
         """Refuse tensors with Python attributes, which copies do not have; those of parameters say how they came."""
         own = [one for one in getattr(leaf, "__dict__", ()) if not one.startswith("_") and one not in PLACEHOLDER]
         if own and not isinstance(leaf, nn.Parameter):
-            self.disorder = NotImplementedError(
-                f"{name} of layer {self.fqns[index]} is a tensor with an attribute {own[0]} that the model has set; a "
-                "layer gets copies of tensors, without it: pass it as an argument"
-            )
+            self.disorder = refusals.attribute_of_a_tensor(name, self.fqns[index], own[0])
             raise self.disorder
 
     def _untouched(self, leaf: Tensor, link: Link) -> bool:
@@ -329,19 +321,14 @@ class ParentRun:
         return known
 
     def _refusal(self, name: str = "", leaf: Any = None) -> NotImplementedError:
-        fqn = self.fqns[self.first]
         origins = getattr(self.escape or leaf, "origins", None)
+        fqn = self.fqns[self.first]
         if origins is None and not name:
-            return NotImplementedError(
-                f"layer {fqn} was not called in the model's forward of batch {self.number}; layers must be called once "
-                "each, in the order of layers="
-            )
-        needed = " and ".join(self.fqns[origin] for origin in sorted(origins or ())) or "an earlier layer"
-        what = f"{name} of layer {fqn}" if name else f"what the model computes before it calls layer {fqn}"
-        return NotImplementedError(
-            f"{what} is computed from the output of {needed}, which is not kept: between layers a model may change "
-            "only the output of the layer just before. Give such layers as one module of layers=, or leave them out"
-        )
+            return refusals.not_called(fqn, self.number)
+        return refusals.not_kept(name, fqn, self._named(origins or frozenset()))
+
+    def _named(self, origins: frozenset[int]) -> list[str]:
+        return [self.fqns[origin] for origin in sorted(origins)]
 
     def check_tail(self) -> None:
         """Check that a run reached the model's end as it should.
@@ -357,11 +344,7 @@ class ParentRun:
 
     def after_layers(self, who: str, origins: frozenset[int]) -> NotImplementedError:
         """The error of something outside the layers that needs outputs which are not kept."""
-        needed = " and ".join(self.fqns[origin] for origin in sorted(origins))
-        return NotImplementedError(
-            f"{who} takes the output of {needed}, which is not kept: after the layers a model may use only that of the "
-            f"last one, {self.fqns[-1]}. Give these layers as one module of layers=, or leave them out"
-        )
+        return refusals.not_kept_behind(who, self._named(origins), self.fqns[-1])
 
 
 def _holds_placeholder(value: Any) -> bool:

@@ -35,7 +35,7 @@ from layerwise.inputs.batches import Data, batches_of
 from layerwise.inputs.calls import Call, Output, Statics, restore_container
 from layerwise.inputs.parent_run import ParentRun
 from layerwise.inputs.shared_objects import SharedObjects
-from layerwise.inputs.stand_ins import Placeholder, StandIn, swapped
+from layerwise.inputs.stand_ins import Placeholder, swapped, without_placeholders
 from layerwise.inputs.stores import Store
 from layerwise.inputs.structure import flatten
 
@@ -283,7 +283,7 @@ class Recorder:
         """
         self._check_put(len(self.layers) - 1, batch)
         run = self._run = ParentRun(self._progress[batch], batch, self.layers, len(self.layers), len(self.layers))
-        with self._stand_ins(), self._watched(run):
+        with self._stand_ins(), without_placeholders(self.model, run.after_layers):
             try:
                 run.execute(self.model, self._statics)
             except Exception as error:
@@ -337,30 +337,3 @@ class Recorder:
                 yield
         finally:
             self._run = None
-
-    @contextmanager
-    def _watched(self, run: ParentRun) -> Iterator[None]:
-        """Refuse placeholders as inputs of modules, before any other hook sees them."""
-
-        def check(fqn: str) -> Any:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                for leaf in flatten((args, kwargs))[0]:
-                    if isinstance(leaf, Placeholder):
-                        raise run.after_layers(f"module {fqn}", leaf.origins)
-
-            return hook
-
-        # Only modules without children: one that holds others may be passed more than it uses.
-        outside = [
-            (fqn, module) for fqn, module in self.model.named_modules() if not any(True for _ in module.children())
-        ]
-        handles = [
-            module.register_forward_pre_hook(check(fqn), prepend=True, with_kwargs=True)
-            for fqn, module in outside
-            if not isinstance(module, StandIn)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp_hooks.torch_private import hook_tables
 from layerwise.inputs.stores import is_dense, is_ordinary
+from layerwise.inputs.structure import flatten
 
 # Names of functions that give away values, and of those that write into their first argument without ending in "_".
 READS = {"__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__"}
@@ -205,3 +206,33 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             del model.__dict__["forward"]
         else:
             model.__dict__["forward"] = before
+
+
+@contextmanager
+def without_placeholders(model: nn.Module, refusal: Callable[[str, frozenset[int]], Exception]) -> Iterator[None]:
+    """Context manager in which modules that are given a placeholder raise, before any other hook sees it.
+
+    Args:
+        model: only its modules without children are watched: one that holds others may be passed more than it uses.
+        refusal: makes the error, of who takes the placeholder and of the layers that it would come from.
+    """
+
+    def check(fqn: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for leaf in flatten((args, kwargs))[0]:
+                if isinstance(leaf, Placeholder):
+                    raise refusal(f"module {fqn}", leaf.origins)
+
+        return hook
+
+    outside = [(fqn, module) for fqn, module in model.named_modules() if not any(True for _ in module.children())]
+    handles = [
+        module.register_forward_pre_hook(check(fqn), prepend=True, with_kwargs=True)
+        for fqn, module in outside
+        if not isinstance(module, StandIn)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
