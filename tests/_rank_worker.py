@@ -225,9 +225,10 @@ def leave_group() -> None:
 def serve(conn: Connection, store_port: int, stacks_path: str) -> None:
     """A pool worker's life: one call after the other, until the pool closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
-    # On SIGUSR1 the pool reads from this file where a hung rank hangs.
+    # From this file the pool reads where a rank hangs (on SIGUSR1), or what it did when C code crashed.
     stacks = Path(stacks_path).open("w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=GROUP_TIMEOUT)
     imported = _freeze_imports()

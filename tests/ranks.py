@@ -189,7 +189,7 @@ def _failure(fn: Callable[..., Any], outcomes: Sequence[Outcome]) -> RankFailure
 class _Worker:
     process: BaseProcess
     conn: Connection
-    stacks: Path  # where its stack appears on SIGUSR1
+    stacks: Path  # where its stack appears on SIGUSR1, and when it crashes
 
     def answer(self) -> bytes | None:
         """The next message, None if the process died. Call when `wait` says there is something."""
@@ -206,6 +206,10 @@ class _Worker:
         if code is not None and code < 0:
             return f"died, killed by {signal.Signals(-code).name}"
         return f"died with exit code {code}"
+
+    def last_words(self) -> str:
+        """The python stacks of a process that has died of a crash in C code; "" if it ended otherwise."""
+        return self.stacks.read_text(encoding="utf-8", errors="replace")
 
     def stack(self) -> str:
         """Its python stack, asked for with a signal: works while it hangs in C code, too."""
@@ -384,7 +388,7 @@ class _Pool:
             worker = watch.workers[rank]
             answer = worker.answer()
             if answer is None:
-                watch.add(Outcome(rank=rank, error=worker.death(), lost=True))
+                watch.add(Outcome(rank=rank, error=worker.death(), trace=worker.last_words(), lost=True))
             else:
                 watch.add(pickle.loads(answer))
 
@@ -426,7 +430,7 @@ class _Pool:
             answer = worker.answer()
             if answer is None:
                 error = f"{worker.death()} on leaving its group"
-                watch.add(Outcome(rank=rank, error=error, lost=True))
+                watch.add(Outcome(rank=rank, error=error, trace=worker.last_words(), lost=True))
                 continue
             if answer == RETIRED:
                 worker.kill()  # which has ended, or is about to

@@ -166,6 +166,20 @@ def test_a_dead_rank_is_named() -> None:
     assert run_ranks(2, _sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
+def _crash(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.abort()  # as the C library does when it finds the heap damaged
+    dist.barrier()
+
+
+@pool_only
+def test_a_rank_that_crashes_in_c_code_shows_its_stack() -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2: died, killed by SIGABRT") as failure:
+        run_ranks(2, _crash, 1)
+    assert "in _crash" in str(failure.value)
+    assert run_ranks(2, _sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
 def _get_stuck(rank: int) -> None:
     if dist.get_rank() == rank:
         time.sleep(600)
