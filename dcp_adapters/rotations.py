@@ -66,3 +66,24 @@ def rotations_in(entries: Mapping[str, Entry]) -> dict[str, int]:
 def inputs(block: int) -> str:
     """In words: what reaches a weight whose inputs are rotated in such blocks; 0: not at all."""
     return f"inputs that are rotated at run time in blocks of {block}" if block else "inputs as they are"
+
+
+def to_rotate(entry: Entry) -> str:
+    """What to do about an entry that a model lacks: "", unless it says that inputs are rotated."""
+    if not is_marker(entry.name):
+        return ""
+    block, module = block_of(entry), entry.name.removesuffix(MARKER).removesuffix(".")
+    return (
+        f", and {weight_beside(entry.name)} is for {inputs(block)}: "
+        f"call layerwise.rotate_inputs_(model, {{{module!r}: {block}}}) first"
+    )
+
+
+def unrotated(name: str, held: Collection[str]) -> str:
+    """What to do about an entry that a source lacks: "", unless it says that inputs are rotated."""
+    if not (is_marker(name) and has_weight(name, held)):
+        return ""
+    return (
+        f", which rotates inputs, and {weight_beside(name)} is for {inputs(0)}: import it into a model that does not "
+        "rotate them, and call layerwise.rotate_ on that"
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.as_checkpoint import presented
 from dcp_adapters.hf.directory import Directory, FileTensor
+from dcp_adapters.hf.rotations import said_tensor
 from dcp_adapters.hf.schemes import DTYPES, contents_of
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Source
@@ -50,7 +51,7 @@ class ReceivedSource(Source):
         }
         directory = Directory(PLACE, held, config)
         counts = {name for name, want in wanted.items() if not want.dtype.is_floating_point}
-        self._made = presented(directory, contents_of(directory, counts), wanted, lambda tensor: tensors[tensor.name])
+        self._made = presented(directory, contents_of(directory, counts), wanted, self._held)
         self.entries = self._made.entries
 
     def parts(self, name: str) -> dict[str, Tensor]:
@@ -60,4 +61,8 @@ class ReceivedSource(Source):
     def pieces(self, name: str, part: str) -> Iterator[Piece]:
         """As the tensors hold them, on their device."""
         placed = self._made.placed[self.entries[name].key(part)]
-        return (placed.piece(chunk, lambda tensor: self._tensors[tensor.name]) for chunk in placed.chunks)
+        return (placed.piece(chunk, self._held) for chunk in placed.chunks)
+
+    def _held(self, tensor: FileTensor) -> Tensor:
+        value: Tensor = said_tensor(tensor) if tensor.is_said else self._tensors[tensor.name]
+        return value

@@ -17,7 +17,8 @@
     export.py            export_hf: prepare, then write; writing.py writes and publishes
 
     directory.py         what is in a directory: its JSON and headers, which must agree
-    schemes.py           which of its linears are quantized, and how; claims.py: what its JSON says about that
+    schemes.py           which of its linears are quantized, and how; claims.py: what its JSON says about that;
+                         rotations.py: which inputs it says are rotated
     as_checkpoint.py     the directory as a DCP checkpoint: entries, chunks; delayed.py: a delayed scale's history
     reader.py            HuggingFaceReader, through which stock DCP loads it
     importing.py         import_hf: compare, materialise (materialise.py), load

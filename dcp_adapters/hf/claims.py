@@ -1,7 +1,8 @@
 """What a directory's JSON says about its linears, to be compared with what its tensors are.
 
 The scheme of a linear is read off its tensors (schemes.py). JSON can say what they do not show: integers where floats
-are expected, inputs in another format, rotations that belong to the weights. So both have to agree, for each linear.
+are expected, inputs in another format. So both have to agree, for each linear. Which inputs are rotated at run time is
+read in rotations.py.
 
     claims_of(directory)          which layout, and what is said of all linears; refuses quantizations we do not have
     claims.problem(module, its)   how the scheme found for one linear contradicts the JSON, in words
@@ -115,16 +116,11 @@ class _CompressedTensors:
 
     @staticmethod
     def of(directory: Directory, said: Mapping[str, Any]) -> "_CompressedTensors":
-        """The claims of a quantization_config. Raises ValueError for sparse, rotated and malformed ones."""
+        """The claims of a quantization_config. Raises ValueError for sparse and malformed ones."""
         where = f"{directory.path}: the quantization_config of config.json"
         sparse = said.get("sparsity_config") or {}
         if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
             raise ValueError(f"{where} says that weights are stored sparsely; the library reads dense ones")
-        if said.get("transform_config"):
-            raise ValueError(
-                f"{where} has a transform_config: its weights are rotated, and only a model that rotates the inputs "
-                "alike computes with them"
-            )
         groups = said.get("config_groups")
         if not isinstance(groups, Mapping) or not all(_is_group(group) for group in groups.values()):
             raise ValueError(f"{where} has no config_groups, expected weights and targets in each")

@@ -141,7 +141,8 @@ def _weight_names(path: Path) -> frozenset[str]:
         contents = contents_of(directory)
     except ValueError:  # by another scheme; what its tensors are is not known
         return frozenset()
-    return frozenset({*contents.dense, *(linear.weight for linear in contents.linears.values())})
+    dense = {name for name, tensor in contents.dense.items() if not tensor.is_said}
+    return frozenset(dense | {linear.weight for linear in contents.linears.values()})
 
 
 def _of_module(model: nn.Module) -> ModelConfig:

@@ -23,18 +23,27 @@ from dcp_adapters.words import in_lines, listed, short
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 AGAIN = "get the directory again"
 MOST_JSON = 2**28  # bytes; an index of a million tensors has 100 MiB
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file; `dtype` is safetensors' word for it, "F8_E4M3"."""
+    """One tensor of a file; `dtype` is safetensors' word for it, "F8_E4M3".
+
+    One whose file is config.json is in no file: the JSON says that it is there, and its values say nothing.
+    """
 
     name: str
     file: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def is_said(self) -> bool:
+        """Whether config.json says it, and no file holds it."""
+        return self.file == CONFIG
 
     def __str__(self) -> str:
         """What it is, for messages."""
@@ -46,7 +55,7 @@ class Directory:
     """What the directory says.
 
     config: of config.json, {} without one. quantization: hf_quant_config.json's, None without one. notes: what headers
-    say beside their tensors: key -> file -> text.
+    say beside their tensors: key -> file -> text. left_out: modules whose tensors nobody asked for.
     """
 
     path: Path
@@ -54,6 +63,7 @@ class Directory:
     config: Mapping[str, Any] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
     notes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
 
 def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> Directory:
@@ -100,7 +110,7 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
         who = "the files" if assigned is None else "the index and the files"
         raise ValueError(f"{root}: {who} disagree; {AGAIN}:{in_lines(problems)}")
     quantization = _read_json(root / "hf_quant_config.json")
-    return Directory(root, tensors, _read_json(root / "config.json") or {}, quantization, notes)
+    return Directory(root, tensors, _read_json(root / CONFIG) or {}, quantization, notes)
 
 
 def _named_otherwise(path: Path) -> tuple[Path, list[str]] | None:

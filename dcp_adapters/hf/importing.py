@@ -18,12 +18,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, plain_leaf
 from dcp_adapters.hf.materialise import Live, materialise
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
 from dcp_adapters.load.planner import QuantizedLoadPlanner
+from dcp_adapters.rotations import to_rotate, unrotated
 from dcp_adapters.words import in_lines
 from fsdp_hooks.across_ranks import on_all, rank_of
 
@@ -136,7 +138,8 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
         ValueError: the directory does not fit the model.
     """
     made = reader.presented()
-    names, problems = _matched_names(made.entries.keys() - made.scales, live, reader)
+    entries = {name: entry for name, entry in made.entries.items() if name not in made.scales}
+    names, problems = _matched_names(entries, live, reader)
     problems += live.problems()
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
     target = Target.of(flat, {name: (name,) for name in flat})
@@ -155,7 +158,7 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
     return names
 
 
-def _matched_names(held: set[str], live: Live, reader: HuggingFaceReader) -> tuple[list[str], list[str]]:
+def _matched_names(held: Mapping[str, Entry], live: Live, reader: HuggingFaceReader) -> tuple[list[str], list[str]]:
     """Under which of its names each tensor of the model is in the directory; and what only one side has."""
     names, problems = [], []
     for own in live.names:
@@ -164,7 +167,7 @@ def _matched_names(held: set[str], live: Live, reader: HuggingFaceReader) -> tup
             names.append(found[0])
         else:
             tied = f" (nor {', '.join(own[1:])}, which it is tied to)" if len(own) > 1 else ""
-            problems.append(f"{own[0]}: only the model has it{tied}")
+            problems.append(f"{own[0]}: only the model has it{tied}{unrotated(own[0], held)}")
         first = rank_of(None) == 0  # one rank looks; all hear of it
         if any(first and not reader.alike(found[0], other) for other in found[1:]):
             problems.append(
@@ -172,8 +175,8 @@ def _matched_names(held: set[str], live: Live, reader: HuggingFaceReader) -> tup
             )
     known = {name for own in live.names for name in own}
     problems += [
-        f"{name}: only the directory has it; the model has no such tensor"
-        for name in held - known
+        f"{name}: only the directory has it; the model has no such tensor{to_rotate(held[name])}"
+        for name in held.keys() - known
         if not name.endswith(IGNORED)
     ]
     return names, problems

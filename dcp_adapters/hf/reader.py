@@ -33,6 +33,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.as_checkpoint import Placed, Presented, Slice, presented
 from dcp_adapters.hf.directory import FileTensor, read_directory
 from dcp_adapters.hf.names import pieces_of
+from dcp_adapters.hf.rotations import said_tensor
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
 from dcp_adapters.reading.reader import failures_told
@@ -54,6 +55,8 @@ class OpenFiles:
 
     def piece(self, tensor: FileTensor) -> Any:
         """Safetensors' slice of a tensor, of which nothing is read before it is indexed."""
+        if tensor.is_said:
+            return said_tensor(tensor)
         file = self.opened.get(tensor.file)
         if file is None:
             file = self.opened[tensor.file] = self.stack.enter_context(safe_open(self.root / tensor.file, "pt"))
@@ -108,7 +111,9 @@ class HuggingFaceReader(StorageReader):
         if self.made is None:
             directory = read_directory(self.path, any_name=self.only_wanted)
             if self.only_wanted:
-                directory = dataclasses.replace(directory, tensors=self._of_wanted(directory.tensors))
+                kept = self._of_wanted(directory.tensors)
+                left_out = frozenset(name.rpartition(".")[0] for name in directory.tensors.keys() - kept)
+                directory = dataclasses.replace(directory, tensors=kept, left_out=left_out)
             counts = {name for name, want in self.wanted.items() if not want.dtype.is_floating_point}
             with OpenFiles(self.root) as files:
                 contents = contents_of(directory, counts)

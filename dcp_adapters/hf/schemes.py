@@ -3,7 +3,7 @@
     every tensor      <module>.<name>
     quantized linear  its tensors have the names, dtypes and shapes of a scheme of the layout, all of them and no other
     scales            of inputs and of the KV cache, under the names they have when they are calibrated here
-    dense             what remains, and holds values
+    dense             what remains, and holds values; and what says that inputs are rotated, which stands in config.json
 
 Whatever else looks quantized, by a name or by a dtype, is refused: a tensor of codes is never taken for values.
 """
@@ -27,6 +27,7 @@ from dcp_adapters.hf.layout import (
     SchemeEntry,
     StoredAs,
 )
+from dcp_adapters.hf.rotations import said_markers
 from dcp_adapters.words import in_lines
 from qtensor.formats import PartSpec, column_multiple, specs_of
 from qtensor.recipes import Recipe
@@ -138,7 +139,16 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
         raise _refusal(directory, claims, refused)
     if claims is None:
         return Contents(linears, scales, dense)
+    dense |= said_markers(directory, claims.layout, _shapes(linears, dense), dense)
     return Contents(linears, scales, dense, claims.layout.name, claims.kinds)
+
+
+def _shapes(linears: Mapping[str, FileLinear], dense: Mapping[str, FileTensor]) -> dict[str, tuple[int, ...]]:
+    """Module -> shape [N, K] of each weight that may be a linear's."""
+    weights = {name: tensor for name, tensor in dense.items() if name.rpartition(".")[2] == "weight"}
+    matrices = {name.rpartition(".")[0]: tensor.shape for name, tensor in weights.items() if tensor.dtype in VALUES}
+    matrices |= {module: linear.shape for module, linear in linears.items()}
+    return {module: shape for module, shape in matrices.items() if len(shape) == 2}
 
 
 def _modules(tensors: Mapping[str, FileTensor], claims: Claims | None) -> dict[str, dict[str, FileTensor]]:

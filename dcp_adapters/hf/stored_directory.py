@@ -82,6 +82,8 @@ class StoredDirectory(Stored):
         for placed in self._made.placed.values():
             for chunk in placed.chunks:
                 held = chunk.held
+                if held.tensor.is_said:
+                    continue
                 extents = chunk.sizes if held.rows == 1 else held.tensor.shape
                 count = math.prod(extents) * placed.dtype.itemsize
                 sizes[held.tensor.file] = sizes.get(held.tensor.file, 0) + count

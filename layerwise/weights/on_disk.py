@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
+from dcp_adapters.rotations import inputs, rotations_in
 from fsdp_hooks.torch_private import cpu_by_default
 from layerwise.stages.stage import Stage
+from qtensor.input_rotation import input_rotations
 
 
 class OnDisk:
@@ -33,8 +35,8 @@ class OnDisk:
     Raises:
         FileNotFoundError: there are no safetensors files.
         ValueError: a parameter or buffer on the meta device is not in them, or has another shape there; tensors that
-            are tied in the model differ; weights are quantized in a way that `import_hf` does not read; the files are
-            damaged or contradict each other.
+            are tied in the model differ; weights are quantized in a way that `import_hf` does not read, or are for
+            inputs that the model rotates otherwise; the files are damaged or contradict each other.
     """
 
     def __init__(self, path: str | Path, model: nn.Module, device: torch.device | None = None) -> None:
@@ -51,6 +53,7 @@ class OnDisk:
         self.files = HuggingFaceReader(path, wanted=wanted, only_wanted=True)
         self.names: dict[int, str] = {}
         self._check(names, wanted)
+        self._check_rotations(wanted, {plain_name(name): block for name, block in input_rotations(model).items()})
 
     def _check(self, names: Mapping[int, Sequence[str]], wanted: Mapping[str, Entry]) -> None:
         shapes = {name: self.files.shape_of(name) for name in wanted}
@@ -77,6 +80,17 @@ class OnDisk:
                 f"{'are' if len(missing) > 1 else 'is'} on the meta device and not in {path}; build what "
                 "the files do not hold (non-persistent buffers, say) on a real device"
             )
+
+    def _check_rotations(self, wanted: Mapping[str, Entry], own: Mapping[str, int]) -> None:
+        """Refuse weights that are for inputs that the model does not rotate, or the other way round."""
+        held = rotations_in(self.files.presented().entries)
+        for module in sorted(held.keys() | own.keys()):
+            on_disk, rotated = held.get(module, 0), own.get(module, 0)
+            if f"{module}.weight".lstrip(".") in wanted and on_disk != rotated:
+                raise ValueError(
+                    f"calibrate: {module}.weight in {self.files.path} is for {inputs(on_disk)}, and the model has "
+                    f"{inputs(rotated)}; layerwise.rotate_inputs_ gives a model the rotations of its files"
+                )
 
     def read(self, tensor: Tensor) -> Tensor:
         """The values of one tensor of the model, in its dtype, on the device."""

@@ -24,7 +24,7 @@ from compressed_tensors.utils import match_named_modules
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dcp_adapters import QuantizedSavePlanner, QuantizedStager, WeightStream, digest, export_hf, import_hf
+from dcp_adapters import QuantizedSavePlanner, QuantizedStager, WeightStream, export_hf, import_hf
 from dcp_adapters.__main__ import main
 from dcp_adapters.gguf.plan import GGUF
 from dcp_adapters.hf.config import ModelConfig
@@ -256,14 +256,6 @@ def test_gguf_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"the inputs are rotated at run time, which the layout gguf cannot say"):
         prepared(asked)
-
-
-def test_digests_refuse_what_a_plain_model_would_misread(tmp_path: Path) -> None:
-    model = rotated(MXFP4BlockScaling())
-    export_hf(model, tmp_path / "out")
-    for read in (digest, lambda path: import_hf(path, llama())):
-        with pytest.raises(ValueError, match=r"has a transform_config: its weights are rotated"):
-            read(tmp_path / "out")
 
 
 def test_dense_directories_fit_models_that_rotate_alike(tmp_path: Path) -> None:

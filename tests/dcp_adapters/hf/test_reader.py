@@ -432,7 +432,7 @@ REFUSED = {
     ),
     "no algorithm": (ROW, {"quantization_config": {"quant_method": "modelopt"}}, "config.json says no quant_algo"),
     "sparse": (ROW, ct(FP8_ROW, sparsity_config={"format": "sparse-24-bitmask"}), "stored sparsely"),
-    "rotated": (ROW, ct(FP8_ROW, transform_config={"config_groups": {"R1": {}}}), "its weights are rotated"),
+    "rotated": (ROW, ct(FP8_ROW, transform_config={"config_groups": {"R1": {}}}), "R1: type None, expected 'hadamard'"),
     "no groups": (
         ROW,
         {"quantization_config": {"quant_method": "compressed-tensors"}},

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from layerwise import AWQ, GPTAQ, GPTQ, Max, SmoothQuant
+from dcp_adapters.rotations import inputs
+from layerwise import AWQ, GPTAQ, GPTQ, Max, SmoothQuant, rotate_inputs_
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize_, quantized_model_init
 from qtensor.input_rotation import hadamard, input_rotations, rotate_inputs_of
 from tests.layerwise.rotating.decoders import matrix
@@ -36,7 +37,7 @@ from tests.layerwise.small_runs import (
 )
 from tests.ranks import run_ranks, run_ranks_each
 
-BLOCK = 16
+BLOCK, U8 = 16, torch.uint8
 ALGORITHMS = {
     "max": Case(algorithm=Max(), dtype=torch.float32, options={"inputs": "static"}),
     "gptq": Case(algorithm=GPTQ(), dtype=torch.float32),
@@ -181,6 +182,26 @@ def test_a_model_on_disk_is_calibrated_alike(tmp_path: Path) -> None:
     save_model(model_of(case), tmp_path / "plain")
     with pytest.raises(ValueError, match=r"layers.0.down_proj.input_rotation, .* are on the meta device and not in"):
         run(model, case, weights=tmp_path / "plain")
+
+
+@pytest.mark.parametrize("online", [{}, {"*.down_proj": 2 * BLOCK}, {"*.down_proj": BLOCK, "*.o_proj": BLOCK}])
+def test_files_fit_models_that_rotate_alike(online: dict[str, int], tmp_path: Path) -> None:
+    """Also where the model has the buffers, and only its parameters are in the files."""
+    case = Case(dtype=torch.float32)
+    save_model(turned(case, shard=False), tmp_path / "rotated")
+    with torch.device("meta"):
+        model = Model().to(case.dtype)
+    rotate_inputs_(model, online)
+    for module in input_rotations(model):
+        model.get_submodule(module).input_rotation = torch.zeros(online["*." + module.rpartition(".")[2]], dtype=U8)
+    at, block = ("o_proj", BLOCK) if "*.o_proj" in online else ("down_proj", online.get("*.down_proj", 0))
+    on_disk, own = inputs(0 if at == "o_proj" else BLOCK), inputs(block)
+    message = (
+        f"^calibrate: layers.0.{at}.weight in .*rotated is for {on_disk}, and the model has {own}; "
+        "layerwise.rotate_inputs_ gives a model the rotations of its files"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(model, case, weights=tmp_path / "rotated")
 
 
 def save_model(model: nn.Module, path: Path) -> None:
