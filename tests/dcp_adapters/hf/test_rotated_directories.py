@@ -168,6 +168,22 @@ def test_no_transforms_are_none(said: Any, tmp_path: Path) -> None:
     assert digest(path) == digest(model)
 
 
+def test_what_an_engine_holds_has_the_digest_of_the_model(tmp_path: Path) -> None:
+    path = exported(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    held = load_file(path / "model.safetensors")
+    assert digest(held, config=config) == digest(rotated())
+    del config["quantization_config"]["transform_config"]
+    assert digest(held, config=config) != digest(rotated())
+
+
+def test_a_config_of_another_model_directory_asks_for_no_buffers(tmp_path: Path) -> None:
+    plain: Any = llama()
+    quantize_(plain, MXFP4BlockScaling(), exclude=["lm_head"])
+    out = export_hf(plain.state_dict(), tmp_path / "plain", config=exported(tmp_path))
+    assert "transform_config" not in written(out)
+
+
 # -- models that do not rotate alike -----------------------------------------------------------------------------------
 
 
