@@ -1,0 +1,114 @@
+"""What torch.save writes of a plain tensor, without running torch.save for each.
+
+With CRC32 off, the archives of two tensors of one dtype, shape and strides differ in the tensors' bytes alone:
+
+    [ head: zip headers, data.pkl, padding ][ the storage's bytes ][ tail: the rest of the zip file ]
+
+So torch.save runs for the first few of a kind, and head and tail are kept: a `Frame`. A state dict repeats its shapes
+in every layer, and torch.save takes ten times as long as writing a small tensor.
+
+Nothing is written that is not proven. A frame is made of what torch.save writes of a tensor and of another one whose
+every byte is another; the two must differ in the storage's bytes and nowhere else. It holds for the settings that it
+was made under (CRC32, alignment, torch's version; what torch.save writes of a small tensor stands for them). Whatever
+is no plain contiguous tensor with a storage of its own goes to torch.save, and so do kinds seen once and large tensors.
+"""
+
+import io
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcp_adapters.plain_memory import is_plain, memory_of
+
+LARGEST = 4 << 20  # bytes: torch.save is a small part of the time that writing more takes, and frames are not free
+MOST = 4096  # kinds that are known at once, 2 kB each
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an archive depends on beside a tensor's bytes."""
+
+    settings: bytes
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What torch.save writes around the bytes of every tensor of one kind."""
+
+    head: bytes
+    tail: bytes
+
+
+_known: dict[Kind, Frame | None] = {}  # None: seen once
+_lock = threading.Lock()
+
+
+class Frames:
+    """Frames for one thread's tensors, under the settings that hold in that thread."""
+
+    def __init__(self) -> None:
+        self._settings: bytes | None = None
+
+    def of(self, tensor: Tensor) -> Frame | None:
+        """The frame of a tensor; None where torch.save has to write it.
+
+        Ask when what the thread's settings are is settled: they are looked at once.
+        """
+        if not is_framed(tensor) or torch.serialization.get_crc32_options():
+            return None
+        if self._settings is None:
+            self._settings = _archive(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        kind = Kind(self._settings, tensor.dtype, tensor.shape, tensor.stride())
+        with _lock:
+            frame = _known.get(kind)
+            if frame is not None:
+                return frame
+            if kind not in _known:
+                if len(_known) >= MOST:
+                    _known.clear()
+                _known[kind] = None
+                return None
+            frame = _known[kind] = frame_of(tensor)
+            return frame
+
+
+def is_framed(tensor: Tensor) -> bool:
+    """Whether a tensor is one whose archive its kind and its bytes determine, and is worth a frame."""
+    return (
+        type(tensor) is Tensor
+        and 0 < tensor.nbytes <= LARGEST
+        and tensor.is_cpu
+        and is_plain(tensor)
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.__dict__  # which is pickled, too
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+
+
+def frame_of(tensor: Tensor) -> Frame | None:
+    """The frame of a tensor for which `is_framed` holds; None where torch.save writes anything else than expected."""
+    mine = memory_of(tensor).raw
+    other = torch.frombuffer(bytearray(mine), dtype=torch.uint8).bitwise_not_()
+    twin = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    twin.set_(other.untyped_storage(), 0, tensor.shape, tensor.stride())
+    one, two = _archive(tensor), _archive(twin)
+    begin = len(os.path.commonprefix((one, two)))  # all bytes of the two storages differ, so it is where they begin
+    end = begin + len(mine)
+    found = Frame(one[:begin], one[end:])
+    alike = len(one) == len(two) and two[end:] == found.tail
+    return found if alike and one[begin:end] == mine and two[begin:end] == memory_of(twin).raw else None
+
+
+def _archive(tensor: Tensor) -> bytes:
+    data = io.BytesIO()
+    torch.save(tensor, data)
+    return data.getvalue()
