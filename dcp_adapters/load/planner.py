@@ -204,6 +204,10 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         """Called by the readers of this package when they fail: ranks that would wait for this one are told."""
         self.conversions.failed()
 
+    def archives_checked(self) -> None:
+        """Called by SafeFileSystemReader when it has looked at all chunks itself: probes need not do it again."""
+        self.to_look_at = {}
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Check a probe, or load a bytes entry; nothing in it is executed."""
         with self._telling():

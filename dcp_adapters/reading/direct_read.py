@@ -12,7 +12,6 @@ Chunks whose elements are not contiguous in the record are left to it.
 """
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -21,27 +20,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.plain_memory import is_plain, memory_of
-from dcp_adapters.reading.tensor_archive import FileSlice, Header
-
-LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, .., lengths of the name and of the extra field
-
-
-def data_start(chunk: FileSlice, header_offset: int) -> int:
-    """Where in a chunk a record's bytes begin; its local header is at `header_offset`.
-
-    The directory of a zip file says where a record's header is; only the header itself says how long it is.
-
-    Raises:
-        ValueError: there is no local header.
-    """
-    chunk.seek(header_offset)
-    raw = chunk.read(LOCAL_HEADER.size)
-    if len(raw) != LOCAL_HEADER.size:
-        raise ValueError("a record without a header")
-    signature, name, extra = LOCAL_HEADER.unpack(raw)
-    if signature != b"PK\x03\x04":
-        raise ValueError("a record without a header")
-    return header_offset + LOCAL_HEADER.size + int(name) + int(extra)
+from dcp_adapters.reading.tensor_archive import Header
 
 
 @dataclass(frozen=True)
@@ -54,11 +33,10 @@ class Elements:
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(stream: IO[bytes], offset: int, length: int, header: Header) -> "Elements":
+    def of(stream: IO[bytes], offset: int, header: Header) -> "Elements":
         """The elements of the chunk at `offset`; its archive's header must say that they are contiguous."""
         assert header.first is not None
-        start = data_start(FileSlice(stream, offset, length), header.header_offset)
-        return Elements(stream, offset + start + header.first, header.dtype, header.shape)
+        return Elements(stream, offset + header.record_start + header.first, header.dtype, header.shape)
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int], target: Tensor) -> None:
         """Fill `target` (of shape `sizes`) with a box of the chunk.

@@ -5,10 +5,10 @@ differs in two places and reads the same checkpoints otherwise:
 
     read_metadata   interprets the few records DCP writes (plain_pickle.py), then checks that they make sense
                     (metadata_checks.py) before anything uses them
-    read_data       reads what the archives of all chunks say they hold (tensor_archive.py) before the first tensor is
-                    written: plain tensors, of the dtype and size in the metadata, not compressed; then reads the
-                    rows that are wanted from the file into the target (direct_read.py); tells the planner when reading
-                    fails
+    read_data       asks the system for what it is going to read (read_ahead.py); reads what the archives of all chunks
+                    say they hold (tensor_archive.py) before the first tensor is written: plain tensors, of the dtype
+                    and size in the metadata, not compressed; then reads the rows that are wanted from the file into
+                    the target (direct_read.py); tells the planner when reading fails
 
 Stock's code reads what remains: byte entries, transformed chunks, and tensors whose elements are not contiguous in the
 file (with torch.load(weights_only=True)).
@@ -41,11 +41,13 @@ from dcp_adapters.reading.metadata_checks import (
 from dcp_adapters.reading.order import PROBE, original_index
 from dcp_adapters.reading.places import THIS_RANK, file_faults, other_than_said, unreadable
 from dcp_adapters.reading.plain_pickle import read_plain
+from dcp_adapters.reading.read_ahead import Need, ReadAhead
 from dcp_adapters.reading.tensor_archive import Header
 from dcp_adapters.torch_private import Unreadable
 from dcp_adapters.words import in_lines
 
 Place = tuple[str, int, int]  # file, offset, length of a chunk
+Placed = tuple[ReadItem, Any]  # with DCP's record of where its chunk is stored
 
 
 class SafeFileSystemReader(FileSystemReader):
@@ -108,40 +110,69 @@ class SafeFileSystemReader(FileSystemReader):
         return metadata  # type: ignore[no-any-return]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
-        with failures_told(planner):
-            headers = self._check_archives(plan)
-            per_path: dict[str, list[ReadItem]] = {}
-            for item in plan.items:  # as stock groups them: probes and conversions count on it
-                per_path.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-            for items in per_path.values():
-                items.sort(key=lambda item: self.storage_data[item.storage_index].offset)  # as the file lies
-                self._read(items, headers, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        """Read what the plan asks for.
 
-    def _read(self, items: list[ReadItem], headers: Mapping["Place", Header], planner: LoadPlanner) -> None:
-        """Items of one file, in their order."""
-        path = Path(self.path, str(self.storage_data[items[0].storage_index].relative_path))
+        A planner with a method `archives_checked()` is told when every chunk has been looked at; one with a method
+        `read_failed(error)` is told of an error before it is raised.
+        """
+        with failures_told(planner):
+            placed = [(item, self.storage_data[item.storage_index]) for item in plan.items]
+            per_path: dict[str, list[Placed]] = {}
+            for item, info in placed:  # as stock groups them: probes and conversions count on it
+                per_path.setdefault(info.relative_path, []).append((item, info))
+            for items in per_path.values():
+                items.sort(key=lambda one: one[1].offset)  # as the file lies
+            needs = [need for items in per_path.values() for need in self._needs(items)]
+            with ReadAhead(needs) as ahead:
+                headers = self._check_archives(placed)
+                if (checked := getattr(planner, "archives_checked", None)) is not None:
+                    checked()
+                done = iter(needs)
+                for items in per_path.values():
+                    for _ in self._read(items, headers, planner):
+                        ahead.has_read(next(done).count)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _needs(self, items: list["Placed"]) -> Iterator[Need]:
+        """What is read of one file, for items in their order."""
+        path = str(Path(self.path, str(items[0][1].relative_path)))
+        for item, info in items:
+            rows = None
+            if item.type is not LoadItemType.BYTE_IO and item.lengths and not info.transform_descriptors:
+                index = original_index(item.storage_index)
+                record: Any = self.records[index.fqn]
+                first = item.storage_offsets[0]
+                rows = first, first + item.lengths[0], stored_chunk(record, index).sizes[0]
+            yield Need.of(path, info.offset, info.length, rows)
+
+    def _read(
+        self, items: list["Placed"], headers: Mapping["Place", Header], planner: LoadPlanner
+    ) -> Iterator[ReadItem]:
+        """Read items of one file, in their order; yields each when it has been read."""
+        name = str(items[0][1].relative_path)
+        path = Path(self.path, name)
         with path.open("rb", buffering=0) as stream:
-            for item in items:
-                info = self.storage_data[item.storage_index]
-                header = headers.get((str(info.relative_path), info.offset, info.length))
+            for item, info in items:
+                header = headers.get((name, info.offset, info.length))
                 if item.type is LoadItemType.BYTE_IO:
                     super().read_data(LoadPlan([item]), planner)
-                    continue
-                if header is None or header.first is None:
-                    with _naming_chunk(path, item, (IndexError, KeyError, EOFError, pickle.UnpicklingError)):
+                elif header is None or header.first is None:
+                    try:
                         super().read_data(LoadPlan([item]), planner)
-                    continue
-                target = planner.resolve_tensor(item).detach()
-                if target.shape != item.lengths:
-                    raise AssertionError(f"{item.storage_index}: {tuple(item.lengths)} into {tuple(target.shape)}")
-                with _naming_chunk(path, item, (ValueError, EOFError, OSError)):
-                    elements = Elements.of(stream, info.offset, info.length, header)
-                    elements.read(item.storage_offsets, item.lengths, target)
-                planner.commit_tensor(item, target)
+                    except (IndexError, KeyError, EOFError, pickle.UnpicklingError) as error:
+                        raise _unread(path, item, error) from error
+                else:
+                    target = planner.resolve_tensor(item).detach()
+                    if target.shape != item.lengths:
+                        raise AssertionError(f"{item.storage_index}: {tuple(item.lengths)} into {tuple(target.shape)}")
+                    try:
+                        Elements.of(stream, info.offset, header).read(item.storage_offsets, item.lengths, target)
+                    except (ValueError, EOFError, OSError) as error:
+                        raise _unread(path, item, error) from error
+                    planner.commit_tensor(item, target)
+                yield item
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Keep the metadata."""
@@ -156,13 +187,13 @@ class SafeFileSystemReader(FileSystemReader):
             held = "" if index.fqn == PROBE else f", where {chunk_in_words(index)} is stored"
             raise FileNotFoundError(f"No such file or directory: '{path}'{held}. {THIS_RANK}")
 
-    def _check_archives(self, plan: LoadPlan) -> dict["Place", Header]:
+    def _check_archives(self, placed: list["Placed"]) -> dict["Place", Header]:
         """Look into every tensor's archive that will be read, once each, before anything is loaded."""
         headers: dict[Place, Header] = {}
         wanted: dict[str, dict[tuple[int, int], MetadataIndex]] = {}
         # probes last, so that an error names a tensor
-        for item in sorted(plan.items, key=lambda one: one.storage_index.fqn == PROBE):
-            info, index = self.storage_data[item.storage_index], original_index(item.storage_index)
+        for item, info in sorted(placed, key=lambda one: one[0].storage_index.fqn == PROBE):
+            index = original_index(item.storage_index)
             name = str(info.relative_path)
             if name not in wanted:
                 self._check_there(name, index)
@@ -206,15 +237,11 @@ def failures_told(planner: LoadPlanner) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _naming_chunk(path: Path, item: ReadItem, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-    """An error of one of these kinds says which chunk could not be read, and what has become of the target."""
-    try:
-        yield
-    except kinds as error:
-        state = "Some tensors of the target may be loaded already: load another checkpoint"
-        kind = OSError if isinstance(error, OSError) else EOFError if isinstance(error, EOFError) else ValueError
-        raise kind(unreadable(path, original_index(item.storage_index), error, state)) from error
+def _unread(path: Path, item: ReadItem, error: Exception) -> Exception:
+    """The error of a chunk that could not be read: which one, and what has become of the target."""
+    state = "Some tensors of the target may be loaded already: load another checkpoint"
+    kind = OSError if isinstance(error, OSError) else EOFError if isinstance(error, EOFError) else ValueError
+    return kind(unreadable(path, original_index(item.storage_index), error, state))
 
 
 def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:

@@ -8,6 +8,7 @@ Here the description alone is read: a plain strided tensor whose elements all li
 import io
 import math
 import os
+import struct
 import sys
 import zipfile
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch
 from dcp_adapters.reading.metadata_names import DTYPES, Function
 from dcp_adapters.reading.plain_pickle import read_plain
 
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, .., lengths of the name and of the extra field
 MOST_DESCRIPTION = 65536  # bytes; a tensor of 64 dims takes a tenth of it
 # The classes that stand for a storage of one dtype; other dtypes have an UntypedStorage and name themselves.
 STORAGES = {
@@ -44,7 +46,7 @@ class Header:
     Attributes:
         record, stored: the record in which its elements lie, and its length in bytes.
         first: the byte of the record where they begin, if they lie there contiguously; None otherwise.
-        header_offset: the byte of the archive where the record's own header begins.
+        record_start: the byte of the archive where the record begins.
     """
 
     dtype: torch.dtype
@@ -52,7 +54,7 @@ class Header:
     record: str
     stored: int
     first: int | None
-    header_offset: int = 0
+    record_start: int = 0
 
     def __str__(self) -> str:
         """Dtype and shape."""
@@ -124,8 +126,33 @@ def read_header(chunk: "FileSlice", what: str) -> Header:
     if record is None or record.file_size < header.stored:
         held = 0 if record is None else record.file_size
         raise ValueError(f"{what}: a tensor of {header.stored} bytes in a record of {held}; use another checkpoint")
+    try:
+        start = record_start(chunk, record)
+    except ValueError as error:
+        raise ValueError(f"{what}: no archive of a tensor: {error}; use another checkpoint") from error
     chunk.seek(0)
-    return replace(header, header_offset=record.header_offset)
+    return replace(header, record_start=start)
+
+
+def record_start(chunk: FileSlice, record: zipfile.ZipInfo) -> int:
+    """Where in a chunk an uncompressed record's bytes begin.
+
+    The directory of a zip file says where a record's header is; only the header itself says how long it is.
+
+    Raises:
+        ValueError: there is no header, or the record ends behind the chunk.
+    """
+    chunk.seek(record.header_offset)
+    raw = chunk.read(LOCAL_HEADER.size)
+    if len(raw) != LOCAL_HEADER.size:
+        raise ValueError("a record without a header")
+    signature, name, extra = LOCAL_HEADER.unpack(raw)
+    if signature != b"PK\x03\x04":
+        raise ValueError("a record without a header")
+    start = record.header_offset + LOCAL_HEADER.size + int(name) + int(extra)
+    if start + record.file_size > chunk.length:
+        raise ValueError(f"a record of {record.file_size} bytes from {start} on, in a chunk of {chunk.length}")
+    return start
 
 
 def _contents(archive: zipfile.ZipFile, record: zipfile.ZipInfo | None) -> bytes:

@@ -14,7 +14,6 @@ is no plain contiguous tensor with a storage of its own goes to torch.save, and 
 """
 
 import io
-import os
 import threading
 from dataclasses import dataclass
 
@@ -82,9 +81,9 @@ def is_framed(tensor: Tensor) -> bool:
     """Whether a tensor is one whose archive its kind and its bytes determine, and is worth a frame."""
     return (
         type(tensor) is Tensor
-        and 0 < tensor.nbytes <= LARGEST
         and tensor.is_cpu
         and is_plain(tensor)
+        and 0 < tensor.nbytes <= LARGEST
         and tensor.is_contiguous()
         and not tensor.requires_grad
         and not tensor.is_conj()
@@ -101,7 +100,8 @@ def frame_of(tensor: Tensor) -> Frame | None:
     twin = torch.empty(0, dtype=tensor.dtype, device="cpu")
     twin.set_(other.untyped_storage(), 0, tensor.shape, tensor.stride())
     one, two = _archive(tensor), _archive(twin)
-    begin = len(os.path.commonprefix((one, two)))  # all bytes of the two storages differ, so it is where they begin
+    # where the first bytes differ the storages begin, since all of theirs do
+    begin = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
     end = begin + len(mine)
     found = Frame(one[:begin], one[end:])
     alike = len(one) == len(two) and two[end:] == found.tail

@@ -5,6 +5,7 @@ files are those of stock's writer, byte for byte. What is different is what it t
 of a thread is raised: stock's writer loses it, and with it the chunks of the thread.
 """
 
+import io
 import math
 import os
 import threading
@@ -99,7 +100,7 @@ class DataWriter:
                 written = self._write_file(file, frames)
                 with self._lock:
                     self._written += written
-        except BaseException as error:  # raised in the thread that waits
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._failed.append(error)
 
     def _next(self, queue: Iterator[DataFile]) -> DataFile | None:
@@ -129,7 +130,7 @@ def _settled(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
 
 
-def _write_tensor(stream: "io.IOBase", tensor: Tensor, frames: Frames) -> None:
+def _write_tensor(stream: io.BufferedIOBase, tensor: Tensor, frames: Frames) -> None:
     frame = frames.of(tensor)
     if frame is None:
         torch.save(tensor, stream)

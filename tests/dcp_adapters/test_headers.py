@@ -140,3 +140,20 @@ def test_a_load_reads_as_many_headers_for_four_layers_as_for_two(tmp_path: Path)
             for part, tensor in weight.parts().items():
                 assert bits(tensor) == bits(state[name].parts()[part])
     assert counts[0] == counts[1]
+
+
+def test_a_record_that_ends_behind_its_chunk_is_refused() -> None:
+    """Its local header says how far behind it the elements begin, and they would be another chunk's."""
+    sound = archive(normal(4, 4))
+    at = sound.index(b"archive/data/0") - 30
+    extra = at + 28  # the length of the extra field, behind the name's
+    for length in (1000, 0xFFFF):
+        damaged = sound[:extra] + length.to_bytes(2, "little") + sound[extra + 2 :]
+        stream = io.BytesIO(damaged + sound * 50)
+        with pytest.raises(
+            ValueError, match=r"no archive of a tensor: a record of 64 bytes from \d+ on, in a chunk of"
+        ):
+            read_header(FileSlice(stream, 0, len(damaged)), "it")
+    headless = sound[:at] + b"PK\x03\x05" + sound[at + 4 :]
+    with pytest.raises(ValueError, match="no archive of a tensor: a record without a header; use another checkpoint"):
+        read_header(FileSlice(io.BytesIO(headless), 0, len(headless)), "it")
