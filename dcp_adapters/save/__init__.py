@@ -10,4 +10,6 @@ since_base.py      delta_to=...: what changed since a full save
 plan_cache.py      plans that one save keeps for the next
 overwrite.py       a save over an older checkpoint
 atomic_writer.py   AtomicFileSystemWriter, whose commit is one rename
+data_files.py      the files that it writes
+archives.py        what torch.save writes of a tensor, without torch.save
 """

@@ -5,13 +5,13 @@ files are those of stock's writer, byte for byte. What is different is what it t
 of a thread is raised: stock's writer loses it, and with it the chunks of the thread.
 """
 
-import io
 import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def _settled(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
 
 
-def _write_tensor(stream: io.BufferedIOBase, tensor: Tensor, frames: Frames) -> None:
+def _write_tensor(stream: Any, tensor: Tensor, frames: Frames) -> None:
     frame = frames.of(tensor)
     if frame is None:
         torch.save(tensor, stream)
