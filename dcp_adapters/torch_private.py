@@ -94,8 +94,8 @@ class OwnPath(NativePath):
 
     Each instance equals only itself, so each makes a group of items. In `directory / path` Python asks the operand of
     the more derived class first, which is this one: so `look` gets the full path just before the file is opened.
-    Readers that build paths in another way (fsspec; our own SafeFileSystemReader, which checks files itself) see an
-    ordinary path, and `look` is not called.
+    Readers that build paths in another way (fsspec) see an ordinary path, and `look` is not called. Our own
+    SafeFileSystemReader checks files itself; it opens those of byte entries in stock's way, which calls `look`.
     """
 
     look: Callable[[Path], None] | None = None
