@@ -35,13 +35,14 @@ def files_for(root: Path, module: str) -> list[str]:
     package = module.split("/", 1)[0]
     dotted = module.removesuffix(".py").replace("/", ".")
     paths = [path for place in PLACES[package] for path in _files(root / place)]
-    said = {path: _said(_text(path), _defined(root / module)) for path in paths}
+    said = {path: _words(path) & _defined(root / module) for path in paths}
     often = Counter(name for names in said.values() for name in names)
     own: list[tuple[float, str]] = []
     others: list[tuple[float, str]] = []
     for path, names in said.items():
         text, name = _text(path), str(path.relative_to(root))
-        hits = sum(RARE / max(often[one], RARE) for one in names) + 5 * (dotted in text)  # `items` says nothing
+        # in a fixed order, or the last bit of the sum would decide between files; `items` says nothing
+        hits = sum(RARE / max(often[one], RARE) for one in sorted(names)) + 5 * (dotted in text)
         if _is_of(path.stem.removeprefix("test_"), dotted):
             own.append((_cost(text), name))
         elif hits:
@@ -54,10 +55,6 @@ def files_for(root: Path, module: str) -> list[str]:
 
 def _files(place: Path) -> list[Path]:
     return sorted(place.glob("test_*.py")) if place.is_dir() else [place]
-
-
-def _said(text: str, names: frozenset[str]) -> set[str]:
-    return {name for name in names if re.search(rf"\b{name}\b", text)}
 
 
 def _is_of(stem: str, dotted: str) -> bool:
@@ -74,6 +71,11 @@ def _cost(text: str) -> int:
 @cache
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
+
+
+@cache
+def _words(path: Path) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", _text(path)))
 
 
 @cache
