@@ -126,7 +126,7 @@ def test_golden_parts_decode_to_the_golden_values(golden: Golden, case: str) -> 
 
 @golden_cases
 def test_shards_quantized_with_the_agreed_amax_are_slices_of_the_whole(golden: Golden, case: str) -> None:
-    """For every number of rows a shard can have; stacks are cut between matrices and within them."""
+    """For shards of any number of rows; stacks are cut between matrices and within them."""
     whole = golden.input(case)
     as_rows = whole.ndim == 3 and whole.shape[1] % golden.row_multiple == 0  # else blocks would span matrices
     for x in (whole, whole.flatten(0, -2)) if as_rows else (whole,):
@@ -135,8 +135,25 @@ def test_shards_quantized_with_the_agreed_amax_are_slices_of_the_whole(golden: G
             for part, value in golden.parts(case).items()
         }
         multiple = golden.row_multiple if x.ndim == 2 else 1
-        for rows in range(multiple, x.shape[0], multiple):
-            assert_shards(golden.recipe, x, parts, rows)
+        for groups in shard_sizes(-(-x.shape[0] // multiple)):
+            assert_shards(golden.recipe, x, parts, groups * multiple)
+
+
+def shard_sizes(groups: int) -> list[int]:
+    """How many groups of rows a shard has: one; few, and a smaller rest; a power of two; half of all; all but one.
+
+    A row's parts come from its own values and the agreed amax, so no other number of rows is another case.
+    """
+    sizes = {1, 2, 3, 7, 16, groups // 2, groups // 2 + 1, groups - 1}
+    return sorted(size for size in sizes if 0 < size < groups)
+
+
+def test_every_way_to_cut_is_among_the_sizes_of_shards() -> None:
+    assert shard_sizes(1) == []
+    assert shard_sizes(2) == [1]
+    assert shard_sizes(64) == [1, 2, 3, 7, 16, 32, 33, 63]
+    rests = {64 % size for size in shard_sizes(64)}
+    assert {0, 1, 31} <= rests
 
 
 def assert_shards(recipe: Any, x: Tensor, parts: dict[str, Tensor], rows: int) -> None:
