@@ -187,9 +187,14 @@ def compiled(recipe: Any) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]
 
 
 def as_matrix(x: Tensor, multiple: int) -> Tensor:
-    """fp32 [rows, K]; short cases twice, for the compiler makes code of its own for a single group of rows."""
+    """fp32 [rows, K]; short cases several times, as two groups of rows or more.
+
+    The compiler makes code of its own for a single group, and for one that is cut. A block that holds a copy of all its
+    rows has the amax that it had, so each copy has the same bytes.
+    """
     x = x.float().flatten(0, -2)
-    return torch.cat([x, x]) if x.shape[0] == 32 >= multiple else x
+    groups = 2 * max(multiple, 32)
+    return torch.cat([x] * (groups // x.shape[0])) if groups % x.shape[0] == 0 else x
 
 
 @pytest.mark.slow

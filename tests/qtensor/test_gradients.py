@@ -195,9 +195,10 @@ def test_a_transposed_weight_is_quantized_anew(recipe: Any) -> None:
 
 
 @pytest.mark.slow
-@main
-def test_operands_from_compiled_kernels_have_the_same_bytes(recipe: Any) -> None:
-    found = []
+@pytest.mark.parametrize("name", ["float8_tensor", "mxfp8_square"])
+def test_operands_from_compiled_kernels_have_the_same_bytes(name: str) -> None:
+    """Of each format the recipe with most kernels: rows for operands, and others for the weight."""
+    recipe, found = MAIN[name], []
     for mode in ("eager", "compiled"):
         with use_kernels(mode):
             found.append(run(inputs(40, 96), parameter(recipe))[1:])
