@@ -301,7 +301,9 @@ def test_a_checkpoint_dir_of_another_calibration_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("alone")
 def test_torchrun_and_the_module_itself(tmp_path: Path) -> None:
+    """Two ranks that succeed, two that fail, and a process without ranks, which has a status of its own."""
     if agreed(value=str(tmp_path)) != str(tmp_path):
         pytest.skip("launches its own ranks: rank 0 runs it")
     save_model(tmp_path)
@@ -314,9 +316,8 @@ def test_torchrun_and_the_module_itself(tmp_path: Path) -> None:
         return done.stderr
 
     assert ", 2 ranks; " in told(*torchrun, config, status=0)
-    module = [sys.executable, "-m", "layerwise"]
-    assert "finished already" in told(*module, config, status=0)
+    assert "finished already" in ran(config)
     bad = write_config(tmp_path, "bad", algorithm="Maxx")
     wrong = "error: " + str(bad) + ": algorithm.name: unknown algorithm 'Maxx'; did you mean 'Max'?"
     assert told(*torchrun, bad, status=1).count(wrong) == 1, "rank 0 tells, and is not stopped before it has"
-    assert wrong in told(*module, bad, status=2)
+    assert wrong in told(sys.executable, "-m", "layerwise", bad, status=2)
