@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -71,16 +72,21 @@ def _shared(case: str) -> tuple[dict[str, dict[str, str]], list[tuple[str, ...]]
     return outcome(model, result), [*ASKED], dict(collectives.counts)
 
 
+@functools.cache
+def _alone(case: str) -> tuple[dict[str, dict[str, str]], Counter[tuple[str, ...]]]:
+    """What one process comes to, and what it is asked."""
+    algorithm, recipe = CASES[case]
+    model = two_layers()
+    ASKED.clear()
+    return outcome(model, run(model, batches(COUNT), recipe, algorithm)), Counter(ASKED)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_group_is_asked_about_on_one_rank(ranks: int) -> None:
     """And what ranks do beside that is the same: the same collectives, and the result of one process."""
     per_rank = run_ranks_each(ranks, CASES, _shared)
     for case, found in zip(CASES, zip(*per_rank, strict=True), strict=True):
-        algorithm, recipe = CASES[case]
-        ASKED.clear()
-        model = two_layers()
-        expected = outcome(model, run(model, batches(COUNT), recipe, algorithm))
-        alone = Counter(ASKED)
+        expected, alone = _alone(case)
         assert set(alone.values()) == {1}
         outcomes, asked, collectives = zip(*found, strict=True)
         assert Counter(name for own in asked for name in own) == alone
