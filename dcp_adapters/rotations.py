@@ -68,10 +68,15 @@ def inputs(block: int) -> str:
     return f"inputs that are rotated at run time in blocks of {block}" if block else "inputs as they are"
 
 
-def to_rotate(entry: Entry) -> str:
-    """What to do about an entry that a model lacks: "", unless it says that inputs are rotated."""
+def to_rotate(entry: Entry, held: Collection[str]) -> str:
+    """What to do about an entry that a model, which holds these names, lacks: "", unless it says that inputs rotate."""
     if not is_marker(entry.name):
         return ""
+    if not has_weight(entry.name, held):
+        return (
+            f", nor {weight_beside(entry.name)}, which is for {inputs(block_of(entry))}: build the model with that "
+            "linear (experts that it stacks in one weight can not rotate their inputs)"
+        )
     block, module = block_of(entry), entry.name.removesuffix(MARKER).removesuffix(".")
     return (
         f", and {weight_beside(entry.name)} is for {inputs(block)}: "

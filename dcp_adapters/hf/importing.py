@@ -175,7 +175,7 @@ def _matched_names(held: Mapping[str, Entry], live: Live, reader: HuggingFaceRea
             )
     known = {name for own in live.names for name in own}
     problems += [
-        f"{name}: only the directory has it; the model has no such tensor{to_rotate(held[name])}"
+        f"{name}: only the directory has it; the model has no such tensor{to_rotate(held[name], known)}"
         for name in held.keys() - known
         if not name.endswith(IGNORED)
     ]

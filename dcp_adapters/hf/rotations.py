@@ -26,7 +26,7 @@ from dcp_adapters.words import in_lines, listed, short
 from qtensor.input_rotation import MARKER, is_size, marker
 
 # What compressed-tensors takes for what is not said. Sylvester's matrix / sqrt(block) is its own inverse.
-SCHEME = {"randomize": False, "requires_grad": False, "head_dim": None, "precision": "torch.float32"}
+SCHEME = {"randomize": False, "requires_grad": False, "precision": "torch.float32"}
 APPLY = {"inverse": False, "ignore": []}
 READS = 'type "hadamard" with head_dim and precision "torch.float32", at the location "input" of linears by their names'
 
@@ -90,26 +90,26 @@ def said_rotations(transforms: Any) -> tuple[dict[str, int], list[str]]:
         if not isinstance(group, Mapping) or not isinstance(group.get("apply", []), list):
             problems.append(f"{name}: expected an object with a list apply")
             continue
-        scheme = {**SCHEME, **group}
+        scheme: dict[str, Any] = {**SCHEME, **group}
         problems += [f"{name}: {problem}" for problem in _scheme_problems(scheme)]
         for one in scheme.get("apply", []):
             targets, found = _targets(one)
             problems += [f"{name}: {problem}" for problem in found]
             problems += [f"{name}: {module} is a target twice" for module in targets if module in rotated]
-            rotated |= dict.fromkeys(targets, scheme["head_dim"])
+            rotated |= {module: scheme.get("head_dim", 0) for module in targets}
     return rotated, problems
 
 
 def _scheme_problems(scheme: Mapping[str, Any]) -> list[str]:
     """What the scheme of a group says that the library does not read."""
-    expected = {"type": "hadamard", "randomize": False, "requires_grad": False, "precision": "torch.float32"}
+    expected = {"type": "hadamard", **SCHEME}
     problems = [
         f"{key} {short(scheme.get(key))}, expected {short(value)}"
         for key, value in expected.items()
         if scheme.get(key) != value
     ]
-    if not is_size(scheme["head_dim"]):
-        problems.append(f"head_dim {short(scheme['head_dim'])}, expected a power of two from 2 on")
+    if not is_size(scheme.get("head_dim")):
+        problems.append(f"head_dim {short(scheme.get('head_dim'))}, expected a power of two from 2 on")
     problems += [f"{short(key)}, which is not known" for key in scheme.keys() - {*expected, "head_dim", "apply"}]
     return sorted(problems)
 
@@ -146,27 +146,29 @@ def said_markers(
     Raises:
         ValueError: one error for all transforms that the library cannot do exactly, or that do not fit the linears.
     """
-    transforms = directory.config.get("quantization_config", {}).get("transform_config")
+    transforms = (directory.config.get("quantization_config") or {}).get("transform_config")
     if not transforms:
         return {}
     rotated, problems = said_rotations(transforms)
     if not layout.rotates:
-        problems.append(f"nothing of the kind with the quant_method {layout.name}")
+        problems.append(f"the quant_method {layout.name} has no transforms")
     markers = {}
     for module, block in rotated.items() if not problems else ():
         name = f"{module}.{MARKER}".lstrip(".")
         if module not in shapes:
             if module not in directory.left_out:
-                problems.append(f"{short(module)}, of which the directory has no weight [N, K]")
+                problems.append(
+                    f"{short(module)}, of which the directory has no weight [N, K]; expected a module's name"
+                )
         elif shapes[module][1] % block:
             problems.append(f"{module}: blocks of {block}, which do not divide its {shapes[module][1]} inputs")
-        elif name in dense and dense[name].shape != (block,):
+        elif name in dense and (dense[name].dtype, dense[name].shape) != ("U8", (block,)):
             problems.append(f"{module}: blocks of {block}, and {name} in {dense[name].file} is {dense[name]}")
         else:
             markers[name] = FileTensor(name, CONFIG, "U8", (block,))
     if problems:
         raise ValueError(
-            f"{directory.path}: the transform_config of config.json says what the library does not read; it reads "
+            f"{directory.path}: the transform_config of config.json says what the library does not read. It reads "
             f"{READS}. Weights with other transforms compute something else without them, so nothing has been loaded:"
             + in_lines(problems)
         )

@@ -1,9 +1,9 @@
 """Asks the kernel for the bytes of a load before they are read, so that Python and the disk work at the same time.
 
 A load looks at both ends of every chunk, then reads the chunks. Each of these reads would wait for the disk, which then
-waits for the next one. So the bytes that are read first, up to `WINDOW`, are asked for before the first look; as many
-more are asked for as are read. Of a chunk that is not among them, or of which only some rows are wanted, the two ends
-are asked for at once.
+waits for the next one. So `WINDOW` bytes are asked for before the first look; whenever some have been read, as many
+more are asked for. The ends of chunks that lie beyond the window, or of which only some rows are wanted, are asked for
+at the beginning, too.
 
 These are hints. Where a system takes none, or a file cannot be opened, reading is as it was and says what is wrong.
 """
@@ -112,7 +112,7 @@ class ReadAhead:
         with suppress(OSError):
             if path != self._path:
                 self._close()
-                # O_NONBLOCK: to open a fifo, which is refused when it is read, would wait for a writer
+                # O_NONBLOCK: to open a fifo would wait for a writer
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
                 self._path = path
             os.posix_fadvise(self._descriptor, begin, count, os.POSIX_FADV_WILLNEED)

@@ -144,11 +144,9 @@ def record_start(chunk: FileSlice, record: zipfile.ZipInfo) -> int:
     """
     chunk.seek(record.header_offset)
     raw = chunk.read(LOCAL_HEADER.size)
-    if len(raw) != LOCAL_HEADER.size:
+    if len(raw) != LOCAL_HEADER.size or not raw.startswith(b"PK\x03\x04"):
         raise ValueError("a record without a header")
-    signature, name, extra = LOCAL_HEADER.unpack(raw)
-    if signature != b"PK\x03\x04":
-        raise ValueError("a record without a header")
+    _, name, extra = LOCAL_HEADER.unpack(raw)
     start = record.header_offset + LOCAL_HEADER.size + int(name) + int(extra)
     if start + record.file_size > chunk.length:
         raise ValueError(f"a record of {record.file_size} bytes from {start} on, in a chunk of {chunk.length}")

@@ -7,9 +7,9 @@ With CRC32 off, the archives of two tensors of one dtype, shape and strides diff
 So torch.save runs for the first few of a kind, and head and tail are kept: a `Frame`. A state dict repeats its shapes
 in every layer, and torch.save takes ten times as long as writing a small tensor.
 
-Nothing is written that is not proven. A frame is made of what torch.save writes of a tensor and of another one whose
-every byte is another; the two must differ in the storage's bytes and nowhere else. It holds for the settings that it
-was made under (CRC32, alignment, torch's version; what torch.save writes of a small tensor stands for them). Whatever
+Nothing is written that is not proven. A frame is made from two archives of torch.save: of a tensor, and of one that
+differs from it in every byte. They must differ in the storage's bytes and nowhere else. A frame holds for the settings
+that it was made under (alignment, torch's version); what torch.save writes of a tiny tensor stands for them. Whatever
 is no plain contiguous tensor with a storage of its own goes to torch.save, and so do kinds seen once and large tensors.
 """
 
@@ -23,7 +23,8 @@ from torch import Tensor
 from dcp_adapters.plain_memory import is_plain, memory_of
 
 LARGEST = 4 << 20  # bytes: torch.save is a small part of the time that writing more takes, and frames are not free
-MOST = 4096  # kinds that are known at once, 2 kB each
+WIDEST = 32 << 10  # bytes of a frame; 2 kB by default, more where storages are aligned to large pages
+MOST = 1024  # kinds that are known at once
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Frame:
     tail: bytes
 
 
-_known: dict[Kind, Frame | None] = {}  # None: seen once
+_known: dict[Kind, Frame | None] = {}  # None: torch.save has to write it
+_met: set[Kind] = set()  # once, and not yet worth a frame
 _lock = threading.Lock()
 
 
@@ -57,23 +59,26 @@ class Frames:
     def of(self, tensor: Tensor) -> Frame | None:
         """The frame of a tensor; None where torch.save has to write it.
 
-        Ask when what the thread's settings are is settled: they are looked at once.
+        The thread's settings are looked at when it asks first, and again before a frame is kept.
         """
         if not is_framed(tensor) or torch.serialization.get_crc32_options():
             return None
         if self._settings is None:
-            self._settings = _archive(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+            self._settings = _settings()
         kind = Kind(self._settings, tensor.dtype, tensor.shape, tensor.stride())
         with _lock:
-            frame = _known.get(kind)
-            if frame is not None:
-                return frame
-            if kind not in _known:
-                if len(_known) >= MOST:
+            if kind in _known:
+                return _known[kind]
+            if kind not in _met:
+                if len(_met) >= MOST:
+                    _met.clear()
                     _known.clear()
-                _known[kind] = None
+                _met.add(kind)
                 return None
-            frame = _known[kind] = frame_of(tensor)
+            frame = frame_of(tensor)
+            if _settings() != self._settings:  # they have changed since this thread asked first
+                return None
+            _known[kind] = frame
             return frame
 
 
@@ -105,7 +110,13 @@ def frame_of(tensor: Tensor) -> Frame | None:
     end = begin + len(mine)
     found = Frame(one[:begin], one[end:])
     alike = len(one) == len(two) and two[end:] == found.tail
-    return found if alike and one[begin:end] == mine and two[begin:end] == memory_of(twin).raw else None
+    if not alike or one[begin:end] != mine or two[begin:end] != memory_of(twin).raw:
+        return None
+    return found if len(found.head) + len(found.tail) <= WIDEST else None
+
+
+def _settings() -> bytes:
+    return _archive(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
 
 def _archive(tensor: Tensor) -> bytes:

@@ -100,30 +100,40 @@ class AtomicFileSystemWriter(FileSystemWriter):
     interrupted. Files and their names are synced before the rename, and the rename before the save returns.
 
     The files hold the same bytes as stock's. Without CRC32 (`torch.serialization.set_crc32_options(False)`) torch.save
-    runs for a few tensors of each dtype and shape, not for all; the others are written as it would write them.
+    runs for a few tensors of each dtype and shape, not for all; the others are written as it would write them. With
+    thread_count=1 and a GPU stock's code writes, which copies from the GPU meanwhile.
 
     Args:
         path: the directory to save into; `checkpoint_id` of `dcp.save` takes its place.
         **kwargs: those of FileSystemWriter. sync_files=False syncs nothing.
+
+    Raises:
+        ValueError: a thread_count below 1.
     """
 
     def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(path, **kwargs)
         self.fs = AtomicFiles(syncs=self.sync_files)
-        extended = bool(kwargs.get("_extensions"))
-        form = kwargs.get("serialization_format", SerializationFormat.TORCH_SAVE)
-        self.writes_archives = not extended and form is SerializationFormat.TORCH_SAVE
+        if self.thread_count < 1:
+            raise ValueError(f"AtomicFileSystemWriter(thread_count={self.thread_count}): expected 1 or more")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items. Raises what a writing thread raised, which stock's writer loses."""
+        """Write this rank's items.
+
+        Raises what a writing thread raised, which stock's writer loses, and with extensions or safetensors still does.
+        """
         prefix = prefix_of(plan.storage_data)
-        if not self.writes_archives or prefix is None or self._overlaps_copies():
+        if prefix is None or not self._writes_archives() or self._overlaps_copies():
             return super().write_data(plan, planner)
         files = data_files(plan.items, prefix, self.thread_count if self.single_file_per_rank else None)
         writer = DataWriter(self.fs, Path(self.path), planner, sync=self.sync_files)
         done: Future[list[WriteResult]] = Future()
         done.set_result(writer.write(files, self.thread_count))
         return done
+
+    def _writes_archives(self) -> bool:
+        plain = not self.transforms.extensions
+        return plain and self.serialization_format is SerializationFormat.TORCH_SAVE
 
     def _overlaps_copies(self) -> bool:
         """Whether stock copies tensors from a device while it writes others."""

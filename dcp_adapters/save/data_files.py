@@ -1,8 +1,9 @@
 """One rank's data files, as FileSystemWriter writes them, with less Python for each tensor.
 
 The items are shared out to files, which threads write: byte entries as they are, tensors as torch.save writes them. The
-files are those of stock's writer, byte for byte. What is different is what it takes (`archives.py`), and that the error
-of a thread is raised: stock's writer loses it, and with it the chunks of the thread.
+files are those of stock's writer, byte for byte, and take less Python (`archives.py`). Two things are different. The
+error of a thread is raised: stock's writer loses it, and with it the chunks of the thread. And whether CRC32 is written
+is for the thread that saves to say: in stock's other threads it is on.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_adapters.plain_memory import memory_of
+from dcp_adapters.plain_memory import memory_of, without_bytes
 from dcp_adapters.save.archives import Frames
 from dcp_adapters.torch_private import StorageInfo
 
@@ -74,13 +75,14 @@ class DataWriter:
     def __init__(self, fs: FileSystem, directory: Path, planner: SavePlanner, *, sync: bool) -> None:
         self.fs, self.directory, self.planner, self.sync = fs, directory, planner, sync
         self._lock = threading.Lock()
+        self._crc32 = torch.serialization.get_crc32_options()  # which belongs to a thread
         self._written: list[WriteResult] = []
         self._failed: list[BaseException] = []
 
     def write(self, files: Sequence[DataFile], threads: int) -> list[WriteResult]:
         """Write the files with so many threads, of which the calling one is the first; returns where each item lies.
 
-        Raises the first error of any thread; the others write no further file then.
+        Raises the first error of any thread; the others write no further tensor then.
         """
         queue = iter(files)
         others = [threading.Thread(target=self._work, args=(queue,)) for _ in range(1, threads)]
@@ -96,6 +98,7 @@ class DataWriter:
     def _work(self, queue: Iterator[DataFile]) -> None:
         frames = Frames()
         try:
+            torch.serialization.set_crc32_options(self._crc32)
             while (file := self._next(queue)) is not None:
                 written = self._write_file(file, frames)
                 with self._lock:
@@ -111,9 +114,11 @@ class DataWriter:
         written, at = [], 0
         with self.fs.create_stream(self.fs.concat_path(self.directory, file.name), "wb") as stream:
             for item in file.items:
+                if self._failed:  # in another thread; what is written here serves nothing
+                    break
                 data = self.planner.resolve_data(item)
                 if isinstance(data, Tensor):
-                    _write_tensor(stream, _settled(data), frames)
+                    _write_tensor(stream, _settled(item.index.fqn, data), frames)
                 else:
                     stream.write(data.getbuffer())
                 begin, at = at, stream.tell()
@@ -124,8 +129,14 @@ class DataWriter:
         return written
 
 
-def _settled(tensor: Tensor) -> Tensor:
-    """A tensor as it is saved: on the CPU, without a gradient, in a storage that holds nothing else."""
+def _settled(name: str, tensor: Tensor) -> Tensor:
+    """A tensor as it is saved: on the CPU, without a gradient, in a storage that holds nothing else.
+
+    Raises:
+        ValueError: it has no bytes.
+    """
+    if (why := without_bytes(tensor)) is not None:
+        raise ValueError(f"{name}: {why}")
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
-from dcp_adapters.rotations import inputs, rotations_in
+from dcp_adapters.rotations import blocks_in, has_weight, inputs, rotations_in, weight_beside
 from fsdp_hooks.torch_private import cpu_by_default
 from layerwise.stages.stage import Stage
 from qtensor.input_rotation import input_rotations
@@ -83,7 +83,15 @@ class OnDisk:
 
     def _check_rotations(self, wanted: Mapping[str, Entry], own: Mapping[str, int]) -> None:
         """Refuse weights that are for inputs that the model does not rotate, or the other way round."""
-        held = rotations_in(self.files.presented().entries)
+        entries = self.files.presented().entries
+        for name, block in blocks_in(entries).items():
+            if not has_weight(name, entries):
+                raise ValueError(
+                    f"calibrate: {weight_beside(name)} in {self.files.path} is for {inputs(block)}, and the model "
+                    "stacks it in one weight of experts, which can not rotate their inputs; build it with a linear an "
+                    "expert"
+                )
+        held = rotations_in(entries)
         for module in sorted(held.keys() | own.keys()):
             on_disk, rotated = held.get(module, 0), own.get(module, 0)
             if f"{module}.weight".lstrip(".") in wanted and on_disk != rotated:

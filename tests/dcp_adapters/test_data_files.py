@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ def _crc32_as_before() -> Iterator[None]:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     archives._known.clear()
+    archives._met.clear()
     yield
     torch.serialization.set_crc32_options(before)
 
@@ -105,10 +108,23 @@ def test_they_load(reader: type[FileSystemReader], tmp_path: Path) -> None:
 def saves_of(layers: int, path: Path) -> int:
     """How often torch.save runs for a state dict of so many layers."""
     archives._known.clear()
+    archives._met.clear()
     weights = {f"{number}": quantize(values((64, 64), number), RECIPES["nvfp4"]) for number in range(layers)}
     with alone(), patch.object(torch, "save", wraps=torch.save) as run:
         dcp.save(weights, storage_writer=AtomicFileSystemWriter(path), planner=QuantizedSavePlanner())
     return run.call_count
+
+
+def test_the_saving_thread_says_for_all_whether_crc32_is_written(tmp_path: Path) -> None:
+    """Also with a planner that does not pass it on; in threads of the stock writer CRC32 is on."""
+    weights = {f"{number}": values((64,), number) for number in range(40)}
+    for threads in (1, 2, 4):
+        archives._known.clear()
+        archives._met.clear()
+        writer = AtomicFileSystemWriter(tmp_path / f"{threads}", thread_count=threads)
+        with alone(), patch.object(torch, "save", wraps=torch.save) as run:
+            dcp.save(weights, storage_writer=writer, planner=DefaultSavePlanner())
+        assert run.call_count < 10 + 3 * threads
 
 
 def test_torch_save_runs_as_often_for_twenty_layers_as_for_four(tmp_path: Path) -> None:
@@ -145,6 +161,52 @@ def test_what_a_thread_raises_fails_the_save(threads: int, tmp_path: Path) -> No
     assert not (tmp_path / ".metadata").exists()
 
 
+def test_a_thread_stops_between_tensors_when_another_has_failed(tmp_path: Path) -> None:
+    failed, resolved = threading.Event(), []
+
+    class Failing(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if write_item.index.fqn == "large":
+                failed.set()
+                raise OSError("this one cannot be read")
+            assert failed.wait(30)
+            while not writers[0]._failed:
+                time.sleep(0.001)
+            resolved.append(write_item.index.fqn)
+            return super().resolve_data(write_item)
+
+    weights = {"large": torch.ones(10_000)} | {f"{number}": torch.ones(8) for number in range(50)}
+    writers: list[data_files.DataWriter] = []
+    write = data_files.DataWriter.write
+
+    def noted(self: data_files.DataWriter, files: Any, threads: int) -> Any:
+        writers.append(self)
+        return write(self, files, threads)
+
+    writer = AtomicFileSystemWriter(tmp_path, thread_count=2)
+    with (
+        alone(),
+        patch.object(data_files.DataWriter, "write", noted),
+        pytest.raises(BaseException, match="this one cannot be read"),
+    ):
+        dcp.save(weights, storage_writer=writer, planner=Failing())
+    assert len(resolved) <= 1
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_less_than_one_thread_is_refused(threads: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^AtomicFileSystemWriter\(thread_count={threads}\): expected 1 or more$"):
+        AtomicFileSystemWriter(tmp_path, thread_count=threads)
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused(tmp_path: Path) -> None:
+    """By any planner: its bytes would be read from address 0."""
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    with alone(), pytest.raises(BaseException, match="w: its storage was freed, as FSDP does"):
+        dcp.save({"w": freed}, storage_writer=AtomicFileSystemWriter(tmp_path), planner=DefaultSavePlanner())
+
+
 class Unchanged(StreamTransformExtension):
     """An extension that changes nothing."""
 
@@ -176,6 +238,9 @@ def test_what_the_stock_writer_has_options_for_it_writes_itself(tmp_path: Path) 
             path = tmp_path / f"{number}"
             dcp.save(weights, storage_writer=AtomicFileSystemWriter(path, **options), planner=DefaultSavePlanner())
             assert (path / ".metadata").exists()
+        late = AtomicFileSystemWriter(tmp_path / "late")
+        late.serialization_format = SerializationFormat.SAFETENSORS
+        dcp.save(weights, storage_writer=late, planner=DefaultSavePlanner())
         with pytest.raises(BaseException, match="ours"):
             dcp.save(weights, storage_writer=AtomicFileSystemWriter(tmp_path / "o"), planner=DefaultSavePlanner())
 

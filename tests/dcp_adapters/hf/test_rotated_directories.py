@@ -25,6 +25,7 @@ from dcp_adapters.hf.verify_directory import verify_directory
 from dcp_adapters.rotations import rotations_in
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from layerwise import rotate_, rotate_inputs_
+from layerwise.weights.on_disk import OnDisk
 from qtensor import MXFP4BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
 from qtensor.input_rotation import input_rotations
 from tests.dcp_adapters.hf.exports import PROMPT, llama
@@ -273,10 +274,16 @@ UNREAD = {
     "no location": (apply(location=None), "R4: location None, expected 'input'"),
     "a pattern": (
         apply(targets=["re:.*down_proj$"]),
-        "'re:.*down_proj$', of which the directory has no weight [N, K]",
+        "'re:.*down_proj$', of which the directory has no weight [N, K]; expected a module's name",
     ),
-    "a class": (apply(targets=["Linear"]), "'Linear', of which the directory has no weight [N, K]"),
-    "a norm": (apply(targets=["model.norm"]), "'model.norm', of which the directory has no weight [N, K]"),
+    "a class": (
+        apply(targets=["Linear"]),
+        "'Linear', of which the directory has no weight [N, K]; expected a module's name",
+    ),
+    "a norm": (
+        apply(targets=["model.norm"]),
+        "'model.norm', of which the directory has no weight [N, K]; expected a module's name",
+    ),
     "no names": (apply(targets=[3]), "R4: targets, expected a list of names"),
     "no targets": (apply(targets=None), "R4: targets, expected a list of names"),
     "ignored": (apply(ignore=["lm_head"]), "R4: targets that are ignored, expected none"),
@@ -294,7 +301,7 @@ UNREAD = {
     "text": ("hadamard", "expected an object with config_groups, and nothing else"),
 }
 UNREAD_START = (
-    'out: the transform_config of config.json says what the library does not read; it reads type "hadamard" with '
+    'out: the transform_config of config.json says what the library does not read. It reads type "hadamard" with '
     'head_dim and precision "torch.float32", at the location "input" of linears by their names. Weights with other '
     "transforms compute something else without them, so nothing has been loaded:\n  "
 )
@@ -348,8 +355,11 @@ def test_layouts_that_have_no_transforms(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["transform_config"] = group()
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"nothing of the kind with the quant_method modelopt$"):
+    with pytest.raises(ValueError, match=r"the quant_method modelopt has no transforms$"):
         import_hf(path)
+    config["quantization_config"] = None  # as hf_quant_config.json says it all
+    (path / "config.json").write_text(json.dumps(config))
+    assert import_hf(path)
 
 
 def test_files_that_say_otherwise_than_the_config(tmp_path: Path) -> None:
@@ -358,8 +368,39 @@ def test_files_that_say_otherwise_than_the_config(tmp_path: Path) -> None:
     save_file(load_file(file) | {name: torch.zeros(64, dtype=torch.uint8)}, file)
     with pytest.raises(ValueError, match=rf"{DOWN[0]}: blocks of 32, and {name} in model.safetensors is U8 \[64\]$"):
         import_hf(path)
+    save_file(load_file(file) | {name: torch.zeros(32)}, file)
+    with pytest.raises(ValueError, match=rf"{DOWN[0]}: blocks of 32, and {name} in model.safetensors is F32 \[32\]$"):
+        import_hf(path)
     save_file(load_file(file) | {name: torch.zeros(32, dtype=torch.uint8)}, file)
     assert rotations_in(HuggingFaceReader(path).presented().entries) == dict.fromkeys(DOWN, BLOCK)
+
+
+class Experts(torch.nn.Module):
+    """Two experts, as linears or stacked."""
+
+    def __init__(self, *, stacked: bool) -> None:
+        super().__init__()
+        if stacked:
+            self.gate_up_proj = torch.nn.Parameter(torch.ones(2, 128, 64))
+            self.down_proj = torch.nn.Parameter(torch.ones(2, 64, 64))
+        for number in () if stacked else range(2):
+            names = ("gate_proj", "up_proj", "down_proj")
+            linears = {name: torch.nn.Linear(64, 64, bias=False) for name in names}
+            self.add_module(str(number), torch.nn.ModuleDict(linears))
+
+
+def test_stacked_experts_can_not_take_rotated_inputs(tmp_path: Path) -> None:
+    source = torch.nn.ModuleDict({"experts": Experts(stacked=False)})
+    rotate_inputs_(source, {"*down_proj": BLOCK})
+    quantize_(source, MXFP4BlockScaling())
+    path = export_hf(source, tmp_path / "out", config=None)
+    target = torch.nn.ModuleDict({"experts": Experts(stacked=True)})
+    which = "experts.0.down_proj.weight"
+    told = f"nor {which}, which is for inputs that are rotated at run time in blocks of 32: build the model with that"
+    with pytest.raises(ValueError, match=told):
+        import_hf(path, target)
+    with pytest.raises(ValueError, match=rf"{which} in .* is for inputs that are rotated .* stacks it in one weight"):
+        OnDisk(path, target.to("meta"))
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
