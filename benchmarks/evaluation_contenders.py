@@ -45,6 +45,7 @@ OURS: dict[str, Algorithm] = {
     "Qronos": Qronos(),
     "Qronos in full": Qronos(alpha=1.0),
     "Qronos local Hessian, descent": Qronos(scales=LocalHessian(), descent=1),
+    "Qronos local Hessian, descent 4": Qronos(scales=LocalHessian(), descent=4),
     "GPTQ descent": GPTQ(descent=1),
     "GPTQ local Hessian": GPTQ(scales=LocalHessian()),
     "GPTQ SmoothQuant": GPTQ(smoothing=SmoothQuant()),
