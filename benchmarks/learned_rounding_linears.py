@@ -77,13 +77,14 @@ def learned_linear(aims: Tensor, hessian: Tensor, rounding: ColumnRounding, star
     scaled = (start * rounding.enc.repeat_interleave(rounding.span, 0)).clamp(-6, 6)
     place = (torch.searchsorted(GRID, scaled, right=True) - 1).clamp(0, len(GRID) - 2)
     dec = rounding.dec.repeat_interleave(rounding.span, 0)
-    low, step = GRID[place] * dec, (GRID[place + 1] - GRID[place]) * dec
+    low, high = GRID[place] * dec, GRID[place + 1] * dec
+    step = high - low
     learned = Learned(((scaled - GRID[place]) / (GRID[place + 1] - GRID[place])).clamp(0.02, 0.98), steps)
     unit = 2 * aims.numel() / error(rounded(aims, rounding) - aims, hessian)
     for _ in range(steps):
         h = learned.h()
         learned.take((hessian @ (low + h * step - aims)).mul_(step).mul_(unit), h)
-    return low + (learned.h() > 0.5) * step
+    return torch.where(learned.h() > 0.5, high, low)
 
 
 @torch.no_grad()
