@@ -78,7 +78,7 @@ def learned_linear(aims: Tensor, hessian: Tensor, rounding: ColumnRounding, star
     place = (torch.searchsorted(GRID, scaled, right=True) - 1).clamp(0, len(GRID) - 2)
     dec = rounding.dec.repeat_interleave(rounding.span, 0)
     low, high = GRID[place] * dec, GRID[place + 1] * dec
-    step = high - low
+    step = (GRID[place + 1] - GRID[place]) * dec
     learned = Learned(((scaled - GRID[place]) / (GRID[place + 1] - GRID[place])).clamp(0.02, 0.98), steps)
     unit = 2 * aims.numel() / error(rounded(aims, rounding) - aims, hessian)
     for _ in range(steps):
