@@ -29,7 +29,8 @@ class StoredSource(Source):
 
     Args:
         stored: where they are.
-        prefix, like: as of LiveSource.
+        prefix: as of LiveSource.
+        like: as of LiveSource.
         what: who asks, for errors.
 
     Attributes:

@@ -67,7 +67,8 @@ class DataWriter:
     """Writes data files into a directory.
 
     Args:
-        fs, directory: where.
+        fs: how files are opened.
+        directory: where they are made.
         planner: what resolves items.
         sync: whether files are synced.
     """

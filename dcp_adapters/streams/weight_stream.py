@@ -63,7 +63,8 @@ class WeightStream:
         recipe: how to quantize dense linears on the way, each once its group is gathered, to the bytes that `quantize`
             gives for the whole weight (with fused_scales="requantize", under the largest scale of those that are
             fused). Weights that are quantized already stay as they are.
-        include, exclude: with `recipe` alone, globs over the modules to quantize, as of `quantize_`; all are streamed.
+        include: with `recipe` alone, globs over the modules to quantize, as of `quantize_`; all are streamed.
+        exclude: globs over those of them to leave as they are, likewise.
         bucket_bytes: of a bucket; a larger tensor is alone in its bucket.
         group_of: name of a tensor -> what stands for its group. By default the FSDP module it belongs to, or else the
             layer that its name tells.
