@@ -61,6 +61,13 @@ def test_the_api_page_of_a_package_has_every_public_name_once(package: str) -> N
     listed = [(match["package"], match["name"]) for match in ENTRY.finditer(one.text)]
     public = importlib.import_module(package).__all__
     assert sorted(listed) == sorted((package, name) for name in public)
+    of_modules = {name for name in public if (REPO / package / f"{name}.py").is_file()}
+    doubled = {
+        match["name"]
+        for match in ENTRY.finditer(one.text)
+        if match["path"].endswith(f"{match['name']}.{match['name']}")
+    }
+    assert doubled == of_modules, "of two alike, MkDocs takes the module for the function"
     members = re.findall(r"^::: \w+\.(\w+)\n +options:\n +members: \[(.+)\]$", one.text, re.M)
     for name, names in members:
         documented = getattr(importlib.import_module(package), name)
