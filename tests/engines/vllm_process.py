@@ -51,6 +51,16 @@ if TYPE_CHECKING:
 _loaded: list[LLM] = []
 
 
+def pack_head(model: nn.Module) -> None:
+    """On CPUs with AVX512 vLLM multiplies by a packed copy of a tied head, which no reload makes anew.
+
+    Under some quantizations the copy is all that the head keeps; the embedding has the weight.
+    """
+    head: Any = model.get_submodule("lm_head")
+    head.weight = model.get_submodule("model.embed_tokens").weight
+    head.quant_method.process_weights_after_loading(head)
+
+
 @dataclasses.dataclass
 class Address(WeightTransferInitInfo):
     """Where the trainer listens."""
@@ -82,6 +92,7 @@ class SharedMemoryTransfer(WeightTransferEngine[Address, WeightTransferUpdateInf
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        pack_head(self.model)
 
     def shutdown(self) -> None:
         receiver = getattr(self, "receiver", None)
@@ -159,6 +170,7 @@ def update_by_delta(base: str, message: bytes) -> None:
     apply_deltas(state, [delta_from_bytes(message)])
     pairs = (pair for bucket in WeightStream(state, config=base) for pair in bucket.items())
     _loaded[0].collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+    _loaded[0].apply_model(pack_head)
 
 
 def linear(module: str, x: Tensor) -> Tensor:
