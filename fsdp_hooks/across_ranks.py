@@ -6,11 +6,13 @@
     any_of           whether something holds on any rank
     check_same       whether all ranks have the same value
 
-An error that only one rank sees (a full disk, a batch of its own) would leave the others in their next collective.
+An error that only one rank sees (a full disk, a batch of its own) would leave the others in their next collective. What
+they raise in its place has an `ElsewhereError` as its cause, which shows where the error was raised.
 A group of None means the default group for `on_first` and `on_all` (this process alone where there is none). For
 `raise_together`, `any_of` and `check_same` it means this process alone, as for everything that reduces statistics.
 """
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,16 +30,28 @@ CPU = torch.device("cpu")
 KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError, ImportError)  # with types
 
 
+LONGEST = 20_000  # characters of a traceback that travel, its last ones
+
+
+class ElsewhereError(Exception):
+    """The cause of an error that another rank has told of: its text is the traceback there."""
+
+
 @dataclass(frozen=True)
 class _Failed:
-    """An error on its way to the other ranks."""
+    """An error on its way to the other ranks; `trace` is the text of its traceback."""
 
     kind: str
     text: str
+    rank: int
+    trace: str
 
-    def error(self) -> Exception:
+    def error(self, own: BaseException | None, rank: int) -> Exception:
+        """What a rank raises that has been told of it; `own`: what was raised there, if anything."""
         kept: dict[str, type[Exception]] = {kind.__name__: kind for kind in KEPT}
-        return kept.get(self.kind, RuntimeError)(self.text)
+        error = kept.get(self.kind, RuntimeError)(self.text)
+        error.__cause__ = own if own is not None and rank == self.rank else elsewhere(self.rank, self.trace, own)
+        return error
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> int:
@@ -98,14 +112,14 @@ def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
         try:
             outcome = step()
         except Exception as error:  # noqa: BLE001 - handed to all ranks, which raise it
-            outcome, raised = _failed(error), error
+            outcome, raised = _failed(error, 0), error
     if ranks_of(group) > 1:
         held = [outcome]
         source = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast_object_list(held, src=source, group=group)
         outcome = held[0]
     if isinstance(outcome, _Failed):
-        raise outcome.error() from raised
+        raise outcome.error(raised, rank_of(group))
     return outcome  # type: ignore[no-any-return]
 
 
@@ -117,18 +131,19 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
             that rank if the group has several.
     """
     raised: Exception | None = None
+    rank = rank_of(group)
     try:
         own: Any = step()
     except Exception as error:  # noqa: BLE001 - handed to all ranks, which raise it
         raised = error
-        own = _failed(error, f"rank {rank_of(group)}: " if ranks_of(group) > 1 else "")
+        own = _failed(error, rank, f"rank {rank}: " if ranks_of(group) > 1 else "")
     outcomes = [own]
     if ranks_of(group) > 1:
         outcomes = [None] * ranks_of(group)
         dist.all_gather_object(outcomes, own, group=group)
     for outcome in outcomes:
         if isinstance(outcome, _Failed):
-            raise outcome.error() from raised
+            raise outcome.error(raised, rank)
     return outcomes
 
 
@@ -154,8 +169,8 @@ def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
     dist.all_gather_object(outcomes, None if failed is None else _told(failed), group=group)
     if failed is not None:
         raise failed
-    rank, text = next((rank, text) for rank, text in enumerate(outcomes) if text is not None)
-    raise RuntimeError(f"rank {rank}: {text}")
+    rank, (text, trace) = next((rank, told) for rank, told in enumerate(outcomes) if told is not None)
+    raise RuntimeError(f"rank {rank}: {text}") from elsewhere(rank, trace)
 
 
 def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT001 - a value, not an option
@@ -177,11 +192,26 @@ def check_same(group: dist.ProcessGroup | None, value: Tensor, message: str) -> 
         raise RuntimeError(message)
 
 
-def _told(error: BaseException) -> str:
+def elsewhere(rank: int, trace: str, before: BaseException | None = None) -> ElsewhereError:
+    """The cause of what is raised for an error of another rank; `before`: what this rank had raised itself."""
+    found = ElsewhereError(f"on rank {rank}:\n{trace}")
+    found.__cause__ = before
+    return found
+
+
+def trace_of(error: BaseException) -> str:
+    """The text of an error's traceback, with those of its causes."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return text if len(text) <= LONGEST else f"[..]{text[-LONGEST:]}"
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """An error in words, and its traceback."""
     notes = getattr(error, "__notes__", ())
-    return f"{type(error).__name__}: {error}" + (f" ({'; '.join(notes)})" if notes else "")
+    return f"{type(error).__name__}: {error}" + (f" ({'; '.join(notes)})" if notes else ""), trace_of(error)
 
 
-def _failed(error: Exception, where: str = "") -> _Failed:
+def _failed(error: Exception, rank: int, where: str = "") -> _Failed:
     kind = next((kind.__name__ for kind in KEPT if isinstance(error, kind)), None)
-    return _Failed(kind or "RuntimeError", where + (str(error) if kind else f"{type(error).__name__}: {error}"))
+    text = where + (str(error) if kind else f"{type(error).__name__}: {error}")
+    return _Failed(kind or "RuntimeError", text, rank, trace_of(error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,3 +78,59 @@ def test_values_of_several_devices_are_summed_in_one_message_and_each_stays_wher
     with pytest.raises(NotImplementedError, match="meta"):  # the way back: "meta" has nothing to copy
         sum_over_groups([("a",), ("b",)], values, [[group], [group]])
     assert seen == [("meta", (5,))]
+
+
+def _fails(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise LookupError("nothing there")
+
+
+def _steps(failing: int) -> list[str]:
+    """What is shown of an error of one rank, for each way to run a step."""
+    shown = []
+    ways: list[Callable[[], object]] = [lambda: across_ranks.on_all(dist.group.WORLD, lambda: _fails(failing))]
+    if failing == 0:
+        ways.append(lambda: across_ranks.on_first(dist.group.WORLD, lambda: _fails(failing)))
+    ways.append(lambda: _together(failing))
+    for way in ways:
+        try:
+            way()
+        except Exception as error:
+            shown.append("".join(traceback.format_exception(error)))
+    assert len(shown) == len(ways)
+    return shown
+
+
+def _together(failing: int) -> None:
+    with across_ranks.raise_together(dist.group.WORLD):
+        _fails(failing)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_every_rank_shows_where_an_error_of_one_rank_was_raised(failing: int) -> None:
+    for rank, shown in enumerate(run_ranks(3, _steps, failing)):
+        for text in shown:
+            assert "LookupError: nothing there" in text
+            assert 'raise LookupError("nothing there")' in text  # the line, and so the place
+            assert (f"ElsewhereError: on rank {failing}:" in text) is (rank != failing)
+
+
+def _own_error(text: str) -> None:
+    raise ValueError(f"{text} of rank {dist.get_rank()}")
+
+
+def _all_fail() -> str:
+    with pytest.raises(ValueError, match=r"^rank 0: trouble of rank 0$") as caught:
+        across_ranks.on_all(dist.group.WORLD, lambda: _own_error("trouble"))
+    return "".join(traceback.format_exception(caught.value))
+
+
+def test_where_several_ranks_fail_each_shows_its_own_error_too() -> None:
+    for rank, text in enumerate(run_ranks(2, _all_fail)):
+        assert f"ValueError: trouble of rank {rank}" in text
+        assert ("on rank 0:" in text) is (rank != 0)
+
+
+def test_of_a_long_traceback_the_end_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(across_ranks, "LONGEST", 12)
+    assert across_ranks.trace_of(ValueError("the end")) == "[..]ror: the end"
