@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_hooks.devices import this_device
 from fsdp_hooks.torch_private import root_mesh
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
 def device_of(group: dist.ProcessGroup | None, wanted: torch.device = CPU) -> torch.device:
     """A device on which the group can reduce: `wanted` if it can."""
     kinds = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    return wanted if wanted.type in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
+    return wanted if wanted.type in kinds else this_device(kinds[0])
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_hooks.across_ranks import is_first, raise_together
+from fsdp_hooks.devices import this_device
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.gptaq import GPTAQ
@@ -140,8 +141,3 @@ def is_own(algorithm: object) -> bool:
     options = [getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)]
     inner = [one for one in options if isinstance(one, Algorithm)]
     return type(algorithm) in OWN_ALGORITHMS and all(is_own(one) for one in inner)
-
-
-def this_device(device: torch.device | str) -> torch.device:
-    """The device as its tensors name it: "cuda" is the current one, "cuda:0" say, and weights there need no copy."""
-    return torch.empty(0, dtype=torch.uint8, device=device).device

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_hooks.across_ranks import is_first, raise_together
+from fsdp_hooks.devices import this_device
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.maximum import Max
-from layerwise.calibrate import is_own, this_device
+from layerwise.calibrate import is_own
 from layerwise.formats.assignment import Assignment, assigned, budget_of
 from layerwise.formats.candidates import COMPARE, Menu, Weight, candidates_of, least_bits
 from layerwise.running.agreement import check_agreed

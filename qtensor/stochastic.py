@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_hooks.devices import same_device
 from fsdp_hooks.torch_private import is_tracing, tree_map
 from qtensor.contents import decoded, initial_value
 from qtensor.formats import describe
@@ -84,7 +85,7 @@ def generator_for(written: Iterable[Any]) -> torch.Generator | None:
     if generator is None:
         return None
     for q in written:
-        if isinstance(q, QuantizedTensor) and q.device != generator.device:
+        if isinstance(q, QuantizedTensor) and not same_device(q.device, generator.device):
             raise ValueError(
                 f"stochastic_rounding: the generator is on {generator.device} and {describe(q.shape, q.recipe)} is on "
                 f"{q.device}; nothing was written; use torch.Generator({str(q.device)!r})"

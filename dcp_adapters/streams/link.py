@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcp_adapters.streams.transport import WeightStreamError, message_digest
+from fsdp_hooks.devices import this_device
 
 ANSWER = 1024  # bytes
 FOREVER = dt.timedelta(days=30)
@@ -115,5 +116,4 @@ def _device(group: Any) -> torch.device:
     if "gloo" in group.name():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    kind = "cpu" if accelerator is None else accelerator.type
-    return torch.device(kind, torch.accelerator.current_device_index())
+    return this_device("cpu" if accelerator is None else accelerator)
