@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qtensor.triton_kernels.pairs import NAN, bits_of, number_of
+from qtensor.triton_kernels.pairs import NAN_BITS, bits_of, number_of
 
 NAN_CODE = tl.constexpr(255)
 SMALLEST_BITS = tl.constexpr(0x00400000)  # 2^-127
@@ -27,10 +27,16 @@ def code_floor(amax: tl.tensor, EXPONENT: tl.constexpr) -> tl.tensor:
 @triton.jit
 def power_of_two(code: tl.tensor) -> tl.tensor:
     """2^(code - 127)."""
-    return number_of(tl.where(code == 0, SMALLEST_BITS, code << 23))
+    return number_of(power_bits(code))
+
+
+@triton.jit
+def power_bits(code: tl.tensor) -> tl.tensor:
+    """The bits of 2^(code - 127)."""
+    return tl.where(code == 0, SMALLEST_BITS, code << 23)
 
 
 @triton.jit
 def value(code: tl.tensor) -> tl.tensor:
     """2^(code - 127), or NaN for its code."""
-    return tl.where(code == NAN_CODE, NAN, power_of_two(code))
+    return number_of(tl.where(code == NAN_CODE, NAN_BITS, power_bits(code)))

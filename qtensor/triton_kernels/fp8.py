@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qtensor.triton_kernels.pairs import INF, NAN, bits_of, nearest, number_of
+from qtensor.triton_kernels.pairs import INF, NAN_BITS, bits_of, nearest, number_of
 
 NAN_CODE = tl.constexpr(0x7F)  # of both
 
@@ -52,4 +52,4 @@ def e4m3_value(code: tl.tensor) -> tl.tensor:
     """
     bits = (code.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
     value = number_of(bits) * 1.329227995784916e36
-    return tl.where(tl.abs(value) > 448.0, NAN, value)
+    return number_of(tl.where(tl.abs(value) > 448.0, NAN_BITS, bits_of(value)))

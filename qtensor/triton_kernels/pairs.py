@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 INF = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
-NAN_BITS = tl.constexpr(0x7FC00000)
+NAN_BITS = tl.constexpr(0x7FC00000)  # a launch compares what a kernel names with what it was: NaN is never equal
 INF_BITS = tl.constexpr(0x7F800000)
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
