@@ -8,7 +8,6 @@ other rows, one that is frozen (no gradient, and no error), or one that an older
 
 import functools
 import hashlib
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 import fsdp_hooks
+from fsdp_hooks.release import VERSION
 from fsdp_hooks.torch_private import without_torch_function
 
 HERE = (Path(__file__).parent, Path(fsdp_hooks.__file__).parent)  # the packages that a graph is traced through
@@ -39,7 +39,7 @@ def code_digest(packages: tuple[Path, ...]) -> str:
     """A digest of the source of packages; where it is not there as files, the version."""
     files = sorted((path.relative_to(root.parent), path) for root in packages for path in root.rglob("*.py"))
     if not files:
-        return metadata.version("qtensor")
+        return VERSION
     found = hashlib.sha256()
     for name, path in files:
         found.update(f"{name.as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())

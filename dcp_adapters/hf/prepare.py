@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from dcp_adapters.rotations import is_marker
 from dcp_adapters.source import Source
 from fsdp_hooks.across_ranks import on_all, ranks_of
 from fsdp_hooks.digest import digest
+from fsdp_hooks.release import VERSION
 from qtensor.formats import tensor_wide
 
 BUILT_IN = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
@@ -83,7 +83,7 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
         source = opened[0] if opened else _joined_sources(asked)
         if asked.quantizing is not None:
             source = quantized_on_the_way(source, asked.quantizing, amaxes)
-        producer = {"name": "qtensor", "version": metadata.version("qtensor")}
+        producer = {"name": "qtensor", "version": VERSION}
         tied = asked.described.tied
         request = Request(
             asked.layout, dict(_scales(source)), producer, asked.max_shard_size, tied, asked.requantize, asked.dtype

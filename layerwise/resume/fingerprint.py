@@ -15,7 +15,6 @@ count, not values: -0.0 differs from 0.0, and NaNs with different bits differ.
 """
 
 import dataclasses
-import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,16 +25,13 @@ import torch.distributed as dist
 import xxhash
 
 from fsdp_hooks.across_ranks import on_all
+from fsdp_hooks.release import VERSION
 
 KINDS = {"batches": int, "recipe": dict, "algorithm": dict, "options": dict, "threads": int, "versions": dict}
 
 
 def _versions() -> dict[str, str]:
-    try:
-        own = importlib.metadata.version("qtensor")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        own = "unknown"
-    return {"torch": torch.__version__, "qtensor": own}
+    return {"torch": torch.__version__, "qtensor": VERSION}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 `public_api.json` holds it for every version; tests/packaging/test_public_api.py compares the newest with the code.
 After a change that is meant:
 
-    python -m tests.packaging.public_api      # writes the entry of the version that pyproject.toml names
+    python -m tests.packaging.public_api      # writes the entry of the version in fsdp_hooks/release.py
 
 The names are those of the packages' `__all__` (tests/test_imports.py lists them). A public class tells its own members
 and those from bases that are not public; what it has from a public base stands there. Annotations are told without
@@ -18,10 +18,11 @@ import inspect
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from fsdp_hooks.release import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STORED = Path(__file__).with_name("public_api.json")
@@ -111,8 +112,7 @@ def released() -> set[str]:
 
 
 def current() -> str:
-    version: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    return version
+    return VERSION
 
 
 def of_the_code() -> Surface:
@@ -128,7 +128,7 @@ def updated(versions: dict[str, Surface], version: str, now: Surface, done: set[
     """The versions with the API of this one, which must not have been released with another."""
     if version in done and versions.get(version) != now:
         raise SystemExit(
-            f"{version} is released and its API stays as it was: raise the version in pyproject.toml first "
+            f"{version} is released and its API stays as it was: raise the version in fsdp_hooks/release.py first "
             "(Semantic Versioning; what goes or changes its signature breaks users)"
         )
     return {**versions, version: now}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
+from fsdp_hooks.release import VERSION
 from tests.packaging.built import ROOT
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def test_the_versions_it_starts_with() -> None:
 def test_its_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
     exec(compile(code, str(PAGE), "exec"), {})
-    assert capsys.readouterr().out.strip() == PROJECT["version"]
+    assert capsys.readouterr().out.strip() == VERSION
 
 
 def test_its_links_lead_somewhere() -> None:

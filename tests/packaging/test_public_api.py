@@ -20,7 +20,7 @@ def test_the_api_of_this_version_is_as_stored() -> None:
     assert not changed, (
         f"the public API of {version} changed:\n  "
         + "\n  ".join(changed)
-        + "\nIf that is meant: say so in CHANGELOG.md, raise the version in pyproject.toml "
+        + "\nIf that is meant: say so in CHANGELOG.md, raise the version in fsdp_hooks/release.py "
         f"where {version} is released, and run: {REGENERATE}"
     )
 

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from fsdp_hooks.release import VERSION
 from tests.packaging.built import ROOT, Built, Environment, build, required, run
 from tests.ranks import agreed
 
 PACKAGES = ("dcp_adapters", "fsdp_hooks", "layerwise", "qtensor")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DIST_INFO = f"qtensor-{PROJECT['version']}.dist-info"
+DIST_INFO = f"qtensor-{VERSION}.dist-info"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="environments are made of symbolic links")
 
@@ -82,7 +83,7 @@ def test_no_package_can_be_forgotten() -> None:
 
 def test_the_metadata(built: Built) -> None:
     about = message_from_bytes(in_wheel(built.wheel)[f"{DIST_INFO}/METADATA"])
-    assert (about["Name"], about["Version"]) == ("qtensor", PROJECT["version"])
+    assert (about["Name"], about["Version"]) == ("qtensor", VERSION)
     assert about["Requires-Python"] == PROJECT["requires-python"]
     assert about["License-Expression"] == PROJECT["license"]
     assert about["Summary"] == PROJECT["description"]
@@ -159,7 +160,7 @@ assert not loaded & {"rich", "matplotlib", "transformers", "torchao", "tests", "
 def test_it_works_where_only_its_dependencies_are(environment: Environment, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     told = environment.run("-c", ROUND_TRIP, checkpoint, environment.packages)
-    assert told.splitlines()[0] == PROJECT["version"]
+    assert told.splitlines()[0] == VERSION
     assert "0.weight" in told
     table = environment.run("-m", "dcp_adapters", "inspect", checkpoint)
     assert "model.weight" in table
@@ -169,7 +170,7 @@ def test_it_works_where_only_its_dependencies_are(environment: Environment, tmp_
 
 
 def test_the_version_of_this_environment_is_the_checkout_s() -> None:
-    assert metadata.version("qtensor") == PROJECT["version"]
+    assert metadata.version("qtensor") == VERSION
 
 
 TYPED = """
