@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 
 from fsdp_hooks.compiled import Kernel
 from fsdp_hooks.digest import GOLDEN, MIX, MIX_FIRST
+from fsdp_hooks.lazy_bits import resolved
 
 WORD = 4  # bytes
 SMALL = 2**18  # bytes; smaller pieces of one kind are stacked, so that a thousand take a dozen operations
@@ -143,7 +144,7 @@ class _Kind:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """uint8 [bytes] of a plain tensor in logical order, an alias where it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return resolved(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _rows_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.compiled import Kernel
+from fsdp_hooks.lazy_bits import resolved
 
 NARROW, WIDE = 64, 1024  # words in a block
 LARGE = 2**18  # bytes; smaller tensors are stacked
@@ -120,7 +121,7 @@ class _Kind:
             return
         whole = self.nbytes - self.nbytes % (8 * self.words)
         for tensor in self.tensors:
-            data = tensor.reshape(-1).view(torch.uint8)
+            data = resolved(tensor).reshape(-1).view(torch.uint8)
             aligned = data if data.storage_offset() % 8 == 0 else data.clone()
             yield aligned[:whole].view(torch.int64).view(-1, self.words)
             if whole < self.nbytes:

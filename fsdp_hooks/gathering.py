@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_hooks.across_ranks import device_of
+from fsdp_hooks.lazy_bits import resolved
 from fsdp_hooks.torch_private import local_of
 
 # torch 2.13 renamed it.
@@ -104,7 +105,7 @@ class Gathering:
         else:
             own = torch.empty(size, dtype=torch.uint8, device=device)
         for place, shard in zip(self._places.values(), shards, strict=True):
-            flat = shard.detach().contiguous().view(-1).view(torch.uint8)
+            flat = resolved(shard.detach()).contiguous().view(-1).view(torch.uint8)
             own[place.offset : place.offset + flat.numel()].copy_(flat)
         self._own = own
         if to is None:

@@ -39,6 +39,7 @@ __all__ = [
     "is_described",
     "is_tracing",
     "is_watched",
+    "is_zero_tensor",
     "local_of",
     "make_wrapper",
     "mark_rows_dynamic",
@@ -49,6 +50,7 @@ __all__ = [
     "shard_rows",
     "tree_map",
     "without_torch_function",
+    "written_by",
 ]
 
 # Planners must know which rows of a part a rank holds before any tensor is touched.
@@ -113,6 +115,14 @@ def is_watched() -> bool:
         return True
     modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
     return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Whether it is one of torch's zeros without memory, which forward-mode differentiation makes tangents of.
+
+    torch has no public function that tells. Reading the memory of one reads address 0.
+    """
+    return tensor._is_zerotensor()  # type: ignore[attr-defined, no-any-return]
 
 
 def mark_rows_dynamic(tensor: Tensor) -> None:
@@ -277,3 +287,11 @@ def group_size(module: Any) -> int:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that this one was sliced from, or itself; torch has no public way up from a slice."""
     return mesh._get_root_mesh()
+
+
+def written_by(func: Any) -> list[bool]:
+    """For each positional argument of an op, whether the op may write into it.
+
+    Only the op's schema tells, and torch has no public way to it. The schemas of collectives do not say it.
+    """
+    return [argument.is_write or func.namespace == "c10d" for argument in func._schema.arguments]

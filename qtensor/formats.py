@@ -348,6 +348,8 @@ def part_problems(parts: Mapping[str, Tensor], recipe: Recipe) -> list[str]:
             problems.append(f"{name!r} is {got.dtype} {tuple(got.shape)}, expected {spec.dtype} {want}")
         elif got.device != parts["payload"].device:
             problems.append(f"{name!r} is on {got.device}, the payload on {parts['payload'].device}")
+        elif got.is_neg() or got.is_conj():
+            problems.append(f"{name!r} is a lazy negative, whose memory holds other values; resolve_neg() it")
         elif isinstance(got, DTensor):
             problems.append(f"{name!r} is a DTensor; a DTensor goes around a quantized tensor, not inside of it")
     return problems

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding
+from fsdp_hooks.lazy_bits import on_resolved, resolved
 from fsdp_hooks.partners import Partners
 from fsdp_hooks.scale_sync import scales_of_shard
 from fsdp_hooks.torch_private import (
@@ -89,7 +90,8 @@ class HighPrecisionWeight(Tensor):
     def __new__(
         cls, dense: Tensor, recipe: Recipe, *, agreement: Agreement | None = None, padded_rows: int | None = None
     ) -> Self:
-        """Internal: wraps `dense`, aliased."""
+        """Internal: wraps `dense`, aliased (copied where it is lazy, see fsdp_hooks/lazy_bits.py)."""
+        dense = resolved(dense)  # inside of a wrapper nobody would see the bit
         self: Any = make_wrapper(cls, dense.shape, dense.dtype, dense.device, strides=dense.stride())
         self.dense, self.recipe, self.padded_rows = dense, recipe, padded_rows
         self.agreement = agreement or Agreement()
@@ -178,31 +180,7 @@ class HighPrecisionWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch's type is that of the C function it has by default
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _RESHAPES_IN_PLACE:
-            raise NotImplementedError(
-                f"{func} of {describe(args[0].shape, args[0].recipe)}; use the op that returns a new tensor"
-            )
-        if torch.is_inference_mode_enabled():
-            if func not in _KEEPS and (whole := func.decompose(*args, **kwargs)) is not NotImplemented:
-                return whole  # in inference mode composite ops arrive whole, otherwise in pieces
-            if (func in _KEEPS or func in _TRANSPOSES) and not args[0].is_inference():
-                # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
-                with torch.inference_mode(mode=False), torch.no_grad():
-                    return func(*args, **kwargs)
-        if func in _TRANSPOSES:
-            return func(args[0].quantized(), *args[1:], **kwargs)
-        if func is aten.split.Tensor:
-            refuse_resharding_to_a_smaller_mesh(args[0], args[1])
-            restored(args[0])
-        result = func(*dense(args), **dense(kwargs))
-        if result is None and func.__name__.startswith(("_foreach_", "_fused_")):  # written in place
-            count_writes(args[0])  # plain members, too: torch leaves counting those of a list to us
-        if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
-            return args[0]  # written in place
-        if func not in _KEEPS or not isinstance(args[0], HighPrecisionWeight):
-            return result
-        return _wrapped(func, args, kwargs, result)
+        return on_resolved(_dispatched, func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         context = self.recipe, self.padded_rows, self.agreement.cut
@@ -299,6 +277,34 @@ def _on_the_spot(value: Any) -> Any:
 def dense(value: Any) -> Any:
     """`value` with every HighPrecisionWeight in it replaced by its dense tensor."""
     return tree_map(lambda leaf: leaf.dense if isinstance(leaf, HighPrecisionWeight) else leaf, value)
+
+
+def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op gives where one or more of its operands are such weights."""
+    if func in _RESHAPES_IN_PLACE:
+        raise NotImplementedError(
+            f"{func} of {describe(args[0].shape, args[0].recipe)}; use the op that returns a new tensor"
+        )
+    if torch.is_inference_mode_enabled():
+        if func not in _KEEPS and (whole := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return whole  # in inference mode composite ops arrive whole, otherwise in pieces
+        if (func in _KEEPS or func in _TRANSPOSES) and not args[0].is_inference():
+            # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return func(*args, **kwargs)
+    if func in _TRANSPOSES:
+        return func(args[0].quantized(), *args[1:], **kwargs)
+    if func is aten.split.Tensor:
+        refuse_resharding_to_a_smaller_mesh(args[0], args[1])
+        restored(args[0])
+    result = func(*dense(args), **dense(kwargs))
+    if result is None and func.__name__.startswith(("_foreach_", "_fused_")):  # written in place
+        count_writes(args[0])  # plain members, too: torch leaves counting those of a list to us
+    if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
+        return args[0]  # written in place
+    if func not in _KEEPS or not isinstance(args[0], HighPrecisionWeight):
+        return result
+    return _wrapped(func, args, kwargs, result)
 
 
 def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

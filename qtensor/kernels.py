@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.compiled import COMPILED_FROM, Kernel, use_kernels
+from fsdp_hooks.lazy_bits import resolved
 from fsdp_hooks.torch_private import is_tracing
 from qtensor import formats, ragged, triton_kernels
 from qtensor.blocks import BlockFacts, canonical_nan, finite_amax, row_amax, scatter_blocks
@@ -44,6 +45,7 @@ from qtensor.tiles import chunk_of, own_rows, packed_block, part_rows, pieces_of
 
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     """`formats.shared_amax` of dense values [.., N, K] in any floating dtype."""
+    x = resolved(x)
     if x.is_meta and not is_tracing() and shares_amax(recipe):
         return x.new_empty(amax_shape(x.shape, recipe), dtype=torch.float32)
     if _as_defined(x):
@@ -62,6 +64,7 @@ def encode(
     x: Tensor, recipe: Recipe, amax: Tensor | None = None, blocks: BlockFacts | None = None
 ) -> dict[str, Tensor]:
     """`formats.encode` of dense values [.., N, K] in any floating dtype; with `amax` None the values' own is taken."""
+    x = resolved(x)
     if x.is_meta and not is_tracing():
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
     if _as_defined(x):
@@ -84,6 +87,7 @@ def encode(
 
 def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`Format.encode_with` of dense values [N, K] in any floating dtype. ValueError for another number of dims."""
+    x = resolved(x)
     if x.ndim != 2:
         raise ValueError(f"encode_under of {x.ndim} dims: rows share out scales of [N, K] alone")
     if _as_defined(x) or x.is_meta:
@@ -94,6 +98,7 @@ def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> 
 
 def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
     """`formats.block_facts` of dense values [.., N, K] in any floating dtype."""
+    x = resolved(x)
     if _as_defined(x) or x.is_meta:
         return formats.block_facts(x.to(torch.float32), recipe)
     flat, block, kernel = rows_of(x), block_multiple(recipe), _facts_kernel(recipe.stored, x.dtype)
@@ -105,6 +110,7 @@ def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
 
 def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """Quantize every row of x by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
+    x = resolved(x)
     if _as_defined(x) or x.is_meta:
         values = x.to(torch.float32)
         return formats.encode(values, recipe, row_amax(values))
@@ -113,6 +119,7 @@ def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
 
 def row_amaxes(x: Tensor) -> Tensor:
     """fp32 [.., N, 1]: the largest finite magnitude of each row."""
+    x = resolved(x)
     if _as_defined(x):
         return row_amax(x.to(torch.float32))
     flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=True)
@@ -132,6 +139,7 @@ def amax_shape(shape: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
     """`step` of a format whose recipe keeps a history: parts of x, continued from `state` (amax, scale, history)."""
+    x = resolved(x)
     if _as_defined(x) or x.is_meta:
         fmt: Any = format_of(recipe)
         return fmt.step(x.to(torch.float32), recipe, *state)  # type: ignore[no-any-return]

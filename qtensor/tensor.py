@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, Sharding
+from fsdp_hooks.lazy_bits import on_resolved
 from fsdp_hooks.partners import Partners
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from qtensor import kernels
@@ -206,8 +207,8 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         ):
             # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
             with torch.inference_mode(mode=False), torch.no_grad():
-                return handler(func, args, kwargs or {})
-        return handler(func, args, kwargs or {})
+                return on_resolved(handler, func, args, kwargs or {})
+        return on_resolved(handler, func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(held(self)), (self.recipe, self.dtype, self._lens, self._sharding)

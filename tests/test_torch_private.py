@@ -230,6 +230,14 @@ def test_a_constant_in_graphs_is_what_torch_marks_as_one() -> None:
     assert vars(marked) == vars(ours) != {}
 
 
+def test_zero_tensors_and_what_an_op_writes_are_known() -> None:
+    assert torch_private.is_zero_tensor(torch._efficientzerotensor((2, 3)))
+    assert not torch_private.is_zero_tensor(torch.zeros(2, 3))
+    assert torch_private.written_by(torch.ops.aten.copy_.default) == [True, False, False]
+    assert torch_private.written_by(torch.ops.aten._foreach_add_.List)[:2] == [True, False]
+    assert torch_private.written_by(torch.ops.c10d.broadcast_.default)[0]
+
+
 def test_make_wrapper_makes_a_tensor_without_data() -> None:
     class Wrapper(torch.Tensor):
         @classmethod

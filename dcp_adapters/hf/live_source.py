@@ -18,6 +18,7 @@ from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Group, Keep, Source
 from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.gathering import Gathering, cut_of
+from fsdp_hooks.lazy_bits import resolved
 from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor.formats import shares_scale_along, tensor_wide
@@ -201,6 +202,7 @@ def _whole_part(tensor: Tensor) -> Tensor:
         local = local_of(tensor)
         dtype = local.dtype
         if dtype.itemsize == 1:
-            tensor = dtensor_around(local.view(torch.uint8), tensor.device_mesh, tensor.placements, tensor.shape)
+            raw = resolved(local).view(torch.uint8)
+            tensor = dtensor_around(raw, tensor.device_mesh, tensor.placements, tensor.shape)
         tensor = tensor.full_tensor().view(dtype)
     return tensor.detach()

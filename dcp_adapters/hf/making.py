@@ -17,6 +17,7 @@ from dcp_adapters.hf.layout import ONE_OVER
 from dcp_adapters.hf.plan import Output, Written
 from dcp_adapters.source import Group, Keep, Source
 from dcp_adapters.stored.part_values import holds_nan
+from fsdp_hooks.lazy_bits import resolved
 from qtensor.formats import adopt
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor, quantize
@@ -132,7 +133,7 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
         device = next(iter(parts.values())).device
         tensor = torch.tensor(written.value, dtype=written.dtype, device=device)
     else:
-        tensor, piece = parts[written.part], written.piece
+        tensor, piece = resolved(parts[written.part]), written.piece
         if not written.part:
             tensor = tensor.to(written.dtype)
         if piece is not None and tensor.ndim:

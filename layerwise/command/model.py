@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from dcp_adapters import import_hf
+from fsdp_hooks.lazy_bits import resolved
 from layerwise.command.config import ModelKeys
 from layerwise.command.yaml_text import ConfigError
 
@@ -85,7 +86,7 @@ def _with_buffers(library: Any, config: Any, dtype: torch.dtype, fill: int) -> n
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return resolved(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def vocabulary_of(model: Any) -> int:

@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fsdp_hooks.lazy_bits import resolved
 from qtensor.formats import APPEARANCE_DTYPES
 
 # In this order, so that the minimum over ranks is their common answer: one NO refuses, else one YES is enough.
@@ -251,4 +252,4 @@ def _same_bytes(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return resolved(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)

@@ -278,7 +278,8 @@ class Statics:
 
 
 def _place(tensor: Tensor) -> Any:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    seen = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), *seen
 
 
 def same_state(one: Any, other: Any) -> bool:

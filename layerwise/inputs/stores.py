@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.plain_memory import memory_of
+from fsdp_hooks.lazy_bits import resolved
 
 INPUTS_ON = ("device", "cpu", "disk")
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -99,7 +100,7 @@ class _OnDisk(Kept):
         base, self._shape = _unexpanded(tensor)
         # Written in the order of memory, so that the strides come back too.
         self._order = sorted(range(base.dim()), key=lambda dim: (-base.stride()[dim], -base.shape[dim]))
-        memory = base.resolve_conj().resolve_neg().permute(self._order).to("cpu").contiguous()
+        memory = resolved(base).permute(self._order).to("cpu").contiguous()
         self._stored = memory.shape
         path.write_bytes(memory_of(memory))
         weakref.finalize(self, path.unlink, missing_ok=True)
@@ -121,7 +122,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     if shape != others or one.shape != other.shape:
         return False
     integers = INTEGERS.get(one.element_size(), torch.uint8)  # compares NaN and -0.0 by their bits
-    return torch.equal(*(side.contiguous().reshape(-1).view(integers) for side in (one, other)))
+    return torch.equal(*(resolved(side).contiguous().reshape(-1).view(integers) for side in (one, other)))
 
 
 def _unexpanded(tensor: Tensor) -> tuple[Tensor, torch.Size]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dcp_adapters import export_hf, import_hf
+from dcp_adapters import WeightStream, digest, export_hf, import_hf
 from dcp_adapters.cli.main import main
 from dcp_adapters.hf import making, writing
 from dcp_adapters.hf.config import shard_size
@@ -181,6 +181,18 @@ PLACED = [
     (NVFP4, [Shard(0), Shard(0)]),
     (MXFP8, [Replicate(), Replicate()]),
 ]
+
+
+def test_lazy_negatives_are_exported_streamed_and_digested_as_their_values(tmp_path: Path) -> None:
+    bias, norm = torch.arange(32.0), torch.arange(64.0).reshape(8, 8)
+    state = {"a.weight": quantize(values((32, 64), 0), MXFP8BlockScaling()), "a.bias": bias, "b.weight": norm}
+    behind = state | {"a.bias": torch._neg_view(-bias), "b.weight": torch._neg_view(-norm.t()).t()}  # type: ignore[attr-defined]
+    export_hf(behind, tmp_path / "hf")
+    streamed = {name: tensor for bucket in WeightStream(behind) for name, tensor in bucket.items()}
+    for found in (load_file(tmp_path / "hf" / "model.safetensors"), streamed):
+        assert torch.equal(found["a.bias"], bias)
+        assert torch.equal(found["b.weight"], norm)
+    assert digest(behind) == digest(state)
 
 
 def test_columns_and_replicas_are_exported_whole(tmp_path: Path) -> None:

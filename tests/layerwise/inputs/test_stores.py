@@ -51,6 +51,25 @@ def test_what_calls_share_is_kept_once(inputs_on: str) -> None:
         assert len(set(map(id, kept))) == 1
 
 
+class Signed(Masked):
+    """All layers get a mask, and its negative in the same memory."""
+
+    def body(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, mask=self.mask, bias=torch._neg_view(self.mask))
+        return hidden
+
+
+@pytest.mark.parametrize("inputs_on", INPUTS_ON)
+def test_a_lazy_negative_is_not_what_lies_in_its_memory(inputs_on: str) -> None:
+    model, batches = Signed(), id_batches()
+    results, outs = plain(model, batches)
+    with record(model, batches, inputs_on) as recorder:
+        found, layers, _ = replay(recorder)
+    assert_same(found, results, "results")
+    assert_same(layers, outs, "layers")
+
+
 @torch.no_grad()
 def _kept(recorder: Recorder, name: str) -> list[Kept]:
     """What is kept of an argument of all layers, for all batches."""
