@@ -22,6 +22,7 @@ from torch import Tensor
 from fsdp_hooks.all_gather import AT_REST, Sharding
 from fsdp_hooks.torch_private import note_shard_rows, shard_rows
 from fsdp_hooks.versions import count_writes
+from qtensor import lost_updates
 from qtensor.codecs.rounding import armed
 from qtensor.contents import decoded, held, held_specs, initial_value, preserve, store, write, write_converted
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, check_values, describe, specs_of, tensor_wide
@@ -292,16 +293,19 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(q, QuantizedTensor):
         return func(q, *dense(args[1:]), **dense(kwargs))
     generator = None if func in _RANDOM_FILLS else generator_for([q])
+    looked = None
     if generator is not None:
         values = decoded(q, torch.float32)
         func(values, *widened(args[1:]), **widened(kwargs))
     else:
         if func in _LERP:
             refuse_to_stand_still([q], args[2])
+        looked = lost_updates.look(func, [q], args[1:], kwargs)
         values = _start(q)
         func(values, *dense(args[1:]), **dense(kwargs))
     with armed(generator):
         write(q, values)
+    lost_updates.tell(looked)
     return q
 
 
@@ -313,9 +317,11 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     of all members, plain ones too.
     """
     generator, operands = generator_for(args[0]), args[1:]
+    looked = None
     if generator is None:
         if func in _LERP:
             refuse_to_stand_still(args[0], args[2])
+        looked = lost_updates.look(func, args[0], operands, kwargs)
         values = [_start(each) if isinstance(each, QuantizedTensor) else each for each in args[0]]
         operands = dense(operands)
     else:
@@ -326,6 +332,7 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             with armed(generator):
                 write(q, value)
     count_writes(args[0])
+    lost_updates.tell(looked)
 
 
 @implements(aten._foreach_copy_.default)

@@ -34,6 +34,7 @@ RAISED_IN = {
     "snapshots are still alive": "tests/dcp_adapters/test_staging.py",
     "this entry of the checkpoint holds pickled objects": "tests/dcp_adapters/test_verified_load.py",
     "the checkpoint's .metadata is damaged": "tests/dcp_adapters/test_coverage.py",
+    "lost the update": "tests/qtensor/test_lost_updates.py",
     "do not list the same weights": "tests/fsdp_hooks/test_exchange.py",
     "failed before the ranks could agree": "tests/fsdp_hooks/test_exchange.py",
     "theirs differ": "tests/dcp_adapters/hf/test_export.py",
