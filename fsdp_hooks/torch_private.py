@@ -28,6 +28,7 @@ Callback = TypeVar("Callback", bound=Callable[..., Any])
 __all__ = [
     "TorchDispatchMode",
     "apply_to_tensors",
+    "asking_package",
     "compute_local_shape_and_global_offset",
     "constant_in_graphs",
     "cpu_by_default",
@@ -92,6 +93,12 @@ def is_described() -> bool:
     see, so we look at the name of the calling module.
     """
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
+
+
+def asking_package() -> str:
+    """The package of the code that called a method, from two calls inside of it: the method calls who asks this."""
+    name: str = sys._getframe(3).f_globals.get("__name__", "")
+    return name.partition(".")[0]
 
 
 def constant_in_graphs(fn: Callback) -> Callback:

@@ -44,6 +44,7 @@ from qtensor.cut_blocks import CutBlocks
 from qtensor.formats import check_shape, describe, registered
 from qtensor.graph_key import graph_key
 from qtensor.kernels import amax_shape, shared_amax
+from qtensor.made_anew import address, made_anew
 from qtensor.moves import Note, carried, noted, restored
 from qtensor.ops import refuse_resharding_to_a_smaller_mesh
 from qtensor.recipes import Recipe
@@ -88,9 +89,18 @@ class HighPrecisionWeight(Tensor):
     agreed = property(lambda self: self.agreement.claims)  # torch looks up the names from `__tensor_flatten__` here
 
     def __new__(
-        cls, dense: Tensor, recipe: Recipe, *, agreement: Agreement | None = None, padded_rows: int | None = None
+        cls,
+        dense: Tensor,
+        /,
+        recipe: Any = None,
+        *,
+        agreement: Agreement | None = None,
+        padded_rows: int | None = None,
+        **remembered: Any,
     ) -> Self:
         """Internal: wraps `dense`, aliased (copied where it is lazy, see fsdp_hooks/lazy_bits.py)."""
+        if remembered:  # somebody builds a parameter anew by its class
+            return made_anew(cls, dense, {"recipe": recipe, **remembered}, cls)  # type: ignore[return-value]
         dense = resolved(dense)  # inside of a wrapper nobody would see the bit
         self: Any = make_wrapper(cls, dense.shape, dense.dtype, dense.device, strides=dense.stride())
         self.dense, self.recipe, self.padded_rows = dense, recipe, padded_rows
@@ -221,6 +231,10 @@ class HighPrecisionWeight(Tensor):
         `data_ptr()` is 0 all the same, so that stagers copy the attributes and do not set the wrapper onto a storage.
         """
         return super().untyped_storage() if is_tracing() or is_described() else self.dense.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """0 to stagers, see `untyped_storage`; see made_anew.py for who gets another answer."""
+        return address(self.dense)
 
 
 scales_of_shard.register(HighPrecisionWeight, DenseScales)

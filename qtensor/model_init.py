@@ -101,6 +101,8 @@ class _Registrations:
         # as long as somebody else holds the dense one. The quantized one is held strongly: swap_tensors refuses tensors
         # with weak references.
         self.replaced: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
+        # where dense parameters were registered outside nn.Linear.weight
+        self.elsewhere: list[tuple[weakref.ref[nn.Module], str]] = []
         # for each module, the module that it was last registered in
         self.parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
@@ -116,6 +118,7 @@ class _Registrations:
         if is_linear_weight:
             return self._linear_weight(module, param)
         self._elsewhere(param)
+        self.elsewhere.append((weakref.ref(module), name))
         return None
 
     def note_parent(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -141,7 +144,7 @@ class _Registrations:
             _refuse_dense_shards(module, param)
             return None
         known = self.seen.get(id(param))
-        if known is not None and known() is param:
+        if (known is not None and known() is param) or self._is_held_elsewhere(param):
             return None  # tied to a parameter that another module owns
         quantized = self._stands_for(param)
         if quantized is None:
@@ -153,6 +156,16 @@ class _Registrations:
         self.linears.setdefault(id(quantized), []).append(weakref.ref(module))  # more than one where Linears share it
         return quantized
 
+    def _is_held_elsewhere(self, param: nn.Parameter) -> bool:
+        """Whether a module holds this parameter outside of nn.Linear.weight, though it was never registered there.
+
+        Who wraps register_parameter (accelerate's init_empty_weights) may exchange what was registered.
+        """
+        if nn.Module.register_parameter.__module__ == nn.Module.__module__:
+            return False
+        holders = ((ref(), name) for ref, name in self.elsewhere)
+        return any(module is not None and module._parameters.get(name) is param for module, name in holders)
+
     def _stands_for(self, param: nn.Parameter) -> nn.Parameter | None:
         """The quantized parameter that took the place of this dense one, if any."""
         dense, quantized = self.replaced.get(id(param), (None, None))
@@ -161,7 +174,10 @@ class _Registrations:
     def _replace(self, quantized: Tensor, dense: nn.Parameter) -> int:
         """Put `dense` into all Linears that hold `quantized`; returns how many there were."""
         count = 0
-        for ref in self.linears.pop(id(quantized), []):
+        refs = self.linears.pop(id(quantized), None)
+        if refs is None:  # somebody exchanged what was registered, see _is_held_elsewhere
+            refs = [ref for refs in self.linears.values() for ref in refs]
+        for ref in refs:
             linear = ref()
             held: Any = None if linear is None else linear._parameters.get("weight")
             if linear is not None and held is quantized:

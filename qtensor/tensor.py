@@ -42,6 +42,7 @@ from qtensor.formats import (
 )
 from qtensor.graph_key import graph_key
 from qtensor.lens import OWN, Lens
+from qtensor.made_anew import address, made_anew
 from qtensor.moves import Note
 from qtensor.pickling import rebuild, reduced
 from qtensor.recipes import Recipe
@@ -75,15 +76,21 @@ class QuantizedTensor(AllGatherHooks, Tensor):
     def __new__(  # noqa: PLR0913 - everything an instance consists of; internal
         cls,
         parts: Mapping[str, Tensor],
-        recipe: Recipe,
-        dtype: torch.dtype,
+        recipe: Any = None,
+        dtype: Any = None,
         *,
         lens: Lens = OWN,
         sharding: Sharding = AT_REST,
         shape: torch.Size | None = None,
         preserved: Preserved | None = None,
+        **remembered: Any,
     ) -> Self:
-        """Internal: wraps parts (and an initial value) without any check; `from_parts` is the checked constructor."""
+        """Internal: wraps parts (and an initial value) without any check; `from_parts` is the checked constructor.
+
+        A tensor in the place of parts comes from those who build a parameter anew by its class, see made_anew.py.
+        """
+        if isinstance(parts, Tensor):
+            return made_anew(QuantizedTensor, parts, {"recipe": recipe, **remembered}, quantize)  # type: ignore[return-value]
         payload = parts["payload"]
         outer = logical_shape(payload, recipe) if shape is None else shape
         self: Any = make_wrapper(cls, outer, dtype, payload.device)
@@ -251,6 +258,10 @@ class QuantizedTensor(AllGatherHooks, Tensor):
             # a tracer describes every tensor it meets by its storage, but touches no byte of that
             return super().untyped_storage()
         raise self._without_storage()
+
+    def data_ptr(self) -> int:
+        """0, as for every tensor without a storage; see made_anew.py for who gets another answer."""
+        return address(self.payload)
 
     def __create_write_items__(self, fqn: str, value: Any) -> Any:
         """Raises: DCP calls this on a tensor, or on a DTensor around it, that it is about to write as it is.
