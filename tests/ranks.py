@@ -40,8 +40,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
@@ -153,6 +153,20 @@ def run_ranks_catching(
 def agreed(value: T) -> T:
     """Rank 0's `value` on every torchrun rank; `value` itself where there is no torchrun."""
     return torchrun_rank().agreed(value) if under_torchrun() else value
+
+
+@contextmanager
+def own_group(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    """`dist.new_group` of the same arguments, inside a rank; it is destroyed behind the block, before the call ends.
+
+    A rank comes out of new_group when its own connections stand, and another one may still wait for the news of them:
+    where the first destroys the group at once, the other fails with "Connection closed by peer". So all ranks meet in
+    the default group before one of them destroys anything. A block that raises leaves the group to the pool.
+    """
+    group = dist.new_group(*args, **kwargs)
+    yield group
+    dist.barrier()
+    dist.destroy_process_group(group)
 
 
 def close() -> None:

@@ -4,6 +4,7 @@ call after a failure works. The last tests run it as pytest-xdist and torchrun w
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests import _rank_worker, ranks
-from tests.ranks import RankFailure, run_ranks, run_ranks_catching, run_ranks_each
+from tests.ranks import RankFailure, own_group, run_ranks, run_ranks_catching, run_ranks_each
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -234,7 +235,8 @@ def _collectives_before(then: str) -> int:
     before = dist.group.WORLD._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1))
     if then == "a group of its own":
-        dist.destroy_process_group(dist.new_group([0, 1]))
+        with own_group([0, 1]):
+            pass
     elif then == "a thread":
         WAITING.append(threading.Event())
         threading.Thread(target=WAITING[-1].wait, daemon=True).start()
@@ -264,6 +266,48 @@ def test_a_group_outlives_a_call_that_leaves_it_as_it_was(then: str, after: int)
         assert run_ranks(3, _collectives_before, then) == [0] * 3
     run_ranks(2, _collectives_before, "nothing")  # other world sizes have groups, and workers, of their own
     assert run_ranks(3, _collectives_before, "nothing") == [after] * 3
+
+
+def _own_group_of_a_slow_rank() -> tuple[float, float]:
+    """When this rank had made a group of its own, and when it destroyed it; rank 1 needs longer to connect."""
+    new, destroy, times = dist.new_group, dist.destroy_process_group, []
+
+    def made(*args: Any) -> Any:
+        group = new(*args)
+        time.sleep(0.3 * dist.get_rank())
+        times.append(time.monotonic())
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", made)
+        patch.setattr(dist, "destroy_process_group", lambda group: (times.append(time.monotonic()), destroy(group)))
+        with own_group([0, 1]) as group:
+            assert group.size() == 2
+    return times[0], times[1]
+
+
+@pool_only  # one machine, one clock
+def test_no_rank_destroys_a_group_that_another_one_still_connects_to() -> None:
+    (_, destroyed), (connected, _) = run_ranks(2, _own_group_of_a_slow_rank)
+    assert destroyed > connected
+
+
+def _groups_destroyed(path: Path) -> list[str]:
+    """Where this file destroys a group, other than all of them at its end."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    return [
+        f"{path.relative_to(REPO)}:{node.lineno}"
+        for node in calls
+        if ast.unparse(node.func).endswith("destroy_process_group") and (node.args or node.keywords)
+    ]
+
+
+def test_groups_are_destroyed_in_one_place() -> None:
+    """Where all ranks have met before."""
+    packages = ("fsdp_hooks", "qtensor", "dcp_adapters", "layerwise", "examples", "benchmarks", "tests")
+    files = [path for package in packages for path in sorted((REPO / package).rglob("*.py"))]
+    found = [place for path in files for place in _groups_destroyed(path)]
+    assert [place.partition(":")[0] for place in found] == ["tests/ranks.py"], found
 
 
 def _mesh_of_a_sum_on_all() -> tuple[bool, bool, list[float]]:

@@ -47,6 +47,7 @@ PROGRAM = "python -m layerwise"
 DONE, FAILED, REFUSED = 0, 1, 2
 RUN_ERRORS = (OSError, ValueError, TypeError, RuntimeError, ImportError, EOFError, CheckpointException)
 TELL_BEFORE_LEAVING = timedelta(seconds=10)
+CONNECT_BEFORE_LEAVING = timedelta(minutes=5)
 ABOUT = """\
 Calibrate a model by a config: from a Hugging Face directory to quantized weights in one that engines load, in one
 command, on one process or several (torchrun). Everything is checked before the first weight is read. With a
@@ -103,8 +104,7 @@ def main(argv: Sequence[str] | None = None, *, algorithms: Algorithms) -> int:
         return DONE
     with _process_group(), _warnings_told():
         status = _status(lambda: _run(arguments, algorithms), arguments.config)
-        if status != DONE:
-            _let_rank_0_tell()
+        _meet(TELL_BEFORE_LEAVING if status != DONE else CONNECT_BEFORE_LEAVING)
         return status
 
 
@@ -314,13 +314,14 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _let_rank_0_tell() -> None:
-    """Wait for the others, a moment: torchrun stops all processes when the first one has failed, also that which tells.
+def _meet(patience: timedelta) -> None:
+    """Wait for the others before this process leaves their group and ends; give up where they do not come.
 
-    Where the others did not fail they do not come, and this gives up.
+    torchrun stops all processes when the first one has failed, also that which tells. And a rank that only hears what
+    rank 0 has found may still connect to it when rank 0 has nothing left to do: its connection would be closed.
     """
     if ranks_of(None) > 1:
         with suppress(Exception):
             work = dist.barrier(async_op=True)
             if work is not None:
-                work.wait(TELL_BEFORE_LEAVING)
+                work.wait(patience)

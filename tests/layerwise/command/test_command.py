@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
+import layerwise.command.main
 from dcp_adapters import digest, export_hf, read_manifest
 from layerwise import AWQ, GPTQ, calibrate
 from layerwise.command.record import NAME
@@ -297,6 +299,25 @@ def test_a_checkpoint_dir_of_another_calibration_is_refused(tmp_path: Path) -> N
     status, told = command(other)
     assert status == 2
     assert 'holds a calibration of another algorithm: type was "Max", now "Mse"' in told
+
+
+def done_later_in_rank_1(directory: Path) -> bool:
+    """Whether rank 1 was done when this rank's command returned, in a run in which no rank waits for another one."""
+    arrived = directory / "arrived"
+
+    def run(*_: object) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+            arrived.touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layerwise.command.main, "_run", run)
+        ran(directory / "any.yaml")
+    return arrived.exists()
+
+
+def test_no_rank_leaves_a_group_that_another_one_may_still_connect_to(shared_tmp_path: Path) -> None:
+    assert run_ranks(2, done_later_in_rank_1, shared_tmp_path) == [True, True]
 
 
 @pytest.mark.slow
