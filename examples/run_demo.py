@@ -4,7 +4,9 @@
 
 Three launches of examples/finetune.py on CPU + gloo: the same run in bf16 and quantized on two ranks, then a resume of
 the quantized one on a single rank from the checkpoint that was written while training went on. Ends with the two runs
-side by side.
+side by side. All three multiply bf16 matrices alike: in bf16, or in fp32 where a probe finds that much faster
+(examples/cpu_products.py). Each of them writes how far it is to log.txt in its directory, and without a terminal it
+prints the same lines.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cpu_products import Products, probe
 from rich.console import Console
 from rich.table import Table
 
@@ -57,14 +60,17 @@ def main() -> None:
     parser.add_argument("--eval-blocks", type=int, default=4)
     parser.add_argument("--resumed-steps", type=int, default=3, help="steps after the checkpoint, on the single rank")
     parser.add_argument("--layers", type=int, help="only so many of the model's, to try things out")
+    parser.add_argument("--products", choices=("bf16", "fp32"), help="of bf16 matrices; default: the faster by a probe")
     parser.add_argument("--out", type=Path, default=ROOT / "runs")
     args = parser.parse_args()
-    sizes = ["--seq-len", str(args.seq_len), "--eval-blocks", str(args.eval_blocks)]
-    sizes += ["--layers", str(args.layers)] if args.layers else []
-    steps = ("--steps", str(args.steps), *sizes)
+    products = Products(kind=args.products) if args.products else probe()
+    alike = ["--seq-len", str(args.seq_len), "--eval-blocks", str(args.eval_blocks), "--products", products.kind]
+    alike += ["--layers", str(args.layers)] if args.layers else []
+    steps = ("--steps", str(args.steps), *alike)
     console = Console()
     shutil.rmtree(args.out, ignore_errors=True)
 
+    console.print(f"Products of bf16 matrices: {products}.")
     console.print(f"[bold]1/3[/] SmolLM2-135M in bf16, 2 ranks, {args.steps} steps")
     bf16 = launch(2, "bf16", args.out / "bf16", *steps)
     console.print(f"[bold]2/3[/] the same in {args.recipe}")
@@ -72,10 +78,13 @@ def main() -> None:
     console.print(
         f"[bold]3/3[/] resumed on 1 rank from {Path(quantized['checkpoint']).name}, saved while training went on"
     )
-    resumed_steps = ("--steps", str(args.steps // 2 + args.resumed_steps), *sizes)
+    resumed_steps = ("--steps", str(args.steps // 2 + args.resumed_steps), *alike)
     resumed = launch(1, args.recipe, args.out / "resumed", "--resume", quantized["checkpoint"], *resumed_steps)
 
-    table = Table(title="SmolLM2-135M, AdamW on fp32 masters, 2 ranks, CPU + gloo")
+    table = Table(
+        title="SmolLM2-135M, AdamW on fp32 masters, 2 ranks, CPU + gloo",
+        caption=f"products of bf16 matrices: {products}",
+    )
     for column, justify in (("", "left"), ("bf16", "right"), (args.recipe, "right"), ("ratio", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for label, key, shape, unit in ROWS:

@@ -47,4 +47,11 @@ def test_the_demo_trains_checkpoints_and_resumes_bit_for_bit(tmp_path: Path) -> 
     assert resumed["ranks"] == 1
     assert resumed["compared_bytes"] == LAYERS * LINEAR * 33 / 32 + 2 * EMBEDDING + NORMS  # a tied weight has two names
     assert mxfp8["loss_after"] < mxfp8["loss_before"]
-    assert "byte for byte" in done.stdout.replace("\n", " ")
+    said = " ".join(done.stdout.split())
+    assert "byte for byte" in said
+    assert f"products of bf16 matrices: {bf16['products']}" in said
+    assert bf16["products"] == mxfp8["products"] == resumed["products"]
+    for run, steps in (("bf16", ("1/2", "2/2")), ("mxfp8", ("1/2", "2/2")), ("resumed", ("2/2",))):
+        log = (tmp_path / "runs" / run / "log.txt").read_text().splitlines()
+        assert [line.split(": loss")[0].split()[-1] for line in log if ": loss" in line] == list(steps)
+        assert set(log) <= set(done.stdout.splitlines())  # without a terminal
