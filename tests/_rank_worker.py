@@ -44,6 +44,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.crash_reports import allow_core
+
 T = TypeVar("T")
 Body = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # fn, args, kwargs
 
@@ -231,6 +233,7 @@ def serve(conn: Connection, store_port: int, stacks_path: str) -> None:
     stacks = Path(stacks_path).open("w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
+    allow_core()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=GROUP_TIMEOUT)
     imported = _freeze_imports()

@@ -68,6 +68,7 @@ from tests._rank_worker import (
     torchrun_rank,
     under_torchrun,
 )
+from tests.crash_reports import crash_report, directory_of
 
 T = TypeVar("T")
 
@@ -85,6 +86,7 @@ PRELOAD = [
 ]
 # The same for what takes seconds and some tests need: where this process has it, because such tests were collected.
 PRELOAD_WHERE_IMPORTED = ["transformers.modeling_utils"]
+LINE = 400  # characters; faulthandler ends with one line of all extension modules
 # What a tool puts around fn in every rank, such as one that measures coverage.
 AROUND: list[Callable[[Body], Body]] = []
 
@@ -204,6 +206,8 @@ class _Worker:
     process: BaseProcess
     conn: Connection
     stacks: Path  # where its stack appears on SIGUSR1, and when it crashes
+    started: float  # by the clock of files
+    directory: Path  # in which it started
 
     def answer(self) -> bytes | None:
         """The next message, None if the process died. Call when `wait` says there is something."""
@@ -222,8 +226,13 @@ class _Worker:
         return f"died with exit code {code}"
 
     def last_words(self) -> str:
-        """The python stacks of a process that has died of a crash in C code; "" if it ended otherwise."""
-        return self.stacks.read_text(encoding="utf-8", errors="replace")
+        """The stacks of a process that has died of a crash in C code, python's and C's; "" if it ended otherwise."""
+        said = self.stacks.read_text(encoding="utf-8", errors="replace")
+        python = "\n".join(line[:LINE] for line in said.splitlines())
+        code, pid = self.process.exitcode, self.process.pid
+        if code is None or code >= 0 or pid is None:
+            return python
+        return f"{python}\n{crash_report(code, pid, self.started, self.directory)}".lstrip()
 
     def stack(self) -> str:
         """Its python stack, asked for with a signal: works while it hangs in C code, too."""
@@ -369,9 +378,10 @@ class _Pool:
             name=f"rank-{slot}",
             daemon=True,
         )
+        started = time.time() - 1.0  # clocks of files are coarse
         process.start()
         theirs.close()  # so that the worker's death closes the pipe
-        return _Worker(process, ours, stacks)
+        return _Worker(process, ours, stacks, started, directory_of(process.pid))
 
     def _collect(self, watch: _Watch, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -5,7 +5,11 @@ call after a failure works. The last tests run it as pytest-xdist and torchrun w
 from __future__ import annotations
 
 import ast
+import ctypes
 import os
+import re
+import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests import _rank_worker, ranks
+from tests import _rank_worker, crash_reports, ranks
 from tests.ranks import RankFailure, own_group, run_ranks, run_ranks_catching, run_ranks_each
 
 REPO = Path(__file__).resolve().parent.parent
@@ -167,18 +171,44 @@ def test_a_dead_rank_is_named() -> None:
     assert run_ranks(2, _sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
-def _crash(rank: int) -> None:
+def _crash(rank: int, how: str) -> None:
     if dist.get_rank() == rank:
-        os.abort()  # as the C library does when it finds the heap damaged
+        if how == "SIGABRT":
+            os.abort()  # as the C library does when it finds the heap damaged
+        ctypes.string_at(8)
     dist.barrier()
 
 
 @pool_only
-def test_a_rank_that_crashes_in_c_code_shows_its_stack() -> None:
-    with pytest.raises(RankFailure, match="rank 1 of 2: died, killed by SIGABRT") as failure:
-        run_ranks(2, _crash, 1)
-    assert "in _crash" in str(failure.value)
+@pytest.mark.slow  # gdb reads the symbols of torch
+@pytest.mark.parametrize("how", ["SIGABRT", "SIGSEGV"])
+def test_a_rank_that_crashes_in_c_code_shows_its_stacks(how: str) -> None:
+    with pytest.raises(RankFailure, match=f"rank 1 of 2: died, killed by {how}") as failure:
+        run_ranks(2, _crash, 1, how)
+    said = str(failure.value)
+    assert "in _crash" in said
+    assert re.search(rf"{how} in process \d+, in tests/test_ranks.py::test_a_rank_that_crashes.* \(call\)", said)
+    pattern = crash_reports.PATTERN.read_text() if crash_reports.PATTERN.exists() else "|"
+    unlimited = resource.getrlimit(resource.RLIMIT_CORE)[1] == resource.RLIM_INFINITY
+    if pattern.startswith("core") and unlimited and shutil.which("gdb"):
+        assert re.search(r"the stacks of C code:(\n.*)*\n#\d+ .* in (os_abort|.*string_at)", said), said
+    else:
+        assert "stacks of C code: " in said
+    assert not list(Path.cwd().glob("core*"))
+    assert len(said) < 40_000
     assert run_ranks(2, _sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def test_the_core_of_a_process_is_found_by_the_systems_pattern(tmp_path: Path) -> None:
+    for name in ("core", "core.7", "core.python.7.x", "core.8"):
+        (tmp_path / name).touch()
+    find = crash_reports.find_core
+    assert find("core", 9, 0.0, tmp_path) == (tmp_path / "core", "")
+    assert find("core.%e.%p.%h", 7, 0.0, tmp_path) == (tmp_path / "core.python.7.x", "")
+    assert find(f"{tmp_path}/core.%p", 8, 0.0, Path("/")) == (tmp_path / "core.8", "")
+    assert "do not become files here" in find("|/usr/lib/systemd/systemd-coredump %P", 7, 0.0, tmp_path)[1]
+    later = time.time() + 60
+    assert find("core", 7, later, tmp_path)[1].startswith(f"there is no core file {tmp_path}/core (the hard limit")
 
 
 def _get_stuck(rank: int) -> None:
