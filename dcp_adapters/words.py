@@ -17,7 +17,10 @@ def short(value: Any) -> str:
         return str(tuple(value))
     if not isinstance(value, LEAVES):
         return f"a {type(value).__name__}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

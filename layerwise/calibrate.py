@@ -35,6 +35,7 @@ from layerwise.running.events import Event, observing
 from layerwise.running.kv_cache import KVCache
 from layerwise.running.plan import Options, planned
 from layerwise.running.result import CalibrationResult, result_of
+from layerwise.stages.caller import called
 from qtensor.recipes import Recipe
 
 MAX = Max()
@@ -113,7 +114,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     """
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     watched = on_event is not None or not is_own(algorithm)
-    with raise_together(group):  # files may be missing on some ranks
+    with called("calibrate"), raise_together(group):  # files may be missing on some ranks
         options = Options(
             recipe=recipe,
             algorithm=algorithm,
@@ -127,8 +128,9 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             weights=weights,
         )
         plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
-    check_agreed(group, plan.told(checkpoint=checkpoint_dir is not None))
-    with observing(on_event, len(plan.stages), bar=progress and is_first(group)) as observer:
+    observed = observing(on_event, len(plan.stages), bar=progress and is_first(group))
+    with called("calibrate"), observed as observer:
+        check_agreed(group, plan.told(checkpoint=checkpoint_dir is not None))
         run = Calibration(plan, observer)
         run.calibrate_stages(() if data is None else data, checkpoint_dir)
     return result_of(plan, run.outcomes, range(run.resumed))

@@ -25,6 +25,7 @@ from layerwise.running.errors import Measuring
 from layerwise.running.events import Event, observing
 from layerwise.running.plan import Options, planned
 from layerwise.running.search import Search
+from layerwise.stages.caller import called
 from qtensor.recipes import Recipe
 
 MAX = Max()
@@ -90,7 +91,7 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
         RuntimeError: inputs that are not finite; weights that somebody wrote into.
     """
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-    with raise_together(group):
+    with called("search_formats"), raise_together(group):
         if compare not in COMPARE:
             raise ValueError(f"search_formats: compare={compare!r} is not one of {', '.join(map(repr, COMPARE))}")
         menu = _menu(recipes)
@@ -113,9 +114,10 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
         if not chosen:
             raise ValueError("search_formats: no weight is left to choose a format for; see include and exclude")
         budget_of(bits_per_weight, sum(one.shape.numel() for one in chosen), least_bits(chosen, menu))
-    told = plan.told(checkpoint=checkpoint_dir is not None)
-    check_agreed(group, {**told, "the budget": [f"bits_per_weight={bits_per_weight}, compare={compare}"]})
-    with observing(on_event, len(plan.stages), bar=progress and is_first(group)) as observer:
+    observed = observing(on_event, len(plan.stages), bar=progress and is_first(group))
+    with called("search_formats"), observed as observer:
+        told = plan.told(checkpoint=checkpoint_dir is not None)
+        check_agreed(group, {**told, "the budget": [f"bits_per_weight={bits_per_weight}, compare={compare}"]})
         run = Search(plan, observer)
         run.calibrate_stages(() if data is None else data, checkpoint_dir)
     measured = {linear.name: linear for outcome in run.outcomes for linear in outcome.linears}

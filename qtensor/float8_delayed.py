@@ -32,6 +32,7 @@ from qtensor.float8 import (
 from qtensor.formats import PartSpec, register
 from qtensor.recipes import Recipe, check_choice
 
+MOST_MARGIN = 126  # 2^-126 is the least number that fp32 has in full
 ROUNDING = 2.0**-20  # of an amax times enc, which is known from the scale up to a few fp32 roundings
 
 
@@ -43,7 +44,7 @@ class Float8DelayedScaling(Recipe):
         element: "e4m3" (largest value 448) or "e5m2" (57344).
         amax_history_len: number of steps that are remembered, at least 1.
         amax_compute: "max" of the history, or "most_recent".
-        margin: powers of two of headroom, 0 or more.
+        margin: powers of two of headroom, 0 to 126.
         activations: None, or "dynamic": a linear layer quantizes its input too, with one current scale a row.
         gradients: None, or with activations="dynamic" the element of gradients, "e5m2" or "e4m3": both products of
             backward are then low-precision ones, with current scales (see qtensor/gradients.py).
@@ -67,6 +68,8 @@ class Float8DelayedScaling(Recipe):
             value = getattr(self, field)
             if type(value) is not int or value < least:
                 raise ValueError(f"Float8DelayedScaling: {field}={value!r} is not an integer of at least {least}")
+        if self.margin > MOST_MARGIN:
+            raise ValueError(f"Float8DelayedScaling: a margin of more than {MOST_MARGIN} leaves the range of fp32")
 
     @property
     def of_rows(self) -> Recipe:

@@ -1,6 +1,7 @@
 """The commands and their arguments, as argparse reads them; main.py does what they ask for."""
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -42,6 +43,20 @@ def parser(commands: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpa
         _ARGUMENTS[name](own)
         own.set_defaults(run=run)
     return whole
+
+
+def refuse_unencodable(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for a text that no path and no name can be; a shell gives none, other programs may."""
+    for value in vars(arguments).values():
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
+            try:
+                held = os.fsencode(text)
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{text!r} is no path and no name: {error.reason}") from None
+            if b"\0" in held:
+                raise ValueError(f"{text!r} is no path and no name: it holds a NUL")
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

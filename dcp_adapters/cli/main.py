@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcp_adapters.cli.arguments import PROGRAM, parser
+from dcp_adapters.cli.arguments import PROGRAM, parser, refuse_unencodable
 from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
 from dcp_adapters.cli.deltas import patched_copy, write_delta
 from dcp_adapters.cli.diff import diff
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. `argv` is without the program's name."""
     try:
         arguments = parser(COMMANDS).parse_args(argv)
+        refuse_unencodable(arguments)
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
@@ -236,7 +237,9 @@ def _options(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _show(result: Any) -> None:
-    print(result if isinstance(result, str) else json.dumps(result, indent=2, allow_nan=False))
+    text = result if isinstance(result, str) else json.dumps(result, indent=2, allow_nan=False)
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))  # a path may hold bytes that are no text
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.schemes import contents_of, is_quantized
+from dcp_adapters.words import short
 
 CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
 # What may be in a directory and is not the model's description: weights, their index, a DCP checkpoint, a card of the
@@ -96,16 +97,17 @@ def model_config(config: Any, source: Any) -> ModelConfig:
 
 def shard_size(text: int | str) -> int:
     """Bytes: a number, or one with a unit ("5GB", "500MiB"). Raises ValueError for anything else."""
+    size = 0
     if isinstance(text, int):
-        size = text
-    else:
+        size = 0 if isinstance(text, bool) else text
+    elif isinstance(text, str):
         unit = next((unit for unit in sorted(UNITS, key=len, reverse=True) if text.upper().endswith(unit)), "")
         try:
             size = int(float(text[: len(text) - len(unit)]) * UNITS.get(unit, 1))
         except (ValueError, OverflowError):
             size = 0
     if size <= 0:
-        raise ValueError(f'max_shard_size={text!r}: expected bytes, or a text like "5GB" or "500MiB"')
+        raise ValueError(f'max_shard_size={short(text)}: expected bytes, or a text like "5GB" or "500MiB"')
     return size
 
 

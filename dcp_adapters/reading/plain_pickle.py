@@ -131,10 +131,10 @@ class _Machine:
         self.at = start + self.data[self.at]
         if self.at > len(self.data):
             raise IndexError("the data ends here")
-        self.stack.append(self.data[start : self.at].decode())
+        self.stack.append(_text(self.data[start : self.at]))
 
     def text(self) -> None:
-        self.stack.append(self.take(int.from_bytes(self.take(4), "little")).decode())
+        self.stack.append(_text(self.take(int.from_bytes(self.take(4), "little"))))
 
     def memoize(self) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
@@ -280,6 +280,16 @@ class _Machine:
         for name, default in DEFAULTS[kind].items():
             vars(record).setdefault(name, default)
         vars(record).update(given)
+
+
+def _text(data: bytes) -> str:
+    """A string as pickle writes it: a path may hold bytes that are no UTF-8, which Python has as lone surrogates."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        text = data.decode("utf-8", "surrogatepass")
+        text.encode("utf-8", "surrogateescape")  # raises for what stands for no byte
+        return text
 
 
 def _defaults(kind: type) -> dict[str, Any]:

@@ -29,6 +29,7 @@ Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-tr
 """
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -85,9 +86,9 @@ class GPTQ(Algorithm):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if self.damping is not None and not 0 < self.damping < float("inf"):
+        if self.damping is not None and not 0 < self.damping <= sys.float_info.max:
             raise ValueError(f"{name}(damping={self.damping!r}): expected a positive number, such as 0.01, or None")
-        if self.block < 1:
+        if type(self.block) is not int or self.block < 1:
             raise ValueError(f"{name}(block={self.block!r}): expected a positive number of columns, such as 128")
         if type(self.descent) is not int or self.descent < 0:
             raise ValueError(f"{name}(descent={self.descent!r}): expected a number of rounds, such as 1, or 0 for none")

@@ -77,6 +77,7 @@ def checked(config: Config, now: Record, before: Record | None) -> Fitting:
     problems = _Problems()
     with problems.of("output"):
         _check_outputs(config, now, before)
+        _check_state(config.calibration.checkpoint_dir)
         _check_pictures(config.output.report)
     with problems.of("model.device"):
         device_of(config.model.device)
@@ -200,6 +201,16 @@ def _check_outputs(config: Config, now: Record, before: Record | None) -> None:
             changed = None if before is None else now.changed(before)
             why = "" if changed is None else f" (an earlier run of this config has read another {changed})"
             raise ConfigError(f"{key}: {error}{why}") from None
+
+
+def _check_state(directory: Path | None) -> None:
+    """Refuse a checkpoint_dir that is no directory, nor can be one."""
+    try:
+        taken = directory is not None and directory.exists() and not directory.is_dir()
+    except OSError as error:
+        raise ConfigError(f"calibration.checkpoint_dir: {error}") from None
+    if taken:
+        raise ConfigError(f"calibration.checkpoint_dir: {directory} is a file; name a directory, or one to be created")
 
 
 def _check_pictures(paths: Sequence[Path]) -> None:

@@ -6,6 +6,7 @@ cannot say, and the sentence that describes the key to people.
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -127,7 +128,19 @@ def _converted(hint: Any, rule: Rule, value: Any) -> Any:
         raise _NoMatch
     if value == "" or (hint is int and rule.least is not None and value < rule.least):
         raise _NoMatch
-    return Path(value).expanduser() if hint is Path else float(value) if hint is float else value
+    return _path(value) if hint is Path else float(value) if hint is float else value
+
+
+def _path(text: str) -> Path:
+    """The path. Raises WrongValueError where no file can have it."""
+    try:
+        if b"\0" in os.fsencode(text):
+            raise ValueError("no name holds a NUL")
+        path = Path(text).expanduser()
+        path.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle, a user who is not known
+        raise WrongValueError(f"expected a path, got {found_words(text)}: {error}") from None
+    return path
 
 
 def _first(parts: Sequence[Any], rule: Rule, value: Any) -> Any:

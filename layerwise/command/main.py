@@ -128,8 +128,8 @@ def _status(run: Callable[[], None], config: str) -> int:
 def _run(arguments: argparse.Namespace, algorithms: Algorithms) -> None:
     config = parse(of_first(lambda: _text_of(Path(arguments.config))), algorithms)
     directory = config.calibration.checkpoint_dir
-    now, before = on_first(None, lambda: (record_of(config), read_record(directory)))
-    if _is_finished(config, now, before):
+    now, before, finished = of_first(lambda: _looked_up(config))
+    if finished:
         _tell(f"finished already, by an earlier run of this config: {_outputs_in_words(config)}")
         return
     fitting = checked(config, now, before)
@@ -160,15 +160,21 @@ def _run(arguments: argparse.Namespace, algorithms: Algorithms) -> None:
 def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name, or it is no UTF-8
         raise ConfigError(f"it cannot be read: {error}") from None
 
 
-def _is_finished(config: Config, now: Record, before: Record | None) -> bool:
-    """Whether an earlier run of this config, with these files, has written everything, and it is there."""
-    if before is None or before.state != FINISHED or not now.same_run(before):
-        return False
-    return on_first(None, lambda: all(path.exists() for path in config.outputs().values()))
+def _looked_up(config: Config) -> tuple[Record, Record | None, bool]:
+    """The record of this run, that of an earlier one, and whether that has written everything, and it is there.
+
+    Earlier means: of this config, with these files.
+    """
+    try:
+        now, before = record_of(config), read_record(config.calibration.checkpoint_dir)
+        same = before is not None and before.state == FINISHED and now.same_run(before)
+        return now, before, same and all(path.exists() for path in config.outputs().values())
+    except OSError as error:  # a name that is too long, a directory that may not be read
+        raise ConfigError(f"what it names cannot be looked at: {error}") from None
 
 
 def _recipe(config: Config, fitting: Fitting, device: torch.device, *, show: bool) -> Recipe | Assignment:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,13 +66,15 @@ class Assignment:
         """The assignment for another budget, from the same measurements.
 
         Raises:
-            ValueError: the budget is below what the cheapest candidates take; or this was written by hand.
+            ValueError: the budget is no positive number that a float can hold, or below what the cheapest candidates
+                take; or this was written by hand.
+            TypeError: it is no number.
         """
         if not self.groups:
             raise ValueError(
                 "Assignment.at chooses among what search_formats has measured; this assignment has no measurements"
             )
-        return assigned(self.groups, bits_per_weight)
+        return assigned(self.groups, bits_per_weight, "Assignment.at")
 
     def modules(self) -> dict[Recipe, list[str]]:
         """Each recipe -> the fqns of the modules of its weights, as `quantize_(model, recipe, include=...)` takes them.
@@ -167,33 +170,38 @@ def all_recipes(formats: Formats) -> list[Recipe]:
     return list(dict.fromkeys(recipe for recipe in found if recipe is not None))
 
 
-def budget_of(bits_per_weight: float, weights: int, least: int) -> int:
+def budget_of(bits_per_weight: float, weights: int, least: int, asked: str = "search_formats") -> int:
     """The bits that so many elements may take.
 
+    Args:
+        bits_per_weight: of each element, on average.
+        weights: the number of elements.
+        least: the bits of the cheapest candidates.
+        asked: the function that was called, for messages.
+
     Raises:
-        TypeError, ValueError: it is no positive number, or below `least`, the bits of the cheapest candidates.
+        TypeError, ValueError: it is no positive number that a float can hold, or below `least`.
     """
+    given = f"{asked}: bits_per_weight={short(bits_per_weight)}"
     if isinstance(bits_per_weight, bool) or not isinstance(bits_per_weight, int | float):
-        raise TypeError(f"search_formats: bits_per_weight={bits_per_weight!r}; expected a number, such as 5.0")
-    if not math.isfinite(bits_per_weight) or bits_per_weight <= 0:
-        raise ValueError(
-            f"search_formats: bits_per_weight={bits_per_weight!r}; expected a positive number, such as 5.0"
-        )
+        raise TypeError(f"{given}; expected a number, such as 5.0")
+    if not 0 < bits_per_weight <= sys.float_info.max:  # an int may be larger
+        raise ValueError(f"{given}; expected a positive number, such as 5.0")
     budget = math.floor(Fraction(bits_per_weight) * weights)
     if budget < least:
         needed = math.ceil(Fraction(least, max(weights, 1)) * 10**4) / 10**4
         raise ValueError(
-            f"search_formats: bits_per_weight={bits_per_weight!r} is less than the cheapest recipes take, scales "
+            f"{given} is less than the cheapest recipes take, scales "
             f"included; give {needed} or more, or add a smaller format to recipes"
         )
     return budget
 
 
-def assigned(groups: Sequence[LinearGroup], bits_per_weight: float) -> Assignment:
-    """The assignment of least error within a budget. Raises as `budget_of` does."""
+def assigned(groups: Sequence[LinearGroup], bits_per_weight: float, asked: str = "search_formats") -> Assignment:
+    """The assignment of least error within a budget. Raises as `budget_of` does, in the name of what was `asked`."""
     weights = sum(group.weights for group in groups)
     least = sum(min(one.bits for one in group.candidates) for group in groups)
-    choice = choose([group.candidates for group in groups], budget_of(bits_per_weight, weights, least))
+    choice = choose([group.candidates for group in groups], budget_of(bits_per_weight, weights, least, asked))
     recipes = {
         name: group.candidates[one].recipe
         for group, one in zip(groups, choice.picked, strict=True)

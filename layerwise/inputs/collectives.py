@@ -15,6 +15,7 @@ from fsdp_hooks.torch_private import TorchDispatchMode
 from layerwise.inputs.hooks import call_without_fsdp
 from layerwise.inputs.recorder import Recorder
 from layerwise.inputs.replay import LayerReplay, ModelReplay
+from layerwise.stages.caller import caller
 from layerwise.stages.cuts import shares_out_experts
 from layerwise.stages.stage import Stage
 
@@ -87,7 +88,7 @@ def _refuse(stage: Stage, run: Callable[[], object]) -> None:
             run()
     except Collective as found:
         raise NotImplementedError(
-            "calibrate: experts are shared out over ranks (expert parallelism), and the forward of "
+            f"{caller()}: experts are shared out over ranks (expert parallelism), and the forward of "
             f"{stage.title} calls a collective, {found}: each rank runs layers by itself, with all experts and on "
             "batches of its own, so others would not be there. Send tokens in hooks of distribute_module (input_fn, "
             "output_fn), which are taken away meanwhile, or shard the experts with fully_shard alone"

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_hooks.torch_private import group_size, mixed_precision
+from layerwise.stages.caller import caller
 from layerwise.weights.without_fsdp import without_fsdp
 
 EACH_OF_A_GROUP_CASTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -25,7 +26,7 @@ def check_groups(layers: Sequence[tuple[str, nn.Module]]) -> None:
         policy = mixed_precision(layer)
         if policy.output_dtype is not None or (policy.cast_forward_inputs and policy.param_dtype is not None):
             raise NotImplementedError(
-                f"calibrate: layer {name} shares its fully_shard call with other modules, under {policy}; "
+                f"{caller()}: layer {name} shares its fully_shard call with other modules, under {policy}; "
                 f"torch {torch.__version__} casts the inputs of the first of them and the output of the last, which is "
                 "not known of a layer alone. Call fully_shard for each layer, take torch 2.13 or newer, or layers=()"
             )

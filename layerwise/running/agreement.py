@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsdp_hooks.across_ranks import on_all, on_first
 from fsdp_hooks.digest import digests
+from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
 from qtensor.tensor import QuantizedTensor
 
@@ -43,8 +44,8 @@ def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[st
     differences = on_all(group, lambda: _first_difference(first, list(told[what])))
     rank, words = next((rank, words) for rank, words in enumerate(differences) if words)
     raise ValueError(
-        f"calibrate: the ranks disagree on {what}: rank {rank} has {words} of rank 0; call it alike on all ranks, with "
-        "models that were built in the same order"
+        f"{caller()}: the ranks disagree on {what}: rank {rank} has {words} of rank 0; call it alike on all ranks, "
+        "with models that were built in the same order"
     )
 
 
@@ -80,7 +81,7 @@ def check_alike(stage: Stage, group: dist.ProcessGroup | None) -> None:
         if theirs.get(name) != everyone[0].get(name)
     )
     raise RuntimeError(
-        f"calibrate: the weights of {stage.title} differ between ranks: {name} of rank {rank} is not that of rank 0. "
+        f"{caller()}: the weights of {stage.title} differ between ranks: {name} of rank {rank} is not that of rank 0. "
         "So what one rank decides about them would not fit those of another. Nothing of it was stored; begin with the "
         "same weights on all ranks, and let callbacks change them alike. Parameters of which each rank has a part are "
         "DTensors, which say so"

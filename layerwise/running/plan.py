@@ -22,6 +22,7 @@ from layerwise.inputs.hooks import check_groups
 from layerwise.inputs.stores import INPUTS_ON
 from layerwise.running.kv_cache import KVCache
 from layerwise.stages.attentions import find_attentions
+from layerwise.stages.caller import caller
 from layerwise.stages.cuts import shares_out_experts
 from layerwise.stages.experts import EXPERT_INPUTS, ExpertBlock, find_blocks
 from layerwise.stages.layers import find_layers
@@ -59,15 +60,16 @@ class Options:
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, Algorithm):
             raise TypeError(
-                f"calibrate: algorithm is {self.algorithm!r}; expected an instance, such as Max() or GPTQ(). "
+                f"{caller()}: algorithm is {self.algorithm!r}; expected an instance, such as Max() or GPTQ(). "
                 "Algorithms that need the whole model at once (svdquant) are not layerwise"
             )
         if not isinstance(self.recipe, Formats):
             raise TypeError(
-                f"calibrate: expected a recipe, such as NVFP4BlockScaling(), got {self.recipe!r}; or give an Assignment"
+                f"{caller()}: expected a recipe, such as NVFP4BlockScaling(), got {self.recipe!r}; or give an "
+                "Assignment"
             )
         if not isinstance(self.kv_cache, KVCache | None):
-            raise TypeError(f"calibrate: kv_cache is {self.kv_cache!r}; expected KVCache(), or None")
+            raise TypeError(f"{caller()}: kv_cache is {self.kv_cache!r}; expected KVCache(), or None")
         for name, choices in (
             ("inputs", ("dynamic", "static")),
             ("expert_inputs", EXPERT_INPUTS),
@@ -76,27 +78,27 @@ class Options:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"calibrate: {name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}"
+                    f"{caller()}: {name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}"
                 )
         if type(self.save_every) is not int or self.save_every < 1:
-            raise ValueError(f"calibrate: save_every={self.save_every!r} is not a positive number of layers")
+            raise ValueError(f"{caller()}: save_every={self.save_every!r} is not a positive number of layers")
         if self.paired and not self.quantized_onward:
             name = type(self.algorithm).__name__
             raise ValueError(
-                f"calibrate: {name} compares the inputs of the quantized model with those of the unquantized one, and "
+                f"{caller()}: {name} compares the inputs of the quantized model with those of the unquantized one, and "
                 f'with layer_inputs="unquantized" they are the same; leave it out, or use GPTQ() instead of {name}()'
             )
         if self.paired and HESSIAN not in self.algorithm.needs:
             raise ValueError(
-                f"calibrate: {type(self.algorithm).__name__}.needs has CROSS without HESSIAN, beside which alone it is "
-                "collected; name both"
+                f"{caller()}: {type(self.algorithm).__name__}.needs has CROSS without HESSIAN, beside which alone it "
+                "is collected; name both"
             )
         if self.inputs != "static":
             return
         for recipe in all_recipes(self.recipe):
             if not isinstance(recipe, Float8CurrentScaling) and tensor_wide(recipe) is None:
                 raise ValueError(
-                    f'calibrate: inputs="static" needs a tensor-wide scale, which {recipe} has none of: inputs are '
+                    f'{caller()}: inputs="static" needs a tensor-wide scale, which {recipe} has none of: inputs are '
                     'scaled by block; use inputs="dynamic"'
                 )
 
@@ -199,7 +201,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     for target in targets:
         if in_layers[id(target.owner)] > 1:
             raise ValueError(
-                f"calibrate: {target.name} belongs to {in_layers[id(target.owner)]} layers at once; it can have one "
+                f"{caller()}: {target.name} belongs to {in_layers[id(target.owner)]} layers at once; it can have one "
                 "set of scales only: exclude it, or give the layers modules of their own"
             )
     attentions = {} if options.kv_cache is None else find_attentions(model)
@@ -248,7 +250,7 @@ def _blocks_of(
     for block in own:
         if id(block.module) not in modules:
             raise ValueError(
-                f'calibrate: expert_inputs="all": the experts of {block.name} are in another layer than the module '
+                f'{caller()}: expert_inputs="all": the experts of {block.name} are in another layer than the module '
                 "that is called with their tokens; name layers= that hold both, or leave expert_inputs out"
             )
     return tuple(own)
@@ -259,8 +261,8 @@ def _check_attentions(attentions: Mapping[str, nn.Module], in_layers: Mapping[in
     for fqn, module in attentions.items():
         if in_layers[id(module)] > 1:
             raise ValueError(
-                f"calibrate: kv_cache: {fqn} belongs to {in_layers[id(module)]} layers at once; it can have one set of "
-                "scales only: leave kv_cache out, or give the layers modules of their own"
+                f"{caller()}: kv_cache: {fqn} belongs to {in_layers[id(module)]} layers at once; it can have one set "
+                "of scales only: leave kv_cache out, or give the layers modules of their own"
             )
 
 
@@ -275,7 +277,7 @@ def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         missing = sorted({*mesh.mesh.flatten().tolist()} - own)
         if missing:
             raise ValueError(
-                f"calibrate: {name} is sharded over ranks that are not in process_group: {missing}; give the group of "
+                f"{caller()}: {name} is sharded over ranks that are not in process_group: {missing}; give the group of "
                 "all ranks that hold the model"
             )
 
@@ -300,19 +302,19 @@ def _weights_of(model: nn.Module, options: Options) -> Weights:
     if sharded:
         if options.weights is not None or options.device is not None:
             raise ValueError(
-                "calibrate: weights= and device= are for models without FSDP and tensor parallelism; a sharded model "
+                f"{caller()}: weights= and device= are for models without FSDP and tensor parallelism; a sharded model "
                 "has its weights, on the device of its mesh"
             )
         if on_meta:
             raise ValueError(
-                f"calibrate: {on_meta[0]} is on the meta device; call to_empty() and load the weights first"
+                f"{caller()}: {on_meta[0]} is on the meta device; call to_empty() and load the weights first"
             )
         return Sharded(model)
     if options.weights is not None:
         return OnDisk(options.weights, model, options.device)
     if on_meta:
         raise ValueError(
-            f"calibrate: {on_meta[0]} is on the meta device; say where its values are: "
+            f"{caller()}: {on_meta[0]} is on the meta device; say where its values are: "
             "weights=<directory of safetensors>, or load them"
         )
     return Resident(options.device)

@@ -30,6 +30,7 @@ from layerwise.resume.weight_sums import weights_digest
 from layerwise.running.decide import run_reference
 from layerwise.running.events import Event, Observer
 from layerwise.running.plan import Plan
+from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
 from layerwise.stages.tensor_parallel import peers, shares, without_hooks
 from layerwise.weights.hold import Sharded, working
@@ -138,22 +139,22 @@ class Run(ABC, Generic[K]):
             return
         if self.plan.options.inputs == "static":
             raise ValueError(
-                'calibrate: inputs="static" takes scales from inputs, and no rank has a batch (an iterator that is '
+                f'{caller()}: inputs="static" takes scales from inputs, and no rank has a batch (an iterator that is '
                 'used up has none left); give data, or use inputs="dynamic"'
             )
         if self.plan.options.expert_inputs == "all":
             raise ValueError(
-                'calibrate: expert_inputs="all" sends the tokens of all batches to each expert, and no rank has a '
+                f'{caller()}: expert_inputs="all" sends the tokens of all batches to each expert, and no rank has a '
                 "batch (an iterator that is used up has none left); give data, or leave expert_inputs out"
             )
         if self.plan.options.kv_cache is not None:
             raise ValueError(
-                "calibrate: kv_cache takes scales from keys and values, and no rank has a batch (an iterator that is "
+                f"{caller()}: kv_cache takes scales from keys and values, and no rank has a batch (an iterator that is "
                 "used up has none left); give data, or leave kv_cache out"
             )
         if self.method.algorithm.needs:
             warnings.warn(
-                f"calibrate: {type(self.method.algorithm).__name__} fits weights to data, and no rank has a batch (an "
+                f"{caller()}: {type(self.method.algorithm).__name__} fits weights to data, and no rank has a batch (an "
                 "iterator that is used up has none left); they are rounded from the weights alone",
                 stacklevel=4,
             )

@@ -10,6 +10,8 @@ from itertools import accumulate
 
 from torch import nn
 
+from layerwise.stages.caller import caller
+
 CACHES = ("past_key_values", "past_key_value", "layer_past")  # what the argument is called
 WORDS = ("attention", "attn")
 LATENT = ("kv_b_proj", "kv_a_proj_with_mqa")  # linears of multi-head latent attention
@@ -32,7 +34,7 @@ def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
     inner = {fqn: module for fqn, module in found.items() if fqn not in around}
     if not inner:
         raise ValueError(
-            "calibrate: kv_cache: the model has no attention that takes past_key_values, so nothing shows what its "
+            f"{caller()}: kv_cache: the model has no attention that takes past_key_values, so nothing shows what its "
             "cache would hold; expected modules like those of transformers, which call past_key_values.update(keys, "
             "values, ...). Leave kv_cache out for this model"
         )
@@ -50,11 +52,11 @@ def _check_caches(attentions: Mapping[str, nn.Module]) -> None:
     for fqn, module in attentions.items():
         if any(name in LATENT for name, _ in module.named_children()):
             raise ValueError(
-                f"calibrate: kv_cache: {fqn} is latent attention, for which engines cache the latent vectors under one "
-                "scale, and not keys and values; leave kv_cache out for this model"
+                f"{caller()}: kv_cache: {fqn} is latent attention, for which engines cache the latent vectors under "
+                "one scale, and not keys and values; leave kv_cache out for this model"
             )
         if getattr(module, "is_kv_shared_layer", False):
             raise ValueError(
-                f"calibrate: kv_cache: {fqn} takes the keys and values of another layer and has none of its own, but "
+                f"{caller()}: kv_cache: {fqn} takes the keys and values of another layer and has none of its own, but "
                 "engines give each attention scales of its own; leave kv_cache out for this model"
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from layerwise.stages.caller import caller
 from layerwise.stages.targets import Target
 
 EXPERT_INPUTS = ("routed", "all")
@@ -77,7 +78,7 @@ def find_blocks(model: nn.Module, targets: Sequence[Target]) -> list[ExpertBlock
     found = sorted((block for block in blocks if block is not None), key=lambda block: places[block.name])
     if not found:
         raise ValueError(
-            'calibrate: expert_inputs="all": the model has no experts to quantize; expected a list of modules, or a '
+            f'{caller()}: expert_inputs="all": the model has no experts to quantize; expected a list of modules, or a '
             'module with parameters [E, N, K], with "expert" in its name. Leave expert_inputs out for this model'
         )
     return found
@@ -122,7 +123,7 @@ def _check_one_argument(name: str, module: nn.Module) -> None:
     needed = [one.name for one in parameters if one.default is one.empty and one.kind in _ONE_VALUE]
     if len(needed) > 1:
         raise NotImplementedError(
-            f'calibrate: expert_inputs="all": {name} takes {", ".join(needed)}; expected an expert that takes its '
+            f'{caller()}: expert_inputs="all": {name} takes {", ".join(needed)}; expected an expert that takes its '
             f"tokens alone. For such experts {INSTEAD}"
         )
 
@@ -133,12 +134,12 @@ def _stacked_block(name: str, owner: nn.Module, targets: Sequence[Target]) -> Ex
     taken = [one.name for one in parameters if one.kind in _ONE_VALUE]
     if len(taken) < 3:
         raise NotImplementedError(
-            f'calibrate: expert_inputs="all": {name} takes {", ".join(taken) or "nothing"}; {STACKED_CALL}. For such '
+            f'{caller()}: expert_inputs="all": {name} takes {", ".join(taken) or "nothing"}; {STACKED_CALL}. For such '
             f"experts {INSTEAD}"
         )
     if len({len(names) for names in linears}) > 1:
         raise NotImplementedError(
-            f'calibrate: expert_inputs="all": {name} has parameters of {sorted({len(one) for one in linears})} '
+            f'{caller()}: expert_inputs="all": {name} has parameters of {sorted({len(one) for one in linears})} '
             f"experts; expected as many in each. For such experts {INSTEAD}"
         )
     experts = enumerate(zip(*linears, strict=True))

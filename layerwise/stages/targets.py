@@ -20,6 +20,7 @@ from dcp_adapters.hf.names import fused_key
 from fsdp_hooks.torch_private import local_of
 from layerwise.formats.assignment import Assignment, Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
+from layerwise.stages.caller import caller
 from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, shared_amax, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
@@ -107,7 +108,7 @@ def find_targets(
         registered(one)
         if isinstance(one, Float8DelayedScaling):
             raise TypeError(
-                "calibrate: Float8DelayedScaling takes its scales from training steps; calibrate with "
+                f"{caller()}: Float8DelayedScaling takes its scales from training steps; calibrate with "
                 "Float8CurrentScaling"
             )
     candidates = _quantizable(model)
@@ -115,15 +116,15 @@ def find_targets(
     free = {name for name, target in candidates.items() if uses[id(target.param)] == 1}
     modules = {candidates[name].module_name for name in candidates}
     for pattern in unmatched(include, modules):
-        raise ValueError(f"calibrate: include pattern {pattern!r} matches {NOTHING}")
+        raise ValueError(f"{caller()}: include pattern {pattern!r} matches {NOTHING}")
     for pattern in unmatched(include, {candidates[name].module_name for name in free}):
         raise ValueError(
-            f"calibrate: include pattern {pattern!r} matches only weights that are tied to others, such as an "
+            f"{caller()}: include pattern {pattern!r} matches only weights that are tied to others, such as an "
             f"embedding; untie them first (two parameters), or leave them out. {OTHERS}"
         )
     for pattern in unmatched(exclude, modules):
         warnings.warn(
-            f"calibrate: exclude pattern {pattern!r} matches {NOTHING}",
+            f"{caller()}: exclude pattern {pattern!r} matches {NOTHING}",
             stacklevel=4,  # the caller of `calibrate`
         )
     chosen = [
@@ -222,7 +223,7 @@ def _check_assigned(assignment: Assignment, candidates: Collection[str], free: C
         if recipe is not None and name not in free:
             what = "which is tied to another weight" if name in candidates else f"but the model has {NOTHING} there"
             raise ValueError(
-                f"calibrate: the assignment gives {name!r} {recipe}, {what}; search formats for this model, or give "
+                f"{caller()}: the assignment gives {name!r} {recipe}, {what}; search formats for this model, or give "
                 "it None"
             )
 

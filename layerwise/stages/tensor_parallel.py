@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_hooks.across_ranks import on_all
 from fsdp_hooks.torch_private import hook_tables
+from layerwise.stages.caller import caller
 from layerwise.stages.cuts import cuts
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def shares(own: Sequence[int], batches: Sequence[int], group: dist.ProcessGroup 
         first = together[0] if together else rank
         if theirs != held[first]:
             raise ValueError(
-                f"calibrate: ranks {', '.join(map(str, together))} cut weights between them (tensor parallelism), so "
+                f"{caller()}: ranks {', '.join(map(str, together))} cut weights between them (tensor parallelism), so "
                 f"they must get the same batches: rank {rank} has {_difference(theirs, held[first])} of rank {first}. "
                 "Give every rank of such a group the batches of its first one, in one order"
             )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp_hooks.digest import GOLDEN
 from fsdp_hooks.lazy_bits import resolved
+from layerwise.stages.caller import caller
 from layerwise.stages.experts import INSTEAD, STACKED_CALL, Expert, ExpertBlock
 from layerwise.weights.without_fsdp import without_fsdp
 
@@ -115,7 +116,7 @@ def _stacked_call(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], 
 def refusal(block: ExpertBlock, what: str) -> NotImplementedError:
     """What is raised for a block that is not as `stages/experts.py` describes it."""
     return NotImplementedError(
-        f'calibrate: expert_inputs="all": {block.name}: {what}; so its tokens cannot all be sent to each '
+        f'{caller()}: expert_inputs="all": {block.name}: {what}; so its tokens cannot all be sent to each '
         f"of its experts. For these {INSTEAD}"
     )
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dcp_adapters.words import listed
 from layerwise.stages.attentions import cache_argument
+from layerwise.stages.caller import caller
 
 Amaxes = Mapping[str, Sequence[float]]  # "k" and "v" -> the largest magnitude of each head
 
@@ -77,7 +78,7 @@ class KeyValues:
             cache = args[place] if place < len(args) else kwargs.get(name)
             if hasattr(cache, "cross_attention_cache"):
                 raise NotImplementedError(
-                    f"calibrate: kv_cache: {fqn} gets a {type(cache).__name__}, one cache for itself and one for what "
+                    f"{caller()}: kv_cache: {fqn} gets a {type(cache).__name__}, one cache for itself and one for what "
                     "the encoder returned; leave kv_cache out for this model"
                 )
             stand_in = _StandIn(self, fqn, cache)
@@ -91,7 +92,7 @@ class KeyValues:
         """Take what an attention writes, or has written."""
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
             raise NotImplementedError(
-                f"calibrate: kv_cache: {fqn} caches keys {list(keys.shape)} and values {list(values.shape)}, expected "
+                f"{caller()}: kv_cache: {fqn} caches keys {list(keys.shape)} and values {list(values.shape)}, expected "
                 "[batch, heads, tokens, dim] of the same heads and tokens; leave kv_cache out for this model"
             )
         if not keys.numel() or not values.numel():
@@ -108,7 +109,7 @@ class KeyValues:
         before = self._slots.setdefault(fqn, slot)
         if before != slot:
             raise NotImplementedError(
-                f"calibrate: kv_cache: {fqn} caches its keys and values as layer {before} and as layer {slot}, and "
+                f"{caller()}: kv_cache: {fqn} caches its keys and values as layer {before} and as layer {slot}, and "
                 "engines may have scales of their own for each; leave kv_cache out for this model"
             )
 
@@ -117,14 +118,14 @@ class KeyValues:
         silent = [fqn for fqn, ranks in found.items() if not ranks]
         if silent:
             raise NotImplementedError(
-                f"calibrate: kv_cache: {listed(silent)}: no keys and values came to a cache in any batch of any rank: "
+                f"{caller()}: kv_cache: {listed(silent)}: no keys and values came to a cache in any batch of any rank: "
                 "they are those of another layer, or are cached in another way than by past_key_values.update(keys, "
                 "values, ...). Engines would run with scales that fit nothing; leave kv_cache out for this model"
             )
         for fqn, ranks in found.items():
             if len({len(one[what]) for one in ranks for what in one}) > 1:
                 raise NotImplementedError(
-                    f"calibrate: kv_cache: {fqn} has other numbers of heads on other ranks; leave kv_cache out"
+                    f"{caller()}: kv_cache: {fqn} has other numbers of heads on other ranks; leave kv_cache out"
                 )
             for what, word in (("k", "keys"), ("v", "values")):
                 if not all(math.isfinite(amax) for one in ranks for amax in one[what]):
@@ -159,6 +160,6 @@ class _StandIn:
         if self._cache is not None:
             return getattr(self._cache, name)
         raise NotImplementedError(
-            f"calibrate: kv_cache: {self._fqn} asks its cache for {name!r}; expected that it calls "
+            f"{caller()}: kv_cache: {self._fqn} asks its cache for {name!r}; expected that it calls "
             "past_key_values.update(keys, values, ...) and nothing else. Leave kv_cache out for this model"
         )

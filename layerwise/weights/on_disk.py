@@ -16,6 +16,7 @@ from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.rotations import blocks_in, has_weight, inputs, rotations_in, weight_beside
 from fsdp_hooks.torch_private import cpu_by_default
+from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
 from qtensor.input_rotation import input_rotations
 
@@ -49,7 +50,7 @@ class OnDisk:
                 names.setdefault(id(tensor), []).append(name)
                 wanted[name] = Entry(name, None, tuple(tensor.shape), tensor.dtype)
         if not Path(path).is_file() and not any(Path(path).glob("*.safetensors")):
-            raise FileNotFoundError(f"calibrate: {path} holds no safetensors; expected the weights of the model there")
+            raise FileNotFoundError(f"{caller()}: {path} holds no safetensors; expected the weights of the model there")
         self.files = HuggingFaceReader(path, wanted=wanted, only_wanted=True)
         self.names: dict[int, str] = {}
         self._check(names, wanted)
@@ -65,18 +66,18 @@ class OnDisk:
             for name in found:
                 if shapes[name] != wanted[name].shape:
                     raise ValueError(
-                        f"calibrate: {name} has shape {shapes[name]} in {path}, expected {wanted[name].shape}"
+                        f"{caller()}: {name} has shape {shapes[name]} in {path}, expected {wanted[name].shape}"
                     )
             for name in found[1:]:
                 if not self.files.alike(found[0], name):
                     raise ValueError(
-                        f"calibrate: the model ties {name} to {found[0]}, and {path} has other values for "
+                        f"{caller()}: the model ties {name} to {found[0]}, and {path} has other values for "
                         "it; untie them"
                     )
             self.names[tensor] = found[0] if found else ""
         if missing:
             raise ValueError(
-                f"calibrate: {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} of the model "
+                f"{caller()}: {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} of the model "
                 f"{'are' if len(missing) > 1 else 'is'} on the meta device and not in {path}; build what "
                 "the files do not hold (non-persistent buffers, say) on a real device"
             )
@@ -87,7 +88,7 @@ class OnDisk:
         for name, block in blocks_in(entries).items():
             if not has_weight(name, entries):
                 raise ValueError(
-                    f"calibrate: {weight_beside(name)} in {self.files.path} is for {inputs(block)}, and the model "
+                    f"{caller()}: {weight_beside(name)} in {self.files.path} is for {inputs(block)}, and the model "
                     "stacks it in one weight of experts, which can not rotate their inputs; build it with a linear an "
                     "expert"
                 )
@@ -96,7 +97,7 @@ class OnDisk:
             on_disk, rotated = held.get(module, 0), own.get(module, 0)
             if f"{module}.weight".lstrip(".") in wanted and on_disk != rotated:
                 raise ValueError(
-                    f"calibrate: {module}.weight in {self.files.path} is for {inputs(on_disk)}, and the model has "
+                    f"{caller()}: {module}.weight in {self.files.path} is for {inputs(on_disk)}, and the model has "
                     f"{inputs(rotated)}; layerwise.rotate_inputs_ gives a model the rotations of its files"
                 )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fsdp_hooks.digest import digest
 from fsdp_hooks.torch_private import local_of
 from layerwise.algorithms.algorithm import Algorithm
+from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
 from qtensor.tensor import QuantizedTensor
 
@@ -43,7 +44,7 @@ class Snapshot:
         changed = [] if algorithm.writes_weights else self.written()
         if changed:
             raise RuntimeError(
-                f"calibrate: {', '.join(changed[:5])} changed while {type(algorithm).__name__} calibrated "
+                f"{caller()}: {', '.join(changed[:5])} changed while {type(algorithm).__name__} calibrated "
                 f"{self.stage.title}, and it is an algorithm that writes no weights: the change would be lost. "
                 "Nothing of this layer was stored; set writes_weights = True on an algorithm that writes them, or "
                 "change weights before the calibration"
@@ -54,7 +55,7 @@ class Snapshot:
         late = self.written()
         if late:
             raise RuntimeError(
-                f"calibrate: {', '.join(late[:5])} in {self.stage.title} changed after the quantized values "
+                f"{caller()}: {', '.join(late[:5])} in {self.stage.title} changed after the quantized values "
                 'were there, which would lose the change; change weights before the event "calibrate" has been told'
             )
 
@@ -63,7 +64,7 @@ class Snapshot:
         changed = self.written()
         if changed:
             raise RuntimeError(
-                f'calibrate: {", ".join(changed[:5])} changed in the event "{kind}", when {self.stage.title} '
+                f'{caller()}: {", ".join(changed[:5])} changed in the event "{kind}", when {self.stage.title} '
                 'was finished; change weights before the event "calibrate" has been told'
             )
 

@@ -506,3 +506,27 @@ def test_the_module_runs_as_a_program(checkpoint: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     summary = f"{checkpoint}-b: 1 tensors converted to nvfp4 (0 exactly, 1 rounded), 3 entries copied"
     assert done.stdout.splitlines()[-1] == summary
+
+
+def test_a_text_that_is_no_path_is_refused(capsys: pytest.CaptureFixture[str], checkpoint: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    for bad, why in (("a\0b", "it holds a NUL"), ("a\ud800b", "surrogates not allowed")):
+        for command in (
+            *(["inspect", bad], ["verify", bad], ["digest", checkpoint, bad], ["diff", bad, checkpoint]),
+            *(["report", checkpoint, "-o", bad], ["report", checkpoint, "--against", bad]),
+            *(["convert", checkpoint, bad, "--to", "bfloat16"], ["delta", checkpoint, checkpoint, bad]),
+            *(["export", checkpoint, out, "--config", bad], ["export", checkpoint, out, "--rest", bad]),
+            *(["export", checkpoint, out, "--layout", "gguf", "--like", bad], ["apply", checkpoint, bad, out]),
+        ):
+            assert fails(capsys, *command) == f"{bad!r} is no path and no name: {why}"
+    assert not Path(out).exists()
+
+
+def test_a_directory_whose_name_is_no_text(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Linux has names of any bytes; stdout takes text alone."""
+    name = os.fsdecode(bytes(tmp_path) + b"/\xff")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    for command in (["convert", checkpoint, name, "--to", "bfloat16"], ["inspect", name], ["verify", name]):
+        assert main(command) == 0, capsys.readouterr().err

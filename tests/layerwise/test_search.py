@@ -289,6 +289,18 @@ def test_tied_weights_are_left_out() -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Writing(Algorithm):
+    """Writes into the weights that it is asked about."""
+
+    writes_weights: ClassVar[bool] = True
+
+    def decide(self, group: Any, recipe: Any) -> Any:
+        for linear in group.linears:
+            linear.weight.mul_(2)
+        return Max().decide(group, recipe)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -302,12 +314,30 @@ def test_tied_weights_are_left_out() -> None:
         ({"include": ["nothing"]}, "include pattern 'nothing' matches no module"),
         ({"include": ["head"], "exclude": ["head"]}, "no weight is left to choose a format for"),
         ({"inputs_on": "gpu"}, "inputs_on='gpu' is not one of"),
+        ({"save_every": 0}, "save_every=0 is not a positive number of layers"),
+        ({"expert_inputs": "some"}, "expert_inputs='some' is not one of"),
+        ({"expert_inputs": "all"}, 'expert_inputs="all": the model has no experts'),
+        ({"include": ["head"], "exclude": ["nothing"]}, "exclude pattern 'nothing' matches no module"),
+        ({"weights": "."}, r"\. holds no safetensors|weights= and device= are for|is for models on the meta device"),
+        ({"algorithm": Writing()}, "changed while Measuring calibrated"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], words: str) -> None:
+    """In the name of the function that was called."""
     model = models.toy(layers=1)
-    with pytest.raises((ValueError, TypeError), match=words):
+    with pytest.raises(
+        (ValueError, TypeError, RuntimeError, UserWarning, OSError), match=f"^search_formats: .*({words})"
+    ):
         search(model, **options)
+
+
+def test_a_model_without_weights_is_refused_by_each_in_its_own_name() -> None:
+    with torch.device("meta"):
+        model = models.toy(layers=1)
+    with pytest.raises(ValueError, match=r"^search_formats: .* is on the meta device"):
+        search(model)
+    with pytest.raises(ValueError, match=r"^calibrate: .* is on the meta device"):
+        calibrate(model, [], recipe=NVFP4, progress=False)
 
 
 def test_quantized_storage_is_refused() -> None:
@@ -315,18 +345,6 @@ def test_quantized_storage_is_refused() -> None:
     model.head.weight = nn.Parameter(quantize(model.head.weight.detach(), MXFP8))
     with pytest.raises(ValueError, match=r"head\.weight is stored quantized under .*: formats are searched for dense"):
         search(model)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Writing(Algorithm):
-    """Writes into the weights that it is asked about."""
-
-    writes_weights: ClassVar[bool] = True
-
-    def decide(self, group: Any, recipe: Any) -> Any:
-        for linear in group.linears:
-            linear.weight.mul_(2)
-        return Max().decide(group, recipe)
 
 
 def test_who_writes_into_weights_is_told() -> None:

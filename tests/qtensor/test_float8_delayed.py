@@ -133,6 +133,7 @@ def test_bad_values_are_named() -> None:
         ("amax_history_len", 0, "amax_history_len=0 is not an integer of at least 1"),
         ("amax_history_len", True, "amax_history_len=True is not an integer of at least 1"),
         ("margin", -1, "margin=-1 is not an integer of at least 0"),
+        ("margin", 10**400, "a margin of more than 126 leaves the range of fp32"),
     ):
         with pytest.raises(ValueError, match=rf"^Float8DelayedScaling: {message}$"):
             Float8DelayedScaling(**{field: value})

@@ -454,6 +454,8 @@ def test_options() -> None:
     for options, message in (
         ({"damping": 0.0}, r"GPTQ\(damping=0.0\): expected a positive number, such as 0.01, or None"),
         ({"damping": float("nan")}, r"GPTQ\(damping=nan\): expected a positive number"),
+        ({"damping": 10**400}, r"GPTQ\(damping=10+\): expected a positive number"),
+        ({"block": 2.5}, r"GPTQ\(block=2.5\): expected a positive number of columns"),
         ({"block": 0}, r"GPTQ\(block=0\): expected a positive number of columns"),
         ({"descent": -1}, r"GPTQ\(descent=-1\): expected a number of rounds, such as 1, or 0 for none"),
         ({"descent": True}, r"GPTQ\(descent=True\): expected a number of rounds"),

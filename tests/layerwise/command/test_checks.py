@@ -106,6 +106,25 @@ def test_outputs_must_be_free_and_their_directories_there(tmp_path: Path) -> Non
     assert told.startswith(f"output.checkpoint: {tmp_path / 'model'} exists already;")
 
 
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    long = "x" * 5000
+    for key, changed in {
+        "model": {"path": str(tmp_path / long)},
+        "data": {"path": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path / long)},
+        "calibration": {"checkpoint_dir": str(tmp_path / long)},
+        "output": {"path": str(tmp_path / long)},
+    }.items():
+        (told,) = refusal(tmp_path, **{key: changed})
+        assert "File name too long" in told
+    (tmp_path / "file").touch()
+    (told,) = refusal(tmp_path, calibration={"checkpoint_dir": str(tmp_path / "file")})
+    assert told.startswith(f"calibration.checkpoint_dir: {tmp_path / 'file'} is a file; name a directory")
+    for path in ("a\0b", "a\ud800b", str(tmp_path / long)):
+        status, said = command(path)
+        assert (status, said.count("it cannot be read: ")) == (2, 1)
+
+
 def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path)
     find = importlib.util.find_spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import layerwise
 from layerwise import AWQ, GPTAQ, GPTQ, Algorithm, LocalHessian, Max, Mse, Qronos, SmoothQuant
 from layerwise.__main__ import ALGORITHMS
 from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, plain
+from layerwise.command.keys import keys_of
 from layerwise.command.parsing import config_of, parse
 from layerwise.command.yaml_text import ConfigError
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -310,6 +312,43 @@ def test_links_lead_to_the_same_place(tmp_path: Path) -> None:
     assert told.startswith("output.path: it would lie among the model's files")
     told = refusal(model={"path": str(link)}, calibration={"checkpoint_dir": str(tmp_path / "m")})
     assert told.startswith("calibration.checkpoint_dir: it is the model's directory")
+
+
+PATHS = {
+    "model.path": lambda path: {"model": {"path": path}},
+    "data.path": lambda path: {"data": {"path": path}},
+    "data.tokenizer": lambda path: {"data": {"path": "a.txt", "tokenizer": path}},
+    "calibration.checkpoint_dir": lambda path: {"calibration": {"checkpoint_dir": path}},
+    "output.path": lambda path: {"output": {"path": path}},
+    "output.like": lambda path: {"output": {"path": "o", "layout": "gguf", "like": path}},
+    "output.checkpoint": lambda path: {"output": {"checkpoint": path}},
+    "output.report": lambda path: {"output": {"path": "o", "report": ["a.json", path]}},
+    "recipe.assignment": lambda path: {"recipe": {"search": ["nvfp4"], "bits_per_weight": 5, "assignment": path}},
+}
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_that_no_file_can_have_is_refused(key: str, tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for path in ("a\0b", "~/\0", "a\ud800b", "~nobody-of-this-name/b", str(tmp_path / "circle")):
+        told = refusal(**PATHS[key](path))
+        assert told.startswith(f"{key}: expected a path, got {path!r}: ")
+        assert len(told.splitlines()) == 1
+
+
+def test_every_path_of_a_config_is_looked_at() -> None:
+    sections = {"model": ModelKeys, "data": DataKeys, "calibration": CalibrationKeys, "output": OutputKeys}
+    found = [
+        f"{section}.{name}"
+        for section, kind in sections.items()
+        for name, key in keys_of(kind).items()
+        if "path" in key.words
+    ]
+    assert [*found, "recipe.assignment"] == [*PATHS]
+
+
+def test_bytes_that_are_no_text_may_be_a_path() -> None:
+    assert config(output={"path": "a\udcff"}).output.path == Path(os.fsdecode(b"a\xff"))
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

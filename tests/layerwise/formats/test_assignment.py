@@ -53,6 +53,16 @@ def test_budgets_that_do_not_fit() -> None:
     for kind in ("5", True, None):
         with pytest.raises(TypeError, match=r"expected a number, such as 5\.0"):
             assigned(GROUPS, kind)  # type: ignore[arg-type]
+    for huge in (10**400, 2**1024, -(10**5000)):
+        with pytest.raises(ValueError, match=r"^search_formats: bits_per_weight=.*; expected a positive number"):
+            assigned(GROUPS, huge)
+    found = assigned(GROUPS, 5.5)
+    assert found.at(10**308) == found.at(16), "more than the largest candidates take"
+    for budget, words in ((10**400, "expected a positive number"), (float("nan"), "expected a"), (1, "is less than")):
+        with pytest.raises(ValueError, match=rf"^Assignment\.at: bits_per_weight=.*{words}"):
+            found.at(budget)
+    with pytest.raises(TypeError, match=r"^Assignment\.at: bits_per_weight='5'; expected a number"):
+        found.at("5")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Assignment\.at chooses among what search_formats has measured"):
         Assignment({}).at(5)
 
