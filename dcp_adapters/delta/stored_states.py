@@ -19,6 +19,7 @@ from dcp_adapters.coding.changes import units
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.expand import entry_of
+from dcp_adapters.hf.config_sections import said_of_quantization
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.schemes import DTYPES
 from dcp_adapters.hf.stored_directory import is_directory
@@ -44,7 +45,7 @@ class StoredFiles(Stored):
         self.entries = {
             name: Entry(name, None, tensor.shape, DTYPES[tensor.dtype]) for name, tensor in self.tensors.items()
         }
-        told = [directory.config.get(QUANTIZATION), directory.quantization]
+        told = [said_of_quantization(directory.config), directory.quantization]
         self._quantization = b"" if told == [None, None] else json.dumps(told, sort_keys=True).encode()
         self.blobs = [QUANTIZATION] if self._quantization else []
         self.paths = {}

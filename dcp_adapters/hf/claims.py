@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
+from dcp_adapters.hf.config_sections import said_of_quantization
 from dcp_adapters.hf.directory import Directory
 from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
@@ -56,7 +57,7 @@ def claims_of(directory: Directory) -> Claims | None:
     Raises:
         ValueError: a quantization that the library does not have.
     """
-    said = directory.config.get("quantization_config")
+    said = said_of_quantization(directory.config)
     if said is None and directory.quantization is None:
         return None
     if said is not None and not isinstance(said, Mapping):

@@ -15,11 +15,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dcp_adapters.hf.config_sections import without_quantization
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.schemes import contents_of, is_quantized
 from dcp_adapters.words import short
 
-CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+# What tools that quantize leave beside the weights, which are others after an export.
+OF_QUANTIZATION = ("hf_quant_config.json", "quant_config.json", "quantize_config.json", "recipe.yaml")
 # What may be in a directory and is not the model's description: weights, their index, a DCP checkpoint, a card of the
 # dense model.
 LEFT = (
@@ -92,7 +95,7 @@ def model_config(config: Any, source: Any) -> ModelConfig:
         return _of_module(source) if isinstance(source, nn.Module) else ModelConfig()
     if isinstance(config, str | os.PathLike):
         return _of_path(Path(config))
-    return ModelConfig(_cleaned(_as_dict(config)))
+    return ModelConfig(without_quantization(_as_dict(config)))
 
 
 def shard_size(text: int | str) -> int:
@@ -122,13 +125,13 @@ def _of_path(path: Path) -> ModelConfig:
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds a {type(values).__name__}, expected an object; give another config=")
     if not path.is_dir():
-        return ModelConfig(_cleaned(values))
+        return ModelConfig(without_quantization(values))
     kept = tuple(
         found
         for found in sorted(path.iterdir())
-        if found.is_file() and found.name not in (CONFIG, MODELOPT) and not any(map(found.match, LEFT))
+        if found.is_file() and found.name not in (CONFIG, *OF_QUANTIZATION) and not any(map(found.match, LEFT))
     )
-    return ModelConfig(_cleaned(values), files=kept, weights=_weight_names(path))
+    return ModelConfig(without_quantization(values), files=kept, weights=_weight_names(path))
 
 
 def _weight_names(path: Path) -> frozenset[str]:
@@ -151,7 +154,7 @@ def _of_module(model: nn.Module) -> ModelConfig:
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return ModelConfig()
-    values = _cleaned(_as_dict(config))
+    values = without_quantization(_as_dict(config))
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # fully_shard makes another
     values["architectures"] = values.get("architectures") or [own.__name__]
     generation = getattr(model, "generation_config", None)
@@ -172,8 +175,3 @@ def _as_dict(config: Any) -> dict[str, Any]:
 def _text(value: Any) -> str:
     """A dtype, as config.json writes it."""
     return str(value).removeprefix("torch.")
-
-
-def _cleaned(values: dict[str, Any]) -> dict[str, Any]:
-    """The config without what said how the weights were stored before."""
-    return {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}

@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from dcp_adapters.hf.config_sections import said_of_dtype
 from dcp_adapters.hf.directory import Directory
 from dcp_adapters.hf.layout import RECIPES
 from dcp_adapters.recipe_names import DTYPES as APPEARANCES
@@ -33,7 +34,7 @@ def recorded_recipes(directory: Directory) -> dict[str, Recipe]:
 
 def appearance(directory: Directory) -> torch.dtype:
     """The dtype that quantized weights have where no target says it: config.json's, or bf16."""
-    said = directory.config.get("dtype") or directory.config.get("torch_dtype") or "bfloat16"
+    said = said_of_dtype(directory.config) or "bfloat16"
     if not isinstance(said, str) or said not in APPEARANCES:
         raise ValueError(
             f"{directory.path}: config.json says dtype {short(said)}, expected one of {', '.join(APPEARANCES)}"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcp_adapters.hf.config_sections import said_of_quantization
 from dcp_adapters.hf.directory import CONFIG, Directory, FileTensor
 from dcp_adapters.hf.layout import Layout
 from dcp_adapters.hf.names import fused_sets
@@ -146,7 +147,7 @@ def said_markers(
     Raises:
         ValueError: one error for all transforms that the library cannot do exactly, or that do not fit the linears.
     """
-    transforms = (directory.config.get("quantization_config") or {}).get("transform_config")
+    transforms = (said_of_quantization(directory.config) or {}).get("transform_config")
     if not transforms:
         return {}
     rotated, problems = said_rotations(transforms)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dcp_adapters.hf.claims import Claims, claims_of
+from dcp_adapters.hf.config_sections import said_of_quantization
 from dcp_adapters.hf.directory import Directory, FileTensor
 from dcp_adapters.hf.layout import (
     HEADS,
@@ -96,7 +97,7 @@ class Contents:
 
 def is_quantized(directory: Directory) -> bool:
     """Whether its JSON says so, in whatever way."""
-    return directory.config.get("quantization_config") is not None or directory.quantization is not None
+    return said_of_quantization(directory.config) is not None or directory.quantization is not None
 
 
 def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
