@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dcp_adapters.hf.config_sections import without_quantization
+from dcp_adapters.hf.config_sections import of_dtype, said_of_dtype, without_quantization
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.schemes import contents_of, is_quantized
 from dcp_adapters.words import short
@@ -29,6 +29,7 @@ LEFT = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "*.onnx", "*.h5", "*.msgpack"),
     *(".metadata", "*.distcp", "README*"),
 )
+DTYPES = frozenset({"bfloat16", "float16", "float32", "float64"})
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -60,9 +61,8 @@ class ModelConfig:
         return {one for one in found if isinstance(one, str)}
 
     def of_dtype(self, dtype: str) -> "ModelConfig":
-        """The same, saying that the weights have this dtype."""
-        values = {key: value for key, value in self.values.items() if key != "torch_dtype"}
-        return replace(self, values={**values, "dtype": dtype})
+        """The same, saying that the weights have this dtype, in all its sections."""
+        return replace(self, values=of_dtype(self.values, dtype, known=DTYPES))
 
     def write(self, directory: Path, made: Mapping[str, Any], dtype: str) -> None:
         """Copy the files and write the JSON; `made` by a layout, `dtype` of the weights if the config names none."""
@@ -74,7 +74,7 @@ class ModelConfig:
     def json(self, made: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         """File name -> content of the files of JSON that are made; arguments as of `write`."""
         config = {**self.values, "quantization_config": made[CONFIG]}
-        if not (config.get("dtype") or config.get("torch_dtype")):
+        if not said_of_dtype(config):
             config["dtype"] = dtype
         return {**self.others, **made, CONFIG: config}
 

@@ -67,8 +67,10 @@ def export_hf(  # noqa: PLR0913 - options of one operation
             under which everything quantized is.
         fused_scales: "raise", linears that engines fuse (q, k, v; gate, up) must share their NVFP4 global scale;
             "requantize", those with a smaller one are rounded again under the largest.
-        dtype: of the tensors that are not quantized, and in config.json; None: as they are. fp32 shards whose forwards
-            compute in bf16 are exported with torch.bfloat16.
+        dtype: of the parameters that are not quantized, and in config.json; None: as they are. fp32 shards whose
+            forwards compute in bf16 are exported with torch.bfloat16. Buffers, and what transformers keeps in fp32,
+            stay as they are. What is a buffer a module says; for anything else, `config` if transformers knows its
+            architecture; else what is fp32 beside others in fewer bits stays, and a warning tells of it.
         max_shard_size: bytes of a file, as a number or as "5GB"; a weight with its scales is never split.
         verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
         progress: a bar on rank 0, if it has a terminal.

@@ -112,7 +112,8 @@ class Request:
 
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
     the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
-    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says.
+    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. kept:
+    tensors whose dtype stays all the same.
     """
 
     layout: Layout
@@ -122,6 +123,7 @@ class Request:
     tied: bool = False
     requantize: bool = False
     dtype: torch.dtype | None = None
+    kept: frozenset[str] = frozenset()
 
 
 def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
@@ -181,7 +183,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
             ]
             outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
         else:
-            if request.dtype is not None and record.dtype.is_floating_point:
+            if request.dtype is not None and record.dtype.is_floating_point and name not in request.kept:
                 record = replace(record, dtype=request.dtype)  # noqa: PLW2901 - the values are cast when they are made
             made = [Written(name, record.dtype, record.shape, "")] if name in turned else _written_dense(name, record)
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))

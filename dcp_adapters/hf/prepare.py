@@ -7,6 +7,7 @@ plan       every rank plans; the plans, and what they are made of, must be the s
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig
 from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
+from dcp_adapters.hf.kept_dtypes import kept_names
 from dcp_adapters.hf.layout import INPUT_SCALE, Layout
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import RENAMED, pieces_of
@@ -28,7 +30,7 @@ from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import JoinedSources, source_of
 from dcp_adapters.rotations import is_marker
 from dcp_adapters.source import Source
-from fsdp_hooks.across_ranks import on_all, ranks_of
+from fsdp_hooks.across_ranks import on_all, rank_of, ranks_of
 from fsdp_hooks.digest import digest
 from fsdp_hooks.release import VERSION
 from qtensor.formats import tensor_wide
@@ -83,11 +85,7 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
         source = opened[0] if opened else _joined_sources(asked)
         if asked.quantizing is not None:
             source = quantized_on_the_way(source, asked.quantizing, amaxes)
-        producer = {"name": "qtensor", "version": VERSION}
-        tied = asked.described.tied
-        request = Request(
-            asked.layout, dict(_scales(source)), producer, asked.max_shard_size, tied, asked.requantize, asked.dtype
-        )
+        request = _request(source, asked)
         check_names(source.entries, asked.described, asked.layout)
         _check_complete(source, asked)
         held.append((source, plan_export(source.entries, request)))
@@ -97,6 +95,25 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
     _check_same(asked.caller, told)
     _check_shared(asked.caller, held[0][0], told)
     return held[0]
+
+
+def _request(source: Source, asked: Asked) -> Request:
+    kept: frozenset[str] = frozenset()
+    if asked.dtype is not None:
+        given = (asked.given, asked.rest)
+        kept, told = kept_names(source.entries, asked.dtype, given, asked.prefix, asked.described.values)
+        if told is not None and rank_of(None) == 0:
+            warnings.warn(f"{asked.caller}: dtype={asked.dtype}: {told}", stacklevel=6)
+    return Request(
+        asked.layout,
+        dict(_scales(source)),
+        {"name": "qtensor", "version": VERSION},
+        asked.max_shard_size,
+        asked.described.tied,
+        asked.requantize,
+        asked.dtype,
+        kept,
+    )
 
 
 def _open(asked: Asked, opened: list[Source]) -> Mapping[str, float]:
@@ -217,7 +234,7 @@ def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
     told: tuple[Any, ...] = (
         [f"{name} {record}" for name, record in source.entries.items()],
         [
-            (request.layout.name, request.max_shard_size, request.requantize, str(request.dtype)),
+            (request.layout.name, request.max_shard_size, request.requantize, str(request.dtype), sorted(request.kept)),
             [source.way(name) for name in source.entries],
         ],
         {name: value.hex() for name, value in request.scales.items()},

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from dcp_adapters import import_hf
+from dcp_adapters.hf.kept_dtypes import LASTING, LASTING_FP16, lasting_patterns
 from fsdp_hooks.lazy_bits import resolved
 from layerwise.command.config import ModelKeys
 from layerwise.command.yaml_text import ConfigError
@@ -74,6 +75,7 @@ def _with_buffers(library: Any, config: Any, dtype: torch.dtype, fill: int) -> n
             model: Any = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise ConfigError(f"model.path: {NO_CLASS}: {error}") from None
+    _keep_in_fp32(model, dtype)
     kept = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
         if buffer.is_meta and name not in kept:
@@ -83,6 +85,15 @@ def _with_buffers(library: Any, config: Any, dtype: torch.dtype, fill: int) -> n
     model.initialize_weights()  # computes nothing on the meta device
     built: nn.Module = model
     return built
+
+
+def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """What transformers keeps in fp32 when it loads a model in this dtype, such as the correction bias of a router."""
+    attributes = {torch.bfloat16: (LASTING,), torch.float16: (LASTING, LASTING_FP16)}.get(dtype, ())
+    patterns = lasting_patterns(model, attributes)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and any(one.search(name) for one in patterns):
+            tensor.data = tensor.data.float()  # in place: tied tensors stay tied
 
 
 def _bytes(tensor: Tensor) -> Tensor:
