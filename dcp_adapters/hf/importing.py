@@ -9,9 +9,10 @@
 Without a model the whole directory comes back as a state dict.
 """
 
+import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,22 +23,31 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, plain_leaf
 from dcp_adapters.hf.materialise import Live, materialise
 from dcp_adapters.hf.names import plain_name
+from dcp_adapters.hf.passed_over import UNEXPECTED, PassedOver, unexpected_patterns
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.rotations import to_rotate, unrotated
-from dcp_adapters.words import in_lines
+from dcp_adapters.words import in_lines, listed
 from fsdp_hooks.across_ranks import on_all, rank_of
+from qtensor.selection import check_lists, matches, unmatched
 
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
 CONVERT = 'import with on_mismatch="convert"'
+ON_META = (
+    "missing= names it, no file has it, and on the meta device it has no values to keep; build its module outside of "
+    'torch.device("meta"), or give it memory and initialise it before the import'
+)
+LOG = logging.getLogger("dcp_adapters.import_hf")
 
 
-def import_hf(
+def import_hf(  # noqa: PLR0913 - options of one operation
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
     *,
     on_mismatch: str = "raise",
+    ignore: Iterable[str] = (),
+    missing: Iterable[str] = (),
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> dict[str, Tensor]:
@@ -59,6 +69,11 @@ def import_hf(
             None: there is no model.
         on_mismatch: "raise", a parameter whose recipe is not the directory's is an error. "convert", it is requantized,
             or dequantized where it is dense.
+        ignore: globs over names in the files: tensors that are passed over, whatever they are. One that matches nothing
+            warns. What the model does without (transformers' `_keys_to_ignore_on_load_unexpected`, such as layers that
+            predict several tokens) is passed over without being named.
+        missing: globs over names of the model: tensors that the files may lack. They stay as they were initialised, so
+            they must have memory; those that the files have are loaded. One that matches nothing raises.
         device: where parameters of the meta device get their memory; None: on the device of their mesh, or the CPU.
             Shards that FSDP offloads belong on "cpu".
         progress: a bar over the bytes that rank 0 reads, on a terminal.
@@ -68,7 +83,8 @@ def import_hf(
         directory's, in whole tensors on `device` (CPU). There, quantized weights have the recipe that the directory
         records, or that of their scheme. Added are the scales of inputs, `<module>.input_scale`, and of the KV cache,
         `<attention>.k_scale` and `.v_scale`: fp32 [], by which a payload is multiplied (of the cache [heads], where
-        each head has one). `export_hf` takes it all.
+        each head has one). `export_hf` takes it all. What was passed over, and what the files lack, is logged on rank 0
+        (logger "dcp_adapters.import_hf").
 
         A parameter with Float8DelayedScaling takes FP8 with one scale for the tensor: its history begins with the amax
         that gives the scale, so the next step continues with it (or with one next to it, where no amax gives it).
@@ -77,20 +93,24 @@ def import_hf(
         FileNotFoundError: there are no safetensors, or some are missing.
         ValueError: on all ranks and before anything is written, one error with every name that only one side has,
             every other shape, recipe or scheme; a scheme that the library does not have; files that are damaged; a
-            buffer on the meta device that no file has.
+            buffer on the meta device that no file has; so is a `missing` tensor there, or a pattern that matches none.
+        TypeError: `ignore` or `missing` is a text, not a list.
         torch.distributed.checkpoint.api.CheckpointException: reading fails later; some tensors are loaded then.
     """
     if on_mismatch not in {"raise", "convert"}:
         raise ValueError(f'import_hf: on_mismatch={on_mismatch!r} is not one of "raise", "convert"')
+    check_lists("import_hf", ignore=ignore, missing=missing)
+    ignore, missing = tuple(ignore), tuple(missing)
     if model is None:
-        return _whole_state_dict(path, device or "cpu", show=progress)
+        if missing:
+            raise ValueError("import_hf: missing= names tensors of a model, and there is none; leave it out")
+        return _whole_state_dict(path, device or "cpu", ignore, show=progress)
     live = Live.of(model)
-    show = progress and rank_of(None) == 0
-    reader = HuggingFaceReader(
-        path, wanted={name: entry_of(name, value) for name, value in live.state.items()}, show=show
-    )
+    reader = _reader(path, model, live, ignore, show=progress and rank_of(None) == 0)
     names: list[str] = []
-    on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch)))
+    on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch, missing)))
+    loaded = {*names}
+    _tell(reader, [own[0] for own in live.names if loaded.isdisjoint(own)])
     on_all(None, lambda: materialise(model, live, device))
     state = {plain_name(name): value for name, value in model.state_dict().items()}
     scales = sorted(reader.presented().scales)
@@ -106,21 +126,47 @@ def check_import(path: str | os.PathLike[str], model: nn.Module, *, on_mismatch:
     But for weights that the model ties and the files have twice: rank 0 compares them. It is no collective.
     """
     live = Live.of(model)
+    _compare(_reader(path, model, live), live, on_mismatch)
+
+
+def _reader(
+    path: str | os.PathLike[str], model: nn.Module, live: Live, ignore: Sequence[str] = (), *, show: bool = False
+) -> HuggingFaceReader:
     wanted = {name: entry_of(name, value) for name, value in live.state.items()}
-    _compare(HuggingFaceReader(path, wanted=wanted), live, on_mismatch)
+    passed_over = PassedOver(ignore, unexpected_patterns(model), wanted)
+    return HuggingFaceReader(path, wanted=wanted, show=show, passed_over=passed_over)
 
 
-def _whole_state_dict(path: str | os.PathLike[str], device: torch.device | str, *, show: bool) -> dict[str, Tensor]:
+def _whole_state_dict(
+    path: str | os.PathLike[str], device: torch.device | str, ignore: Sequence[str], *, show: bool
+) -> dict[str, Tensor]:
     """The directory's state dict, in this process alone."""
-    reader = HuggingFaceReader(path, show=show)
+    reader = HuggingFaceReader(path, show=show, passed_over=PassedOver(ignore))
     state = {
         name: entry.tensor(
             {part: torch.empty(shape, dtype=dtype, device=device) for part, (dtype, shape) in entry.parts().items()}
         )
         for name, entry in reader.presented().entries.items()
     }
+    _tell(reader, [])
     _load(state, reader, alone=True)
     return state
+
+
+def _tell(reader: HuggingFaceReader, kept: Sequence[str]) -> None:
+    """Log, on rank 0, what is passed over, and what the files do not fill."""
+    if rank_of(None) != 0:
+        return
+    for pattern in reader.passed_over.idle(reader.ignored):
+        warnings.warn(f"import_hf: ignore pattern {pattern!r} matches no tensor of {reader.path}", stacklevel=3)
+    told = {
+        "passed over, as ignore= says": reader.ignored,
+        f"passed over, as the model says ({UNEXPECTED})": reader.unexpected,
+        "not in the files, and as they were initialised": kept,
+    }
+    for what, names in told.items():
+        if names:
+            LOG.warning("%s: %d tensors %s: %s", reader.path, len(names), what, listed(names))
 
 
 def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, *, alone: bool = False) -> None:
@@ -131,15 +177,17 @@ def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, *, alone: bool
         dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=alone)
 
 
-def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[str]:
-    """The names to load, one for each tensor of the model.
+def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str, missing: Sequence[str] = ()) -> list[str]:
+    """The names to load, one for each tensor of the model but for those that may be `missing`.
 
     Raises:
         ValueError: the directory does not fit the model.
     """
+    for pattern in unmatched(missing, live.state):
+        raise ValueError(f"import_hf: missing pattern {pattern!r} matches no tensor of the model")
     made = reader.presented()
     entries = {name: entry for name, entry in made.entries.items() if name not in made.scales}
-    names, problems = _matched_names(entries, live, reader)
+    names, problems = _matched_names(entries, live, reader, missing)
     problems += live.problems()
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
     target = Target.of(flat, {name: (name,) for name in flat})
@@ -158,13 +206,18 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
     return names
 
 
-def _matched_names(held: Mapping[str, Entry], live: Live, reader: HuggingFaceReader) -> tuple[list[str], list[str]]:
+def _matched_names(
+    held: Mapping[str, Entry], live: Live, reader: HuggingFaceReader, missing: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Under which of its names each tensor of the model is in the directory; and what only one side has."""
     names, problems = [], []
     for own in live.names:
         found = [name for name in own if name in held]
         if found:
             names.append(found[0])
+        elif any(matches(name, missing) for name in own):
+            if live.state[own[0]].is_meta:
+                problems.append(f"{own[0]}: {ON_META}")
         else:
             tied = f" (nor {', '.join(own[1:])}, which it is tied to)" if len(own) > 1 else ""
             problems.append(f"{own[0]}: only the model has it{tied}{unrotated(own[0], held)}")

@@ -33,6 +33,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.as_checkpoint import Placed, Presented, Slice, presented
 from dcp_adapters.hf.directory import FileTensor, read_directory
 from dcp_adapters.hf.names import pieces_of
+from dcp_adapters.hf.passed_over import PassedOver
 from dcp_adapters.hf.rotations import said_tensor
 from dcp_adapters.hf.schemes import contents_of
 from dcp_adapters.manifest import MANIFEST_JSON
@@ -81,6 +82,11 @@ class HuggingFaceReader(StorageReader):
         show: a progress bar over the bytes that are read, on a terminal.
         only_wanted: modules that hold nothing of `wanted` are left out, and files may have other names than the usual
             ones, see `read_directory`.
+        passed_over: tensors of the files that are left out.
+
+    Attributes:
+        ignored: names of those that `passed_over` was asked to leave out.
+        unexpected: names of those that the model does without.
 
     Raises:
         FileNotFoundError: there are no safetensors, or some are missing.
@@ -94,10 +100,13 @@ class HuggingFaceReader(StorageReader):
         wanted: Mapping[str, Entry] | None = None,
         show: bool = False,
         only_wanted: bool = False,
+        passed_over: PassedOver | None = None,
     ) -> None:
         super().__init__()
         self.path, self.wanted, self.show, self.only_wanted = Path(path), dict(wanted or {}), show, only_wanted
         self.root = self.path.parent if only_wanted and self.path.is_file() else self.path
+        self.passed_over = passed_over or PassedOver()
+        self.ignored, self.unexpected = list[str](), list[str]()
         self.made: Presented | None = None
         self.metadata: Metadata | None = None
 
@@ -110,8 +119,10 @@ class HuggingFaceReader(StorageReader):
         """What the directory holds, as entries of a checkpoint; read once."""
         if self.made is None:
             directory = read_directory(self.path, any_name=self.only_wanted)
+            kept = self._without_passed_over(directory.tensors)
             if self.only_wanted:
-                kept = self._of_wanted(directory.tensors)
+                kept = self._of_wanted(kept)
+            if len(kept) < len(directory.tensors):
                 left_out = frozenset(name.rpartition(".")[0] for name in directory.tensors.keys() - kept)
                 directory = dataclasses.replace(directory, tensors=kept, left_out=left_out)
             counts = {name for name, want in self.wanted.items() if not want.dtype.is_floating_point}
@@ -119,6 +130,11 @@ class HuggingFaceReader(StorageReader):
                 contents = contents_of(directory, counts)
                 self.made = presented(directory, contents, self.wanted, lambda tensor: files.piece(tensor)[...])
         return self.made
+
+    def _without_passed_over(self, tensors: Mapping[str, FileTensor]) -> Mapping[str, FileTensor]:
+        self.ignored, self.unexpected = self.passed_over.asked(tensors), self.passed_over.by_model(tensors)
+        left_out = {*self.ignored, *self.unexpected}
+        return {name: tensor for name, tensor in tensors.items() if name not in left_out} if left_out else tensors
 
     def _of_wanted(self, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
         """The tensors of modules of which something is wanted, whatever else is in these."""

@@ -8,6 +8,7 @@
 Whatever else looks quantized, by a name or by a dtype, is refused: a tensor of codes is never taken for values.
 """
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -93,6 +94,12 @@ class Contents:
     dense: Mapping[str, FileTensor] = field(default_factory=dict)
     layout: str = ""
     kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
+
+
+@functools.cache
+def code_names() -> frozenset[str]:
+    """The own names of all tensors that may be parts of a quantized weight, in whatever layout."""
+    return frozenset(_names(LAYOUTS.values()) | FOREIGN_NAMES)
 
 
 def is_quantized(directory: Directory) -> bool:
