@@ -8,6 +8,7 @@ import torch
 
 MOST_SHOWN = 200  # characters
 MOST_ITEMS = 5
+MOST_BITS = 2000  # Python writes no integer of more than 640 to 4,300 digits, as it is set
 LEAVES = (type(None), bool, int, float, str, torch.Size, torch.dtype)
 
 
@@ -17,10 +18,9 @@ def short(value: Any) -> str:
         return str(tuple(value))
     if not isinstance(value, LEAVES):
         return f"a {type(value).__name__}"
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
         return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

@@ -6,6 +6,7 @@ import ast
 import re
 from functools import cache
 
+from layerwise.stages.caller import caller
 from tests.docs.pages import REPO
 
 HOLE = "\0"
@@ -18,6 +19,8 @@ def template(node: ast.expr) -> str:
         return node.value
     if isinstance(node, ast.JoinedStr):
         return "".join(template(part) for part in node.values)
+    if isinstance(node, ast.FormattedValue) and ast.unparse(node.value) == "caller()":
+        return caller()  # as the pages quote it
     return HOLE
 
 

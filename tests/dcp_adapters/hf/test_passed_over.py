@@ -242,7 +242,9 @@ def on_ranks(path: str) -> None:
     expected: Any = import_hf(path, ignore=["old.*"], progress=False)["up.weight"]
     assert torch.equal(model.up.weight.full_tensor(), expected.dequantize(torch.float32))
     given: Any = {"ignore": ["old.*"], "on_mismatch": "convert", "progress": False}
-    with pytest.raises(ValueError, match=r"^rank 1: import_hf: missing pattern 'scores' matches no tensor of the model"):
+    with pytest.raises(
+        ValueError, match=r"^rank 1: import_hf: missing pattern 'scores' matches no tensor of the model"
+    ):
         import_hf(path, model, missing=["scores"] if dist.get_rank() else ["head.*", "steps"], **given)
 
 
