@@ -4,7 +4,7 @@ Differences are sentences, one for each, naming the tensor, what the checkpoint 
 empty list means that the two fit.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ TOO_LATE = (
     "it was saved with"
 )
 INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+OWN = frozenset({MANIFEST, CHECKSUMS})  # entries of the checkpoint's own
+Container = tuple[Any, ...]  # where a leaf's dict or list stands in the nested dict
 CONVERT = 'load with QuantizedLoadPlanner(on_mismatch="convert")'
 BUILD_OR_CONVERT = f"build the target with the checkpoint's recipe, or {CONVERT}"
 
@@ -75,10 +77,10 @@ class Target:
 def differences(
     target: Target, metadata: Metadata, manifest: Manifest | None, *, partial: bool, convert: bool = False
 ) -> list[str]:
-    """All differences.
+    """All differences of what the target has; for what it has not, see `lacking`.
 
-    `partial` permits tensors that only one side has, `convert` those that a conversion bridges; `manifest` is None
-    where the storage dropped it.
+    `partial` permits tensors that the checkpoint has not, `convert` differences that a conversion bridges; `manifest`
+    is None where the storage dropped it.
     """
     stored = metadata.state_dict_metadata
     rotations = rotation_differences(target, metadata)
@@ -95,7 +97,6 @@ def differences(
             problems += _unlisted(want, stored, partial=partial, dropped=manifest is None)
     if not partial:
         problems += [f"{name}: missing in the checkpoint" for name in target.others if name not in stored]
-        problems += _extra(target, metadata, manifest, known=rotations)
     return sorted(problems)
 
 
@@ -250,34 +251,58 @@ def _shapes(want: Entry, held: Entry) -> list[str]:
     return [f"{want.name}: the checkpoint holds shape {held.shape}, the target has {want.shape}"]
 
 
-def _extra(target: Target, metadata: Metadata, manifest: Manifest | None, *, known: Collection[str] = ()) -> list[str]:
+def lacking(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, Container]:
     """Tensors of the checkpoint that stand in a container of the target without having a counterpart there.
 
-    known: names of differences that are told already.
+    Another rank's target may have them: see together.py.
+
+    Returns:
+        Name -> the container.
     """
-    saved_paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    known = rotation_differences(target, metadata)
     containers = {target.paths[name][:-1] for name in target.entries}
-    if not saved_paths and containers != {()}:
-        return []  # the storage dropped the paths: which container an entry belongs to is not known
+    if not _paths_in(metadata) and containers != {()}:
+        return {}  # the storage dropped the paths: which container an entry belongs to is not known
     expected = target.entries.keys() | {key for want in target.entries.values() for key in want.part_keys()}
-    owners = {key: name for name, entry in (manifest.tensors if manifest else {}).items() for key in entry.part_keys()}
-    extra = {
-        owners.get(name, name)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-        and name not in {MANIFEST, CHECKSUMS}
-        and name not in expected
-        and name not in known
-        and owners.get(name, name) not in expected
-        and _container(name, tuple(saved_paths.get(name, (name,))), owners) in containers
+    return {
+        name: container
+        for key, name, container in _in_containers(containers, metadata, manifest)
+        if key not in expected and key not in known and name not in expected
     }
-    return [
-        f"{name}: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)"
-        for name in extra
-    ]
 
 
-def _container(name: str, path: tuple[Any, ...], owners: Mapping[str, str]) -> tuple[Any, ...]:
+def not_among(
+    had: Collection[str], containers: Collection[Container], metadata: Metadata, manifest: Manifest | None
+) -> list[str]:
+    """Tensors of the checkpoint in these containers that are not among those that are had, by entry or by name."""
+    found = _in_containers(containers, metadata, manifest)
+    return sorted({name for key, name, _ in found if key not in had and name not in had})
+
+
+def owners_in(manifest: Manifest | None) -> dict[str, str]:
+    """Entry of a part -> the tensor that it is a part of."""
+    return {key: name for name, entry in (manifest.tensors if manifest else {}).items() for key in entry.part_keys()}
+
+
+def _in_containers(
+    containers: Collection[Container], metadata: Metadata, manifest: Manifest | None
+) -> Iterator[tuple[str, str, Container]]:
+    """Entry, tensor and container of all tensors of the checkpoint that stand in one of these."""
+    saved_paths = _paths_in(metadata)
+    owners = owners_in(manifest)
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and key not in OWN:
+            container = _container(key, tuple(saved_paths.get(key, (key,))), owners)
+            if container in containers:
+                yield key, owners.get(key, key), container
+
+
+def _paths_in(metadata: Metadata) -> Mapping[str, Any]:
+    """Entry -> its path in the nested dict that was saved; nothing where the storage dropped them."""
+    return metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+
+
+def _container(name: str, path: tuple[Any, ...], owners: Mapping[str, str]) -> Container:
     """Where in the nested dict a tensor stood.
 
     A part stands where its weight did; the path of a part of a weight in a list is one longer: (.., 0, "payload").

@@ -34,11 +34,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 from dcp_adapters.checksums import CHECKSUMS, Verification
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.load.all_conversions import Conversions, unequal
-from dcp_adapters.load.compare import Target, differences, recipe_differences, to_convert
+from dcp_adapters.load.compare import OWN, Target, differences, lacking, recipe_differences, to_convert
 from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
 from dcp_adapters.load.live_parts import is_wrapped, local_parts, vectors_of
 from dcp_adapters.load.read_items import ReadItems
+from dcp_adapters.load.together import Share, misfit, refuse_lacking, refuse_nothing
 from dcp_adapters.load.unpickling import unpickled
 from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.reading.metadata_checks import own_buffer, stored_chunk
@@ -53,11 +54,11 @@ from dcp_adapters.reading.places import check_archives, check_ordinary
 from dcp_adapters.reading.rebuilding import Rebuilding
 from dcp_adapters.torch_private import Unreadable, flatten_state_dict, is_marked, set_element
 from dcp_adapters.words import in_lines
+from fsdp_hooks.across_ranks import ranks_of
 from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.versions import count_writes
 from qtensor.contents import preserve
 
-OWN = frozenset({MANIFEST, CHECKSUMS})
 LOADS = itertools.count()  # names loads that each rank plans for itself; all ranks count alike
 
 
@@ -82,8 +83,9 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
     Raises:
         ValueError: an unknown on_mismatch. While loading, on all ranks and before anything is written: one error that
             lists every missing, extra, misshapen or differently quantized tensor. A tensor of the checkpoint is extra
-            if the target has its container (the dict that held it) but not the tensor; so loading only {"model": ...}
-            of a checkpoint with an optimizer in it is fine. A byte entry that needs more than weights_only=True allows.
+            if a rank's target has its container (the dict that held it) and no rank's has the tensor; so loading only
+            {"model": ...} of a checkpoint with an optimizer in it is fine, and so are stages of a pipeline. A partial
+            load that would load no tensor. A byte entry that needs more than weights_only=True allows.
         EOFError, FileNotFoundError: a file of the checkpoint is truncated or missing, or the base of a delta is; a
             base that is another checkpoint by now is a ValueError. Nothing has been written.
         RuntimeError: a chunk's bytes are not those that were saved; another rank failed while scales were agreed on.
@@ -114,11 +116,9 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         target = Target.of(flat, paths)
         convert = self.on_mismatch == "convert"
         problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load, convert=convert)
+        self.lacks = {} if self.allow_partial_load else lacking(target, metadata, self.manifest)
         if problems:
-            raise ValueError(
-                "the checkpoint does not fit the target; nothing has been loaded:\n"
-                + "\n".join(f"  {problem}" for problem in problems)
-            )
+            raise misfit(problems, self.lacks, ranks_of(None))
         self.target = target
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = dict(self.state_dict)  # without flattening it is the caller's own
@@ -162,15 +162,21 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 "the checkpoint's .metadata is damaged; nothing has been loaded. Use another checkpoint:"
                 + in_lines(problems)
             )
-        return LoadPlan(items, planner_data=self.conversions.listed())
+        share = Share.of(self.target, self.lacks, items, parts)
+        return LoadPlan(items, planner_data=(self.conversions.listed(), share))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator only: stock's plans, and a name for this load that all its ranks know.
 
         Raises:
-            ValueError: ranks would convert a weight to different recipes; DCP raises it on all of them.
+            ValueError: ranks would convert a weight to different recipes, or no rank has a tensor that one of them
+                lacks; DCP raises it on all of them.
         """
-        problems = unequal([plan.planner_data for plan in global_plan])
+        listed, shares = zip(*(plan.planner_data for plan in global_plan), strict=True)
+        assert self.metadata is not None
+        refuse_lacking(shares, [plan.items for plan in global_plan], self.metadata, self.manifest)
+        refuse_nothing(shares)
+        problems = unequal(listed)
         if problems:
             raise ValueError(
                 "the ranks' targets do not fit each other, nothing has been loaded; give all ranks the same weights, "

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.load.compare import TOO_LATE, Target, differences, recipe_differences, to_convert
+from dcp_adapters.load import compare as comparison
+from dcp_adapters.load.compare import TOO_LATE, Target, lacking, recipe_differences, to_convert
+from dcp_adapters.load.together import only_stored
 from dcp_adapters.manifest import Manifest
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
@@ -58,6 +60,14 @@ def target(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> Targ
     others = frozenset(name for name, value in tensors.items() if value is None)
     places = {name: (name,) for name in tensors} | (paths or {})
     return Target(named(tensors, torch.bfloat16), others, places)
+
+
+def differences(
+    want: Target, metadata: Metadata, manifest: Manifest | None, *, partial: bool, convert: bool = False
+) -> list[str]:
+    """What a load by one rank alone is refused for."""
+    found = comparison.differences(want, metadata, manifest, partial=partial, convert=convert)
+    return sorted([*found, *([] if partial else map(only_stored, lacking(want, metadata, manifest)))])
 
 
 def compare(have: dict[str, Any], want: dict[str, Any], **options: Any) -> list[str]:

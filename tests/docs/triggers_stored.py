@@ -94,6 +94,13 @@ def extra(path: Path) -> None:
     half_a_checkpoint(path)
 
 
+@earns("the checkpoint has none of the … tensors of the target")
+def nothing_found(path: Path) -> None:
+    with saved(path) as model:
+        target = {"net": model.state_dict()}
+        dcp.load(target, checkpoint_id=path, planner=QuantizedLoadPlanner(allow_partial_load=True))
+
+
 @earns("no .metadata, so this is no checkpoint")
 def no_checkpoint(path: Path) -> object:
     return read_manifest(path)
