@@ -25,6 +25,7 @@ from fsdp_hooks.exchange import Label, RanksDifferError, channel_of, in_order, l
 from fsdp_hooks.partners import Partners, check_complete, pooled
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
+from fsdp_hooks.writable import unwritable
 
 MEETING: Label = ("",)  # the label of a value without a weight; it sorts before all others
 
@@ -90,8 +91,8 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
         each other group that cuts parameters, which proves that no rank of it has anything to agree on.
 
     Raises:
-        ValueError: parameters that can share scales are on the meta device, or are gathered; a weight is there without
-            another whose scale it shares.
+        ValueError: parameters that can share scales are on the meta device, or are gathered, or cannot be written in
+            place; a weight is there without another whose scale it shares.
         RuntimeError: on all ranks of a group, where they have different weights, or one of them failed; nothing has
             been written.
     """
@@ -129,6 +130,7 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]], meeting: Seq
         partners = [scales.partners for scales in held]
         try:
             check_complete(what, partners)
+            _refuse_unwritable(what, shared)
             claims = [scales.claim() for scales in held]
         except Exception:
             tell_groups(labels, groups, shards[0].device)
@@ -175,6 +177,20 @@ def is_gathered(param: Tensor) -> bool:
     """Whether a parameter is what was gathered for a forward, not the shard."""
     local = local_of(param)
     return isinstance(local, AllGatherHooks) and local._sharding.shards is not None
+
+
+def _refuse_unwritable(what: str, shared: Iterable[tuple[str, Tensor, object]]) -> None:
+    """Raise ValueError where a shard that may be encoded anew cannot be written in place."""
+    shards = {name or label_of(name, param): local_of(param) for name, param, _ in shared}
+    parts = {
+        f"{name}.{part}": tensor
+        for name, shard in shards.items()
+        if isinstance(shard, AllGatherHooks)
+        for part, tensor in shard.parts().items()
+    }
+    problems = [f"{name}: {why}" for name, why in unwritable(parts).items()]
+    if problems:
+        raise ValueError(f"{what}: {'; '.join(problems)}. No quantized weight was written")
 
 
 def _can_share(param: Tensor) -> bool:

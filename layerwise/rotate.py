@@ -150,8 +150,10 @@ def rotate_inputs_(model: nn.Module, online: Mapping[str, int]) -> dict[str, int
                 f"rotate_inputs_: online= has {block!r} for {pattern!r}, which is no power of two from 2 on"
             )
     found = list(named_linears("rotate_inputs_", dict(model.named_modules()), online))
-    for _, linear, block in found:
-        rotate_inputs_of(linear, block)
+    with ExitStack() as undo:
+        for _, linear, block in found:
+            undo.callback(rotate_inputs_of(linear, block))
+        undo.pop_all()
     return {name: block for name, _, block in found}
 
 

@@ -66,9 +66,9 @@ class InputRotation:
 
 def rotate_inputs_of(module: nn.Module, block: int) -> Callable[[], None]:
     """Rotate the inputs of a linear from now on. Returns what undoes it."""
-    handle = module.register_forward_pre_hook(InputRotation(block), with_kwargs=True)
     device = next((param.device for param in module.parameters(recurse=False)), torch.device("cpu"))
-    module.register_buffer(MARKER, marker(block, device))
+    module.register_buffer(MARKER, marker(block, device))  # first: it refuses a name that is taken
+    handle = module.register_forward_pre_hook(InputRotation(block), with_kwargs=True)
 
     def undo() -> None:
         delattr(module, MARKER)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from qtensor.masters import refill
 
@@ -35,13 +36,15 @@ def saved_states(params: Sequence[Tensor], state_dict: Mapping[str, Any]) -> dic
 
 
 def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Raise ValueError where a saved state lacks the master that its parameter needs, or has one of another shape."""
+    """Raise ValueError where a saved state lacks the master that its parameter needs, or has one that does not fit."""
     for number, (param, values) in enumerate(saved.items()):
         if masters[param] is param:
             continue
         found = values.get(MASTER)
         if isinstance(found, Tensor) and found.shape == param.shape:
-            continue
+            if (why := _uncopied(found, masters[param])) is None:
+                continue
+            raise ValueError(f"MasterWeightOptimizer.load_state_dict: the master weight of state {number} {why}")
         what = f"a master weight of shape {tuple(found.shape)}" if isinstance(found, Tensor) else "no master weight"
         cause = "was it saved by another optimizer?"
         if not values:
@@ -117,6 +120,23 @@ def names_of(group: Mapping[str, Any], number: int) -> list[tuple[str, Tensor]]:
     """(name, parameter) of a group; parameters given without names are named after the group's number."""
     names = group.get("param_names") or [f"group {number}"] * len(group["params"])
     return list(zip(names, group["params"], strict=True))
+
+
+def _uncopied(found: Tensor, master: Tensor) -> str | None:
+    """Why torch could not copy a saved master into one of its shape; None where it can."""
+    if found.is_meta or found.layout is not torch.strided:
+        return "has no values to copy (it is on the meta device, or sparse); load it into memory first"
+    if isinstance(found, DTensor) != isinstance(master, DTensor):
+        kinds = ["sharded" if isinstance(each, DTensor) else "no DTensor" for each in (found, master)]
+        return (
+            f"is {kinds[0]}, the parameter is {kinds[1]}; torch.distributed.checkpoint.state_dict."
+            "set_optimizer_state_dict distributes it"
+        )
+    if isinstance(found, DTensor) and isinstance(master, DTensor) and found.device_mesh != master.device_mesh:
+        return (
+            f"is on {found.device_mesh}, the parameter on {master.device_mesh}; distribute it on the parameter's mesh"
+        )
+    return None
 
 
 def _hollow(state: Any) -> bool:

@@ -49,6 +49,7 @@ from qtensor.low_rank import LowRankUpdate
 from qtensor.merge_report import COLUMNS, MergeReport, line
 from qtensor.tensor import QuantizedTensor
 from qtensor.tiles import chunk_of
+from qtensor.written_memory import why_unwritable
 
 Update = LowRankUpdate | Callable[[tuple[slice, ...]], Tensor]
 
@@ -303,6 +304,8 @@ def _unfit(param: Tensor, update: Update) -> str | None:
         return "it is on the meta device; call to_empty() and load it first"
     if param.dtype not in APPEARANCE_DTYPES:
         return f"it holds {param.dtype}; expected bf16, fp16, fp32 or a quantized weight"
+    if (why := why_unwritable(param)) is not None:
+        return why
     if isinstance(update, LowRankUpdate) and update.shape != tuple(param.shape):
         return f"the update has shape {update.shape}, the weight {tuple(param.shape)}"
     return None

@@ -184,8 +184,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         Masters keep fp32; the base class would cast them to the parameter's dtype.
 
         Raises:
-            ValueError: groups or parameters differ, or a master weight is missing or has another shape; nothing has
-                been loaded then.
+            ValueError: groups or parameters differ, or a master weight is missing or does not fit; nothing has been
+                loaded then.
         """
         assert self._inner is not None
         params = [param for group in self.param_groups for param in group["params"]]

@@ -2,9 +2,11 @@
 
     check    the digest of what is there; every frame that is needed is decoded, the new bytes of each tensor are made
              and summed, one tensor at a time; the digest of the result
+             whether each tensor can be written, and holds what it should after tensors on the same memory are written
     write    the changed units alone, once all ranks have found all of this in order
 
-A target that is the result already is left as it is. An error leaves it as it is, too.
+A target that is the result already is left as it is. An error of the check leaves it as it is, too. One while memory is
+written (a device that fails) reaches all ranks, and says that the target is no version.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,12 +24,15 @@ from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_rank
 from dcp_adapters.delta.state_digest import state_digest
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.torch_private import flatten_state_dict
+from dcp_adapters.words import in_lines
 from fsdp_hooks.across_ranks import raise_together
 from fsdp_hooks.versions import count_writes
+from fsdp_hooks.writable import meeting, span_of, unwritable
 from qtensor.contents import preserve
 
 # positions in the flat units of a shard, and what they become; None where only other ranks' shards change
 Written = tuple[Tensor, Tensor] | None
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: dist.ProcessGroup | None = None) -> int:
@@ -45,7 +50,9 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
     Raises:
         ValueError: the deltas are no chain; the target has other names, recipes or shapes, or other bytes than the
             delta starts from; ranks have other tensors or deltas than each other; a delta is damaged, or does not lead
-            to what it says. The target is as it was.
+            to what it says; a tensor cannot be written in place, or shares memory with one that becomes another. The
+            target is as it was.
+        RuntimeError: another rank failed; its text says whether the target is as it was.
     """
     group = whole_group(group)
     with raise_together(group):
@@ -68,12 +75,69 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
                 f"{left[-1].where} leads to digest {digest}, and says {left[-1].result}: it is damaged, or made by "
                 "other code; the target is as it was. Get it again, or take a full version"
             )
-    for key, change in written.items():
-        if change is not None:
-            _write(shards.held[key].piece.data, *change)
+        _refuse_unwritable(shards, written)
+        _refuse_meeting(shards, written)
     leaves, _ = flatten_state_dict(dict(target))
-    _note(leaves, {shards.layout.owners[key][0] for key in written})
+    with raise_together(group):
+        try:
+            for key, change in written.items():
+                if change is not None:
+                    _write(shards.held[key].piece.data, *change)
+            _note(leaves, {shards.layout.owners[key][0] for key in written})
+        except Exception as error:
+            raise RuntimeError(
+                f"apply_deltas: writing failed ({type(error).__name__}: {error}), so the target is neither the version "
+                "before nor the one after: give all ranks a full version"
+            ) from error
     return len(left)
+
+
+def _refuse_unwritable(shards: Shards, written: Mapping[str, Written]) -> None:
+    """Raise ValueError where torch would refuse a write, or where it would be more than one."""
+    data = {key: shards.held[key].piece.data for key, change in written.items() if change is not None}
+    problems = [f"{key}: {why}" for key, why in unwritable(data).items()]
+    if problems:
+        raise ValueError(f"the target cannot be written in place, and is as it was:{in_lines(problems)}")
+
+
+def _refuse_meeting(shards: Shards, written: Mapping[str, Written]) -> None:
+    """Raise ValueError where tensors on one memory would not all hold what they should; tied ones do.
+
+    It is tried on a copy of that memory.
+    """
+    for keys in meeting(shards.data):
+        if not any(written.get(key) for key in keys):
+            continue
+        data = {key: shards.held[key].piece.data for key in keys}
+        copies = _copied_together(data)
+        for key in keys:
+            if (change := written.get(key)) is not None:
+                _write(copies[key], *change)
+        for key in keys:
+            wanted = data[key].to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if (change := written.get(key)) is not None:
+                _write(wanted, *change)
+            if not torch.equal(units(wanted), units(copies[key])):
+                others = ", ".join(other for other in keys if other != key)
+                raise ValueError(
+                    f"{key} shares memory with {others}, and the deltas give them different bytes; the target is as it "
+                    "was. Give each memory of its own"
+                )
+
+
+def _copied_together(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in a copy of the memory that they share, on the CPU, that lie on each other as they do."""
+    begin, end = min(span_of(each)[0] for each in data.values()), max(span_of(each)[1] for each in data.values())
+    memory = torch.zeros(end - begin, dtype=torch.uint8, device="cpu")
+    copies = {}
+    for key, each in data.items():
+        first, last = (place - begin for place in span_of(each))
+        if first % each.itemsize:
+            raise ValueError(f"{key} shares memory with tensors of other dtypes; give it memory of its own")
+        copies[key] = memory[first:last].view(each.dtype).as_strided(each.shape, each.stride())
+        same = BITS.get(each.itemsize, each.dtype)  # torch does not copy all dtypes of codes
+        copies[key].view(same).copy_(each.view(same))
+    return copies
 
 
 def _digest(shards: Shards, sums: Tensor, group: dist.ProcessGroup | None) -> str:

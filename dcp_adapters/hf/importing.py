@@ -26,6 +26,7 @@ from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.passed_over import UNEXPECTED, PassedOver, unexpected_patterns
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
+from dcp_adapters.load.live_parts import not_writable
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.rotations import to_rotate, unrotated
 from dcp_adapters.words import in_lines, listed
@@ -192,6 +193,7 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str, missing: S
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
     target = Target.of(flat, {name: (name,) for name in flat})
     problems += differences(target, metadata, made.manifest, partial=True, convert=True)
+    problems += not_writable(flat, [name for name in flat if not live.state[name].is_meta])
     if on_mismatch == "raise":
         for name, source in to_convert(target, metadata, made.manifest).items():
             own = target.entries[name].recipe

@@ -147,6 +147,12 @@ def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
     return sorted(problems)
 
 
+def is_stored(name: str, metadata: Metadata, manifest: Manifest | None) -> bool:
+    """Whether the checkpoint has a tensor of the name, in one form or another."""
+    stored = metadata.state_dict_metadata
+    return _record_of(name, metadata, manifest) is not None or f"{name}.payload" in stored
+
+
 def _record_of(name: str, metadata: Metadata, manifest: Manifest | None) -> Any:
     """How the checkpoint holds a name: a tensor's entry; DCP's record of anything else; None where it has neither."""
     listed = manifest.tensors.get(name) if manifest is not None else None

@@ -1,13 +1,15 @@
 """What a load writes into where nothing is converted: the parts of live weights, which alias them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from dcp_adapters.expand import expand_flat, merge, plain_leaf, quantized_local, settled_parts
 from dcp_adapters.part_places import Box, PartBoxes
-from fsdp_hooks.torch_private import without_torch_function
+from dcp_adapters.plain_memory import is_plain
+from fsdp_hooks.torch_private import local_of, without_torch_function
+from fsdp_hooks.writable import unwritable
 from qtensor.formats import tensor_wide
 from qtensor.tensor import QuantizedTensor
 
@@ -30,6 +32,23 @@ def local_parts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Bo
             boxes |= own
             merge(out, {entry: parts[part] for entry, part in zip(own, places, strict=True)})
     return out, boxes
+
+
+def not_writable(leaves: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Why some of the named leaves cannot be written in place, a sentence each; other libraries' classes are left out.
+
+    torch says so when they are written, and others are loaded by then.
+    """
+    plain: dict[str, Tensor] = {}
+    with without_torch_function():
+        for name in names:
+            value = leaves[name]
+            if not isinstance(value, Tensor):
+                continue
+            q = quantized_local(value)
+            parts = {"": local_of(plain_leaf(value))} if q is None else q.parts()
+            plain |= {f"{name}.{part}".rstrip("."): tensor for part, tensor in parts.items() if is_plain(tensor)}
+    return [f"{name}: {why}" for name, why in unwritable(plain).items()]
 
 
 def is_wrapped(value: Any) -> bool:

@@ -34,10 +34,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from dcp_adapters.checksums import CHECKSUMS, Verification
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.load.all_conversions import Conversions, unequal
-from dcp_adapters.load.compare import OWN, Target, differences, lacking, recipe_differences, to_convert
+from dcp_adapters.load.compare import OWN, Target, differences, is_stored, lacking, recipe_differences, to_convert
 from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
-from dcp_adapters.load.live_parts import is_wrapped, local_parts, vectors_of
+from dcp_adapters.load.live_parts import is_wrapped, local_parts, not_writable, vectors_of
+from dcp_adapters.load.one_memory import OneMemory
 from dcp_adapters.load.read_items import ReadItems
 from dcp_adapters.load.together import Share, misfit, refuse_lacking, refuse_nothing
 from dcp_adapters.load.unpickling import unpickled
@@ -116,6 +117,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         target = Target.of(flat, paths)
         convert = self.on_mismatch == "convert"
         problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load, convert=convert)
+        problems += not_writable(flat, [name for name in target.entries if is_stored(name, metadata, self.manifest)])
         self.lacks = {} if self.allow_partial_load else lacking(target, metadata, self.manifest)
         if problems:
             raise misfit(problems, self.lacks, ranks_of(None))
@@ -133,6 +135,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.vectors = vectors_of(self.quantized)
         self.wrapped = [value for value in self.state_dict.values() if is_wrapped(value)]
         self.state_dict, self.parts = local_parts(self.state_dict)
+        read = self.state_dict.keys() & metadata.state_dict_metadata.keys() - self.vectors.keys()
+        self.one_memory = OneMemory({name: self.state_dict[name] for name in read})
         self.awaits_manifest = self.manifest is None and bool(self.quantized)
         if self.awaits_manifest:
             self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
@@ -256,6 +260,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 self._passed(1)
             elif name in self.vectors:
                 self.vectors[name].copy_(tensor.clone())
+            self.one_memory.arrived(read_item, tensor)
             self.conversions.arrived(name)
 
     def _rebuild(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -10,6 +10,7 @@ delta has them by dtype and name, a stream in the order of its groups.
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from dcp_adapters.coding.changes import Changes, changes_between, units
@@ -48,7 +49,9 @@ class Pass:
         host = tensor.to("cpu")
         self._sums[name] = sum_of(host)
         staged = _sparse(self._kept.tensors[name], host) if name in self._kept.tensors else None
-        self._staged[name] = tensor.to("cpu", copy=True) if staged is None else staged
+        if staged is None:  # contiguous, or later changes would be added to a copy
+            staged = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self._staged[name] = staged
 
     def delta(self) -> Delta:
         """What leads from the kept version to this one, once everything has been taken.

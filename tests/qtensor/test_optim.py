@@ -436,10 +436,15 @@ def test_a_load_that_does_not_fit_changes_nothing(recipe: Any) -> None:
     no_master, wrong_shape, fewer = copy.deepcopy(good), copy.deepcopy(good), copy.deepcopy(good)
     del no_master["state"][1]["master_weight"]
     wrong_shape["state"][1]["master_weight"] = torch.zeros(3, 96)
+    no_values, sparse = copy.deepcopy(good), copy.deepcopy(good)
+    no_values["state"][1]["master_weight"] = torch.zeros(64, 96, device="meta")
+    sparse["state"][1]["master_weight"] = torch.zeros(64, 96).to_sparse()
     fewer["param_groups"][0]["params"].pop()
     for bad, text in (
         (no_master, r"state 1 holds no master weight, expected one of shape \(64, 96\)"),
         (wrong_shape, r"state 1 holds a master weight of shape \(3, 96\), expected one of shape \(64, 96\)"),
+        (no_values, "the master weight of state 1 has no values to copy"),
+        (sparse, "the master weight of state 1 has no values to copy"),
         (fewer, "parameter group that doesn't match"),
     ):
         with pytest.raises(ValueError, match=text):
