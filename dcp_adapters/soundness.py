@@ -7,13 +7,11 @@
 Under "deep" scales that no value asks for are mentioned, but are no fault: calibration, exact conversions and imports
 leave such scales. Everything here is judged some rows at a time, so a caller decides how much is in memory.
 
-Masters are found by name: `P.state.F.master_weight` belongs to the tensor named F, or whose name ends in `.F`. Where
-several do (a moving average beside the model, say), one of them must fit. Optimizer states under numbers instead of
-names (`optimizer.state_dict()` as it is) cannot be told apart, and are left out.
+Which master belongs to which tensor is told from names (masters.py).
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +21,6 @@ from torch import Tensor
 from dcp_adapters.entry import Entry
 from qtensor.float8_delayed import Float8DelayedScaling, history_fault
 from qtensor.formats import row_multiple, specs_of
-from qtensor.master_states import MASTER
 from qtensor.own_scales import OwnScales, elements_of
 from qtensor.recipes import Recipe
 from qtensor.requantizing import MasterCheck
@@ -37,7 +34,6 @@ BEHIND = (
 )
 WRITTEN, FRESH = 1, 2  # the two ways in which a tensor fits a master (qtensor/requantizing.py)
 BOTH = WRITTEN | FRESH
-STATE = "state"  # what stands before a parameter's name in an optimizer's state
 
 
 @dataclass(frozen=True)
@@ -142,50 +138,6 @@ class DenseCheck:
         return {name: 0 if count else BOTH for name, count in self.differing.items()}
 
 
-@dataclass(frozen=True)
-class Masters:
-    """Which masters there are. beside: tensor -> the masters it may belong to; numbered: those without a name."""
-
-    beside: Mapping[str, list[str]]
-    numbered: list[str]
-
-    @property
-    def named(self) -> set[str]:
-        """The masters that can be compared."""
-        return {master for masters in self.beside.values() for master in masters}
-
-    @staticmethod
-    def among(entries: Mapping[str, Entry]) -> "Masters":
-        """Those among tensors, by names, shapes and dtypes alone."""
-        dense = {name for name, entry in entries.items() if entry.recipe is None and entry.dtype == torch.float32}
-        masters = {
-            name: owners
-            for name in entries
-            if name in dense and name.endswith(f".{MASTER}") and (owners := _owners(name))
-        }
-        lows = {
-            name: entry.shape
-            for name, entry in entries.items()
-            if entry.recipe is not None or entry.dtype in (torch.bfloat16, torch.float16)
-        }
-        ends = _by_ends(lows, {owner for owners in masters.values() for owner in owners})
-        beside: dict[str, list[str]] = {}
-        numbered = []
-        for master, owners in masters.items():
-            if owners[-1].isdecimal():
-                numbered.append(master)
-            fitting = ([one for one in ends.get(owner, ()) if lows[one] == entries[master].shape] for owner in owners)
-            for name in next(filter(None, fitting), []):
-                beside.setdefault(name, []).append(master)
-        return Masters(beside, numbered)
-
-
-def _owners(master: str) -> list[str]:
-    """What the name of the parameter whose master it is may be, the longest first."""
-    path = master.removesuffix(f".{MASTER}").split(".")
-    return [".".join(path[place + 1 :]) for place, name in enumerate(path) if name == STATE and place + 1 < len(path)]
-
-
 def unfit(found: Iterable[Mapping[str, Problem | None]]) -> list[Problem]:
     """The problems of masters, from what all tensors beside them say: one that fits is enough."""
     wrong: dict[str, Problem] = {}
@@ -197,18 +149,6 @@ def unfit(found: Iterable[Mapping[str, Problem | None]]) -> list[Problem]:
             else:
                 wrong.setdefault(master, problem)
     return [problem for master, problem in wrong.items() if master not in fitting]
-
-
-def _by_ends(names: Collection[str], owners: Collection[str]) -> dict[str, list[str]]:
-    """Owner -> the names that are it, or end in it behind a dot."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        rest = name
-        while rest:
-            if rest in owners:
-                found.setdefault(rest, []).append(name)
-            rest = rest.partition(".")[2]
-    return found
 
 
 def slabs(shape: Sequence[int], recipe: Recipe | None) -> Iterator[slice]:

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcp_adapters.cli.conversion_outcome import Converted, Outcome, Target
 from dcp_adapters.entry import Entry, parts_of
 from dcp_adapters.manifest import mark_converted
+from dcp_adapters.masters import Masters
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
-from dcp_adapters.soundness import Masters
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, refuse_taken
 from dcp_adapters.stored.numeric_error import Error, error_between
@@ -249,7 +249,8 @@ class _StreamingPlanner(QuantizedSavePlanner):
         plans, metadata = super().create_global_plan(all_plans)
         source, plan = self.stream.source, self.stream.plan
         # their masters are copied, and are not what the new bytes were made from
-        mastered = Masters.among({name: _written(entry, plan) for name, entry in source.entries.items()}).beside
+        written = {name: _written(entry, plan) for name, entry in source.entries.items()}
+        mastered = Masters.among(written, source.converted | {*plan.changes}).beside
         converted_now = source.converted | {*plan.changes} & mastered.keys()
         if converted_now:
             mark_converted(metadata, converted_now)

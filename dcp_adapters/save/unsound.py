@@ -9,6 +9,7 @@ that a shard boundary cuts are left out.
 
 import functools
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, quantized_local, settled_parts
+from dcp_adapters.masters import Masters, told
 from dcp_adapters.soundness import (
     BEHIND,
     BOTH,
@@ -25,7 +27,6 @@ from dcp_adapters.soundness import (
     WRITTEN,
     DenseCheck,
     Level,
-    Masters,
     Problem,
     TensorCheck,
     cut,
@@ -39,6 +40,7 @@ from qtensor.formats import row_multiple
 from qtensor.recipes import Recipe
 
 Fits = Mapping[str, Mapping[str, int]]  # master -> tensor beside it -> how the rank's pieces fit, WRITTEN | FRESH
+ELSEWHERE = "they are placed otherwise than their weights"
 HOW = {
     0: "something else",
     WRITTEN: "what {master} requantizes to",
@@ -50,6 +52,8 @@ HOW = {
 @torch.no_grad()
 def refuse_unsound(flat: Mapping[str, Any], level: Level) -> Fits:
     """Raise ValueError where tensors of a flattened state dict do not mean what they should; all of them in one error.
+
+    So it does where there are masters and none can be compared; where some can not, it warns.
 
     Args:
         flat: name -> leaf.
@@ -64,6 +68,7 @@ def refuse_unsound(flat: Mapping[str, Any], level: Level) -> Fits:
     found: list[Problem] = []
     said: list[Mapping[str, Problem | None]] = []
     fits: dict[str, dict[str, int]] = {}
+    _refuse_uncompared(masters, tensors, level)
     for name, value in tensors.items():
         beside = [master for master in masters.beside.get(name, []) if _placed(tensors[master]) == _placed(value)]
         own = {master: local_of(tensors[master]) for master in beside}
@@ -80,6 +85,23 @@ def refuse_unsound(flat: Mapping[str, Any], level: Level) -> Fits:
             fits.setdefault(master, {})[name] = how
     _refuse([*found, *unfit(said)], level)
     return {master: each for master, each in fits.items() if any(how != BOTH for how in each.values())}
+
+
+def _refuse_uncompared(masters: Masters, tensors: Mapping[str, Tensor], level: Level) -> None:
+    """Raise ValueError where none of a rank's masters can be compared, and warn of those that can not be."""
+    pairs = [(name, master) for name, beside in masters.beside.items() for master in beside]
+    there = {master for name, master in pairs if _placed(tensors[master]) == _placed(tensors[name])}
+    left = dict(masters.left) | {master: ELSEWHERE for _, master in pairs if master not in there}
+    if not left:
+        return
+    lines = [f"{names}: {sentence}" for names, sentence in told(left, len(there) + len(left))]
+    if not there:
+        raise ValueError(
+            f"QuantizedSavePlanner(verify={level!r}): no master can be compared with its weight, so nothing would be "
+            f"known of whether they are of one step; nothing has been written:{in_lines(lines)}\n"
+            "Save with verify=None, and see what `python -m dcp_adapters verify --deep` says of the checkpoint"
+        )
+    warnings.warn(f"QuantizedSavePlanner(verify={level!r}): {'; '.join(lines)}", stacklevel=2)
 
 
 def refuse_mixtures(said: Sequence[Fits], level: Level) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.soundness import DenseCheck, Level, Masters, Problem, TensorCheck, cut, slabs, unfit
+from dcp_adapters.masters import Masters, told
+from dcp_adapters.soundness import DenseCheck, Level, Problem, TensorCheck, cut, slabs, unfit
 from dcp_adapters.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.findings import Finding, Report
@@ -18,10 +19,8 @@ from dcp_adapters.words import listed
 from qtensor.formats import specs_of
 
 CONVERTED = "converted since they were saved, so not judged: look at what they were converted from"
-NUMBERED = (
-    "the masters of these states were not compared: they are kept under numbers instead of names; save what "
-    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns"
-)
+NOTHING = "nothing is quantized here, and no masters are kept: there was nothing to judge beyond bytes"
+NONE = "none could be compared, so nothing is known of whether weights and masters are of one step"
 Rows = Callable[[slice], Mapping[str, Tensor]]
 
 
@@ -38,14 +37,15 @@ def and_deep(report: Report, opened: Callable[[], Stored], level: Level) -> Repo
         return dataclasses.replace(report, findings=(*report.findings, Finding("warning", "", "", message)))
     try:
         source = opened()
-        masters = Masters.among(source.entries)
+        masters = Masters.among(source.entries, source.converted)
         findings = tuple(_judged(source, masters, level))
     except (OSError, ValueError) as error:  # it has changed since
         findings = (Finding("error", "", "", f"it can not be read again: {error}"),)
         return dataclasses.replace(report, findings=report.findings + findings)
     quantized = {entry.name for entry in source.entries.values() if entry.recipe is not None}
     judged = len(quantized - source.converted)
-    return dataclasses.replace(report, findings=report.findings + findings, judged=judged, masters=len(masters.named))
+    compared = {one for name, beside in masters.beside.items() if name not in source.converted for one in beside}
+    return dataclasses.replace(report, findings=report.findings + findings, judged=judged, masters=len(compared))
 
 
 def _judged(source: Stored, masters: Masters, level: Level) -> list[Finding]:
@@ -73,9 +73,19 @@ def _judged(source: Stored, masters: Masters, level: Level) -> list[Finding]:
     ]
     if source.converted:
         findings.append(Finding("warning", "", listed(sorted(source.converted), 3), CONVERTED))
-    if masters.numbered:
-        findings.append(Finding("warning", "", listed(masters.numbered, 3), NUMBERED))
-    return findings
+    return findings + _left_out(source, masters)
+
+
+def _left_out(source: Stored, masters: Masters) -> list[Finding]:
+    """What was not compared: where that is all there is to compare, nothing is proved."""
+    held = {master for beside in masters.beside.values() for master in beside}
+    reasons = told(masters.left, len(held) + len(masters.left))
+    if masters.left and not held:
+        return [Finding("error", "", names, f"{sentence}; {NONE}") for names, sentence in reasons]
+    found = [Finding("warning", "", names, sentence) for names, sentence in reasons]
+    if not held and all(entry.recipe is None for entry in source.entries.values()):
+        found.append(Finding("warning", "", "", NOTHING))
+    return found
 
 
 def _rows_of(source: Stored, entry: Entry) -> Rows:

@@ -21,8 +21,9 @@ from dcp_adapters import QuantizedSavePlanner, export_hf
 from dcp_adapters.cli.main import main
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
+from dcp_adapters.masters import NAMELESS, OTHER_SHAPE, Masters
 from dcp_adapters.save.unsound import _cut_dims, refuse_mixtures, refuse_unsound
-from dcp_adapters.soundness import BOTH, FRESH, WRITTEN, Masters
+from dcp_adapters.soundness import BOTH, FRESH, WRITTEN
 from dcp_adapters.stored.deep import CONVERTED
 from dcp_adapters.stored.verify import verify
 from fsdp_hooks.torch_private import make_wrapper
@@ -241,18 +242,6 @@ def test_one_of_several_tensors_under_a_name_must_fit(steps: list[dict[str, Any]
     assert verify(tmp_path / "c", level="deep").ok
 
 
-def test_masters_under_numbers_are_named_and_left_out(tmp_path: Path) -> None:
-    run = Run()
-    run.step()
-    state = {"model": run.net.state_dict(), "optim": run.optimizer.state_dict()}
-    save(state, tmp_path / "c", verify="deep")
-    report = verify(tmp_path / "c", level="deep")
-    assert report.ok
-    assert [finding.message[:60] for finding in report.findings] == [
-        "the masters of these states were not compared: they are kept"
-    ]
-
-
 def test_masters_are_found_by_the_longest_name_that_fits() -> None:
     def entry(name: str, recipe: Any = None, shape: tuple[int, ...] = (2, 128)) -> Entry:
         return Entry(name, recipe, shape, torch.float32 if recipe is None else torch.bfloat16)
@@ -268,7 +257,10 @@ def test_masters_are_found_by_the_longest_name_that_fits() -> None:
     ]
     found = Masters.among({one.name: one for one in entries})
     assert found.beside == {"model.mamba.state.w": ["optim.state.mamba.state.w.master_weight"]}
-    assert found.numbered == []
+    assert found.left == {
+        "optim.state.lone.master_weight": NAMELESS,
+        "optim.state.small.master_weight": OTHER_SHAPE,
+    }
 
 
 # -- the command line and options --------------------------------------------------------------------------------------
@@ -293,7 +285,7 @@ def test_the_command_line_tells_and_says_so_in_its_status(
     assert main(["verify", good, "--own-scales"]) == 0
 
 
-@pytest.mark.parametrize("to", ["nvfp4", "bfloat16"])
+@pytest.mark.parametrize("to", ["nvfp4", "bfloat16", "float32"])
 def test_what_was_converted_is_marked_and_left_out(to: str, steps: list[dict[str, Any]], tmp_path: Path) -> None:
     """Masters are copied as they are: they are not what the new bytes were made from, and no fault."""
     save(steps[2], tmp_path / "a")

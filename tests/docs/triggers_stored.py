@@ -94,6 +94,12 @@ def extra(path: Path) -> None:
     half_a_checkpoint(path)
 
 
+@earns("no master can be compared with its weight, so nothing would be known of whether they are of one step")
+def masters_alone(path: Path) -> None:
+    state = {"state": {"w": {"master_weight": torch.zeros(2, 2)}}}
+    dcp.save(state, checkpoint_id=path, planner=QuantizedSavePlanner(verify="deep"))
+
+
 @earns("the checkpoint has none of the … tensors of the target")
 def nothing_found(path: Path) -> None:
     with saved(path) as model:
