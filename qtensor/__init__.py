@@ -4,7 +4,7 @@ Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight
 """
 
 from fsdp_hooks.compiled import use_kernels
-from qtensor import linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing these fills the table of handlers
+from qtensor import data_attribute, linear, matmul, ops, optimizer_ops, redistribute, views  # noqa: F401 - importing these fills the table of handlers
 from qtensor.decode_once import decode_once
 from qtensor.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.float8_blocks import Float8BlockScaling

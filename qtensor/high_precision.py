@@ -41,8 +41,10 @@ from fsdp_hooks.torch_private import (
 from fsdp_hooks.versions import count_writes
 from qtensor.agreement import DenseScales, claim_of, decided, encode_agreed, scale_of
 from qtensor.cut_blocks import CutBlocks
+from qtensor.data_attribute import SET_DATA, exchanged
 from qtensor.formats import check_shape, describe, registered
 from qtensor.graph_key import graph_key
+from qtensor.high_precision_ops import ALIASES, KEEPS, RESHAPES_IN_PLACE, SAME_ROWS, TRANSPOSES
 from qtensor.kernels import amax_shape, shared_amax
 from qtensor.made_anew import address, made_anew
 from qtensor.moves import Note, carried, noted, restored
@@ -51,7 +53,6 @@ from qtensor.recipes import Recipe
 from qtensor.tensor import TORCH_FUNCTIONS, QuantizedTensor
 
 aten = torch.ops.aten
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -176,7 +177,10 @@ class HighPrecisionWeight(Tensor):
         if func is F.linear:
             args, kwargs = tree_map(_on_the_spot, (args, kwargs or {}))
             return F.linear(*args, **kwargs)
-        if func == _SET_DATA and isinstance(args[0], HighPrecisionWeight):
+        if func == SET_DATA and isinstance(args[0], HighPrecisionWeight):
+            free = all(getattr(each, "padded_rows", None) is None for each in args)
+            if free and exchanged(*args, ["dense", "agreement"]):
+                return None
             raise NotImplementedError(
                 f"assigning .data of {describe(args[0].shape, args[0].recipe)} is not defined; call .copy_(value) on "
                 "it under torch.no_grad(), or assign a new nn.Parameter to the module"
@@ -240,36 +244,6 @@ class HighPrecisionWeight(Tensor):
 scales_of_shard.register(HighPrecisionWeight, DenseScales)
 
 
-# Ops whose results FSDP2, DTensor and nn.Module treat as the weight itself, or a part of it. Any other op gives the
-# plain result that it has for the dense tensor.
-_KEEPS = frozenset(
-    {
-        aten.detach.default,
-        aten.alias.default,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.clone.default,
-        aten._to_copy.default,
-        aten._pin_memory.default,
-        aten.empty_like.default,
-        aten.new_empty.default,
-        aten.new_zeros.default,
-    }
-)
-_ALIASES = frozenset({aten.detach.default, aten.alias.default})
-# The ops of `_KEEPS` whose result keeps the padded row count, and the agreement.
-_SAME_ROWS = frozenset({*_ALIASES, aten._to_copy.default, aten._pin_memory.default, aten.clone.default})
-# DTensor begins a product with the weight by these. They give the quantized weight, as F.linear uses it.
-_TRANSPOSES = frozenset({aten.t.default, aten.transpose.int})
-_RESHAPES_IN_PLACE = frozenset(
-    {aten.t_.default, aten.transpose_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.unsqueeze_.default}
-    | {aten.resize_.default, aten.as_strided_.default, aten.set_.source_Tensor}
-)
-
-
 class _Quantize(torch.autograd.Function):
     """Dense weight -> quantized weight, straight through in backward."""
 
@@ -295,18 +269,18 @@ def dense(value: Any) -> Any:
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op gives where one or more of its operands are such weights."""
-    if func in _RESHAPES_IN_PLACE:
+    if func in RESHAPES_IN_PLACE:
         raise NotImplementedError(
             f"{func} of {describe(args[0].shape, args[0].recipe)}; use the op that returns a new tensor"
         )
     if torch.is_inference_mode_enabled():
-        if func not in _KEEPS and (whole := func.decompose(*args, **kwargs)) is not NotImplemented:
+        if func not in KEEPS and (whole := func.decompose(*args, **kwargs)) is not NotImplemented:
             return whole  # in inference mode composite ops arrive whole, otherwise in pieces
-        if (func in _KEEPS or func in _TRANSPOSES) and not args[0].is_inference():
+        if (func in KEEPS or func in TRANSPOSES) and not args[0].is_inference():
             # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
             with torch.inference_mode(mode=False), torch.no_grad():
                 return func(*args, **kwargs)
-    if func in _TRANSPOSES:
+    if func in TRANSPOSES:
         return func(args[0].quantized(), *args[1:], **kwargs)
     if func is aten.split.Tensor:
         refuse_resharding_to_a_smaller_mesh(args[0], args[1])
@@ -316,13 +290,13 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         count_writes(args[0])  # plain members, too: torch leaves counting those of a list to us
     if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
         return args[0]  # written in place
-    if func not in _KEEPS or not isinstance(args[0], HighPrecisionWeight):
+    if func not in KEEPS or not isinstance(args[0], HighPrecisionWeight):
         return result
     return _wrapped(func, args, kwargs, result)
 
 
 def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """The result of an op of `_KEEPS`, wrapped as one or more weights."""
+    """The result of an op of `KEEPS`, wrapped as one or more weights."""
     weight: HighPrecisionWeight = args[0]
     for piece in result if isinstance(result, list | tuple) else [result]:
         if piece.ndim == weight.ndim > 1:  # tensor parallelism may cut K
@@ -331,12 +305,12 @@ def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return [weight._like(piece) for piece in result]
     if func is aten.new_zeros.default:
         return _padded_shard(weight, result) if result.ndim == weight.ndim else result
-    if func in _SAME_ROWS or (func is aten.view.default and result.shape == weight.shape):
+    if func in SAME_ROWS or (func is aten.view.default and result.shape == weight.shape):
         agreement = dataclasses.replace(weight.agreement) if func is aten.clone.default else weight.agreement
         same = weight._like(result, agreement=agreement, padded_rows=weight.padded_rows)
         if func is aten._to_copy.default:
             return noted(weight, same)
-        return carried(weight, same) if func in _ALIASES else same
+        return carried(weight, same) if func in ALIASES else same
     from_start = func is not aten.slice.Tensor or (args[1:2] in ((), (0,)) and not (args[2:3] or (None,))[0])
     keeps_padding = from_start and func in (aten.slice.Tensor, aten.view.default)
     if not keeps_padding:

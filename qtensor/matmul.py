@@ -95,6 +95,18 @@ def _decoded_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return multiply_decoded(name, [*args[:place], *args[place + 1 :]], place, args[place])
 
 
+@implements(aten.baddbmm.default)
+def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`q + alpha * a @ b` of a stack of weights: dense, as peft adds an adapter to experts for the time of a forward.
+
+    The gradient of the sum passes straight through to the weight, and to both factors as for a dense stack.
+    """
+    for operand in args:
+        if isinstance(operand, QuantizedTensor):
+            _refuse_dense_products(func, operand)
+    return func(*dense(args), **dense(kwargs))  # type: ignore[no-any-return]
+
+
 _BATCHED = [aten.bmm.default, aten.mv.default]
 if hasattr(aten, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
     _BATCHED.append(aten._grouped_mm.default)  # noqa: SLF001 - the op's name
@@ -104,9 +116,15 @@ if hasattr(aten, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
 def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Products with a stack of weights [E, N, K], or with a vector, of the dequantized values."""
     for operand in args:
-        if isinstance(operand, QuantizedTensor) and operand.recipe.activations is not None:
-            raise NotImplementedError(
-                f'{func} with {describe(operand.shape, operand.recipe)}: activations="dynamic" is defined for linear '
-                "layers; loop over them, or call .dequantize()"
-            )
+        if isinstance(operand, QuantizedTensor):
+            _refuse_dense_products(func, operand)
     return _decoded_inside(func, args, kwargs)
+
+
+def _refuse_dense_products(func: Any, operand: QuantizedTensor) -> None:
+    """Raise where a recipe asks for products of quantized inputs, which are not defined here."""
+    if operand.recipe.activations is not None:
+        raise NotImplementedError(
+            f'{func} with {describe(operand.shape, operand.recipe)}: activations="dynamic" is defined for linear '
+            "layers; loop over them, or call .dequantize()"
+        )

@@ -343,18 +343,4 @@ def copy_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     count_writes(args[0])
 
 
-def refuse_data(q: Tensor, value: Tensor) -> None:
-    """Raises: `q.data = value` would replace a wrapper that has no bytes, keep the old parts, and so lose the write."""
-    what = (
-        describe(q.shape, q.recipe)
-        if isinstance(q, QuantizedTensor)
-        else "a plain tensor's .data to a quantized weight"
-    )
-    raise NotImplementedError(
-        f"assigning .data of {what} is not defined; call .copy_(value) on it under torch.no_grad() (it requantizes in "
-        "place, and copies the bytes where the recipes agree), or assign a new nn.Parameter to the module"
-    )
-
-
 TORCH_FUNCTIONS[Tensor.requires_grad_] = requires_grad_
-TORCH_FUNCTIONS[Tensor.data.__set__] = refuse_data  # type: ignore[attr-defined]

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/trainers/accelerate_fsdp2.py --out runs/accelerate [--storage high_precision]
 
 What does not work (accelerate 1.15):
-  * `prepare(model, optimizer)` tells parameters apart by `data_ptr()`, which is 0 for quantized weights of either
-    storage: the optimizer gets one of them many times. MasterWeightOptimizer refuses to step then; others cannot tell.
-    Shard by `fsdp2_prepare_model`, as `prepare` does, then build the optimizer, and hand it to `prepare_optimizer`.
+  * `prepare(model, optimizer)` gives the optimizer the shards in place of the weights it was built with.
+    MasterWeightOptimizer, whose masters are those of whole weights, refuses to step then. Shard by
+    `fsdp2_prepare_model`, as `prepare` does, then build the optimizer, and hand it to `prepare_optimizer`.
   * On CPU the plugin is ignored, and `prepare` makes DDP of the model; see `accelerator`.
   * `cpu_ram_efficient_loading=True` broadcasts weights, which is refused. Read a checkpoint instead.
   * `save_state` has no place for a planner, and is refused. Use dcp.

@@ -70,18 +70,18 @@ def test_the_plugin_is_ignored_on_cpu() -> None:
     assert run_ranks(2, _is_ignored_on_cpu) == [True, True]
 
 
-def _gives_the_optimizer_parameters_twice(storage: str) -> None:
+def _gives_the_optimizer_the_shards(storage: str) -> None:
     with launched():
         model = _model(storage)
         model, optimizer = accelerate_fsdp2.accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
         given = [param for group in optimizer.param_groups for param in group["params"]]
-        assert len(given) == len(list(model.parameters()))
-        assert len({id(param) for param in given}) < len(given)
+        assert list(map(id, given)) == list(map(id, model.parameters()))
+        assert all(isinstance(param, DTensor) for param in given)
 
 
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
-def test_prepare_loses_quantized_parameters_of_an_optimizer(storage: str) -> None:
-    run_ranks(2, _gives_the_optimizer_parameters_twice, storage)
+def test_prepare_gives_an_optimizer_the_shards_of_its_parameters(storage: str) -> None:
+    run_ranks(2, _gives_the_optimizer_the_shards, storage)
 
 
 def _steps_after_prepare(shards: bool) -> None:
@@ -90,15 +90,29 @@ def _steps_after_prepare(shards: bool) -> None:
         if shards:
             model = accelerate_fsdp2.fsdp2_prepare_model(accelerate, model)
             accelerate.state.fsdp_plugin.auto_wrap_policy = None
-        optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters())
-        _, optimizer = accelerate.prepare(model, optimizer)
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
+        model, optimizer = accelerate.prepare(model, optimizer)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        before = [param.to_local().parts()["payload"].clone() for param in _quantized(model)]
         optimizer.step()
+        after = [param.to_local().parts()["payload"] for param in _quantized(model)]
+        assert all(
+            not torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in zip(before, after, strict=True)
+        )
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["before", "after sharding"])
-def test_a_step_after_prepare_is_refused(shards: bool) -> None:
-    for error in run_ranks_catching(2, _steps_after_prepare, shards):
+def _quantized(model: LlamaForCausalLM) -> list[DTensor]:
+    return [param for param in model.parameters() if isinstance(param.to_local(), QuantizedTensor)]
+
+
+def test_a_step_after_prepare_is_refused_for_an_optimizer_of_whole_weights() -> None:
+    for error in run_ranks_catching(2, _steps_after_prepare, False):
         assert error.startswith("RuntimeError: MasterWeightOptimizer.step: param_groups no longer hold the parameters")
+
+
+def test_an_optimizer_of_shards_steps_after_prepare() -> None:
+    run_ranks(2, _steps_after_prepare, True)
 
 
 def _broadcasts_weights() -> None:
