@@ -15,7 +15,9 @@ shapes are dynamic: one compilation serves all shapes, or two if the dims of the
 for a dim of size 1. On a GPU only the number of rows (dim 0) is: a dynamic row length makes inductor divide 64-bit
 numbers for each element, and load and store one element at a time. So there each row length is compiled once, up to
 LAYOUTS of them, and the dynamic code serves those that come later. inductor stores compiled code in its cache on disk,
-where other processes and ranks find it.
+where other processes and ranks find it. The code is for vectors of one width, which inductor leaves out of the key: a
+machine with other vectors that shares the cache would write beyond the output, or only half of it. As an option the
+width is part of the key, so it is always said, even where inductor would choose the same.
 
 A kernel may come with code written by hand for a GPU, which then runs in place of what inductor would make, under the
 same policy. If it fails, inductor's takes its place, with one warning for each such kernel; in mode "compiled" it
@@ -41,7 +43,7 @@ COMPILED_ON = frozenset({"cpu", "cuda", "xpu"})
 BY_HAND_ON = frozenset({"cuda"})
 LAYOUTS = 16  # for which a kernel is compiled on a GPU; a model has a handful of row lengths
 VARIABLE = "QTENSOR_KERNELS"
-NARROW: dict[str, Any] = {"cpp.simdlen": 256}  # bits; an option of inductor's
+VECTORS = {"AVX512": 512, "AVX2": 256}  # bits that inductor takes by itself, by what torch says of an x86 CPU
 
 
 class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
@@ -76,8 +78,10 @@ class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
         use_kernels.mode = self._before
 
 
-def _has_wide_vectors() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+def _for_cpu(*, narrow: bool) -> dict[str, Any]:
+    """What torch.compile is told of the CPU's vectors."""
+    bits = VECTORS.get(torch.backends.cpu.get_cpu_capability())
+    return {} if bits is None else {"options": {"cpp.simdlen": min(bits, 256) if narrow else bits}}
 
 
 def _begin_as_told() -> None:
@@ -167,9 +171,8 @@ class Kernel:
                 code = fn.__code__.replace(co_name="__".join((fn.__name__, *sizes)))
                 fn = types.FunctionType(code, fn.__globals__, code.co_name, fn.__defaults__, fn.__closure__)
                 dynamic = None
-            options: dict[str, Any] = (
-                {"options": NARROW} if self._narrow and layout is None and _has_wide_vectors() else {}
-            )
+            on_cpu = args[0].device.type == "cpu"
+            options: dict[str, Any] = _for_cpu(narrow=self._narrow) if on_cpu else {}
             self._compiled[layout] = torch.compile(fn, dynamic=dynamic, fullgraph=True, **options)
         if layout is not None:
             for arg in args:

@@ -3,8 +3,12 @@
 import functools
 import gc
 import importlib.util
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -459,12 +463,16 @@ def test_a_packed_weight_counts_by_its_elements(compiler: Compiler, monkeypatch:
         assert compiler.calls == calls
 
 
-@pytest.mark.parametrize(("capability", "narrow"), [("AVX512", True), ("AVX2", False), ("DEFAULT", False)])
-def test_packed_codes_are_decoded_to_16_bits_in_vectors_that_they_fill(
+@pytest.mark.parametrize(
+    ("capability", "bits", "narrow"), [("AVX512", 512, 256), ("AVX2", 256, 256), ("DEFAULT", None, None)]
+)
+def test_code_for_a_cpu_says_for_which_vectors(
     monkeypatch: pytest.MonkeyPatch,
     capability: str,
-    narrow: bool,
+    bits: int | None,
+    narrow: int | None,
 ) -> None:
+    """Which makes them part of the key in the cache on disk; packed codes take vectors that they fill."""
     given: list[Any] = []
 
     def compile_(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -477,14 +485,39 @@ def test_packed_codes_are_decoded_to_16_bits_in_vectors_that_they_fill(
     for name, dtype, expected in (
         ("nvfp4", torch.bfloat16, narrow),
         ("nvfp4", torch.float16, narrow),
-        ("nvfp4", torch.float32, False),
-        ("mxfp8", torch.bfloat16, False),
+        ("nvfp4", torch.float32, bits),
+        ("mxfp8", torch.bfloat16, bits),
     ):
         with use_kernels("eager"):
             q = quantize(weight(32, 96), RECIPES[name])
         with use_kernels("compiled"):
             q.dequantize(dtype)
-        assert given.pop() == ({"cpp.simdlen": 256} if expected else None)
+        assert given.pop() == (None if expected is None else {"cpp.simdlen": expected})
+
+
+DOUBLED = """
+import torch
+from fsdp_hooks.compiled import Kernel, use_kernels
+from torch._dynamo.utils import counters
+use_kernels("compiled")
+x = torch.arange(1000.0)
+assert torch.equal(Kernel(lambda x: x * 2 + 1, "doubled")(x), x * 2 + 1)
+print(torch.backends.cpu.get_cpu_capability(), counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_a_cache_that_cpus_of_other_vectors_share(tmp_path: Path) -> None:
+    """Code for vectors of another width writes half of the output, or beyond it."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("needs a CPU that can run code for vectors of both widths")
+    told = []
+    for capability in ("avx512", "avx2", "avx512"):
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
+        done = subprocess.run([sys.executable, "-c", DOUBLED], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout.split())
+    assert told == [["AVX512", "0"], ["AVX2", "0"], ["AVX512", "1"]]
 
 
 def test_a_kernel_that_gave_up_runs_in_chunks(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
