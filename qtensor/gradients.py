@@ -41,6 +41,7 @@ from torch import Tensor
 from fsdp_hooks.torch_private import constant_in_graphs, is_tracing
 from qtensor import kernels
 from qtensor.contents import parts_per_row
+from qtensor.emulation import tell_of_emulation
 from qtensor.formats import column_multiple, format_of, registered, specs_of
 from qtensor.products import Parts, quantized_rows, scaled_mm_support, without_autocast
 from qtensor.recipes import Recipe
@@ -144,10 +145,11 @@ def _weight_gradient(grad: Tensor, x: Tensor, kinds: Kinds) -> Tensor:
 def _multiplied(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
     """The product of gradients a [M, C] and what b [L, C] holds of the other operand, [M, L] in the dtype of `like`."""
     rows, columns = b["payload"].shape
-    supported, _ = scaled_mm_support(like.device, kinds.other, like.dtype, rows, columns)
+    supported, reason = scaled_mm_support(like.device, kinds.other, like.dtype, rows, columns)
     route = registered(kinds.other).route
     if supported and route is not None:
         return route.multiply(a, b, like.dtype)
+    tell_of_emulation(like.device, type(kinds.other).__name__, reason)
     return emulated(a, b, kinds, like.dtype)
 
 

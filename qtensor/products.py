@@ -15,7 +15,8 @@ There are two routes to the product. The hardware's is torch.nn.functional.scale
 to call it and where its kernels exist (its `Route`), and `scaled_mm_support` tells whether they support a case, and
 why if they do not. Everything else is emulated: both operands are decoded to fp32, multiplied in fp32 and rounded once
 to the input's dtype. The two routes differ in the order and width of the accumulation, and in where scales are rounded
-in fp32: the hardware applies them to sums, the emulation to elements. The CPU always emulates.
+in fp32: the hardware applies them to sums, the emulation to elements. The CPU always emulates; elsewhere one warning
+tells of it (emulation.py).
 """
 
 import contextlib
@@ -25,13 +26,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_hooks.torch_private import is_tracing
 from qtensor import kernels
 from qtensor.contents import decoded, parts_per_row
+from qtensor.emulation import tell_of_emulation
 from qtensor.formats import Route, describe, registered
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 
 Parts = Mapping[str, Tensor]
+OTHER_SHAPE = "scaled_mm is not used for a weight that is a view of parts of another shape"
 
 
 def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
@@ -56,11 +60,12 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
     with torch.no_grad():
         flat = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)  # [M, K]
         parts = quantized_rows(flat, weight.recipe)
-        supported, _ = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
+        supported, reason = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
         route = registered(weight.recipe).route
         if supported and route is not None and weight._lens.described is None:
             y = route.multiply(parts, parts_per_row(weight), x.dtype)
         else:
+            tell_of_emulation(x.device, type(weight.recipe).__name__, "" if is_tracing() else reason or OTHER_SHAPE)
             y = emulated(parts, weight, x.dtype)
         # not a view: autograd would refuse in-place writes to one
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], rows))  # type: ignore[no-any-return]

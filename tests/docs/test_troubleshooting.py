@@ -24,6 +24,7 @@ TORCHS = {  # messages of torch that are met on the way
 RAISED_IN = {
     "use True or False": "tests/fsdp_hooks/test_refusals.py",
     "torch.compile failed": "tests/qtensor/test_kernels.py",
+    "is emulated on this device": "tests/qtensor/test_emulation.py",
     "to all ranks is not defined": "tests/fsdp_hooks/test_state_dict_apis.py",
     "its state is empty": "tests/qtensor/test_optim_states.py",
     "is not sound, nothing has been written": "tests/dcp_adapters/test_deep.py",
