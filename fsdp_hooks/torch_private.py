@@ -49,6 +49,7 @@ __all__ = [
     "one_dispatch_state",
     "root_mesh",
     "shard_rows",
+    "traced_inputs",
     "tree_map",
     "without_torch_function",
     "written_by",
@@ -99,6 +100,18 @@ def asking_package() -> str:
     """The package of the code that called a method, from two calls inside of it: the method calls who asks this."""
     name: str = sys._getframe(3).f_globals.get("__name__", "")
     return name.partition(".")[0]
+
+
+def traced_inputs() -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that dynamo has taken into the trace of this thread, with the expression it comes from.
+
+    Of all that torch keeps of a trace, this alone has the tensors as they are: whoever computes the key of a graph, for
+    one of torch's caches on disk, is within the trace, and asks only the outermost tensor.
+    """
+    context = TracingContext.try_get()
+    if context is not None:
+        for tensor, symbolic in list(context.tensor_to_context.items()):
+            yield symbolic.tensor_source.name, tensor
 
 
 def constant_in_graphs(fn: Callback) -> Callback:

@@ -43,7 +43,7 @@ from qtensor.agreement import DenseScales, claim_of, decided, encode_agreed, sca
 from qtensor.cut_blocks import CutBlocks
 from qtensor.data_attribute import SET_DATA, exchanged
 from qtensor.formats import check_shape, describe, registered
-from qtensor.graph_key import graph_key
+from qtensor.graph_key import THIS_CODE, Keyed, KeyTag
 from qtensor.high_precision_ops import ALIASES, KEEPS, RESHAPES_IN_PLACE, SAME_ROWS, TRANSPOSES
 from qtensor.kernels import amax_shape, shared_amax
 from qtensor.made_anew import address, made_anew
@@ -67,7 +67,7 @@ class Agreement:
     cut: CutBlocks | None = None
 
 
-class HighPrecisionWeight(Tensor):
+class HighPrecisionWeight(Keyed, Tensor):
     """A dense tensor [.., K] that FSDP2 gathers quantized.
 
     F.linear, t() and transpose() quantize it, because they begin products; any other operation sees the dense tensor.
@@ -197,19 +197,17 @@ class HighPrecisionWeight(Tensor):
         return on_resolved(_dispatched, func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        context = self.recipe, self.padded_rows, self.agreement.cut
+        KeyTag.put()
+        context = self.recipe, self.padded_rows, self.agreement.cut, THIS_CODE
         return ["dense", *(["agreed"] if self.agreed is not None else [])], context
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "HighPrecisionWeight":
-        recipe, padded_rows, cut = context
+        recipe, padded_rows, cut, _ = context
         agreement = Agreement(inner.get("agreed"), cut)
         return HighPrecisionWeight(inner["dense"], recipe, agreement=agreement, padded_rows=padded_rows)
-
-    def _stable_hash_for_caching(self) -> str:
-        return graph_key(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:

@@ -40,7 +40,7 @@ from qtensor.formats import (
     registered,
     specs_of,
 )
-from qtensor.graph_key import graph_key
+from qtensor.graph_key import THIS_CODE, Keyed, KeyTag
 from qtensor.lens import OWN, Lens
 from qtensor.made_anew import address, made_anew
 from qtensor.moves import Note
@@ -53,7 +53,7 @@ OPS: dict[Any, Callable[..., Any]] = {}
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
-class QuantizedTensor(AllGatherHooks, Tensor):
+class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
     """Base of the tensor classes of all formats; built by `quantize` or `QuantizedTensor.from_parts`.
 
     Attributes:
@@ -218,18 +218,16 @@ class QuantizedTensor(AllGatherHooks, Tensor):
         return on_resolved(handler, func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(held(self)), (self.recipe, self.dtype, self._lens, self._sharding)
+        KeyTag.put()
+        return list(held(self)), (self.recipe, self.dtype, self._lens, self._sharding, THIS_CODE)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "QuantizedTensor":
-        recipe, dtype, lens, sharding = context
+        recipe, dtype, lens, sharding, _ = context
         kind = registered(recipe).tensor_class
         return kind(inner, recipe, dtype, lens=lens, sharding=sharding, shape=outer_size)  # type: ignore[no-any-return]
-
-    def _stable_hash_for_caching(self) -> str:
-        return graph_key(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:

@@ -199,6 +199,21 @@ def test_is_tracing_is_true_while_a_compiler_looks_at_tensors() -> None:
     assert not torch_private.is_tracing()
 
 
+def test_traced_inputs_are_the_tensors_themselves_under_the_names_that_torch_keys_graphs_by() -> None:
+    found: list[dict[str, torch.Tensor]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.append(dict(torch_private.traced_inputs()))
+        return graph.forward
+
+    assert not dict(torch_private.traced_inputs())
+    x, q = torch.ones(2, 32), quantize(torch.ones(2, 32), MXFP8BlockScaling())
+    torch.compile(lambda x, ws: x + ws[1].detach().dequantize(), backend=backend, fullgraph=True)(x, [None, q])
+    (seen,) = found
+    assert seen["L['x']"] is x
+    assert seen["L['ws'][1]"] is q
+
+
 def test_a_compilation_in_one_thread_is_no_tracing_in_another() -> None:
     begun, end = threading.Event(), threading.Event()
 
