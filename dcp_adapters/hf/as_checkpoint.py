@@ -12,7 +12,7 @@ here, before anything is loaded: those of experts must agree, and one stored as 
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -140,6 +140,24 @@ class Presented:
         parts = {key for entry in self.quantized.values() for key in entry.part_keys()}
         dense = {key: Entry(key, None, held.shape, held.dtype) for key, held in self.placed.items() if key not in parts}
         return dense | self.quantized
+
+
+def renamed(made: Presented, name_of: Callable[[str], str]) -> Presented:
+    """The same under other names.
+
+    Raises:
+        ValueError: two tensors would have one name.
+    """
+    found = Presented(made.layout, scales={name_of(name) for name in made.scales})
+    for name, entry in made.entries.items():
+        other = replace(entry, name=name_of(name))
+        for key, its in zip(entry.part_keys(), other.part_keys(), strict=True):
+            if its in found.placed:
+                raise ValueError(f"{name}: the directory has {other.name} twice, under this name and another one")
+            found.placed[its] = made.placed[key]
+        if other.recipe is not None:
+            found.quantized[other.name] = other
+    return found
 
 
 def presented(directory: Directory, contents: Contents, wanted: Mapping[str, Entry], look: Look) -> Presented:

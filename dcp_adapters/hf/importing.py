@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, plain_leaf
+from dcp_adapters.hf.architectures import architecture_of
 from dcp_adapters.hf.materialise import Live, materialise
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
@@ -55,8 +56,9 @@ def import_hf(
             hf_quant_config.json where it is quantized.
         model: its parameters and buffers are written in place; those on the meta device get memory first, unless
             anything does not fit. The names in its state dict are those in the directory, except that a weight
-            [E, N, K] `experts.gate_up_proj` or `experts.down_proj` consists of `experts.<e>.gate_proj.weight`, ...
-            None: there is no model.
+            [E, N, K] `experts.gate_up_proj` or `experts.down_proj` consists of `experts.<e>.gate_proj.weight`, ... A
+            model of transformers may have other names in memory than in its files; transformers' own rules say which
+            are which. None: there is no model.
         on_mismatch: "raise", a parameter whose recipe is not the directory's is an error. "convert", it is requantized,
             or dequantized where it is dense.
         device: where parameters of the meta device get their memory; None: on the device of their mesh, or the CPU.
@@ -87,7 +89,10 @@ def import_hf(
     live = Live.of(model)
     show = progress and rank_of(None) == 0
     reader = HuggingFaceReader(
-        path, wanted={name: entry_of(name, value) for name, value in live.state.items()}, show=show
+        path,
+        wanted={name: entry_of(name, value) for name, value in live.state.items()},
+        show=show,
+        architecture=architecture_of(model),
     )
     names: list[str] = []
     on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch)))
@@ -107,7 +112,7 @@ def check_import(path: str | os.PathLike[str], model: nn.Module, *, on_mismatch:
     """
     live = Live.of(model)
     wanted = {name: entry_of(name, value) for name, value in live.state.items()}
-    _compare(HuggingFaceReader(path, wanted=wanted), live, on_mismatch)
+    _compare(HuggingFaceReader(path, wanted=wanted, architecture=architecture_of(model)), live, on_mismatch)
 
 
 def _whole_state_dict(path: str | os.PathLike[str], device: torch.device | str, *, show: bool) -> dict[str, Tensor]:

@@ -37,6 +37,11 @@ class Job:
         return [name for output in self.outputs for name in (output.source, output.twin) if name is not None]
 
 
+def own_groups(source: Source, group_of: GroupOf) -> GroupOf:
+    """The groups of tensors by the names that they have where they come from, in memory say."""
+    return lambda name: group_of(source.own_name(name))
+
+
 def in_groups(outputs: Iterable[Output], group_of: GroupOf) -> list[tuple[Output, ...]]:
     """The outputs of each group, groups in the order in which they first occur."""
     groups: dict[Hashable, list[Output]] = {}

@@ -18,7 +18,8 @@ FUSED = (
 )
 # What engines call the linear that they make of several.
 JOINED = {"qkv_proj": FUSED[0], "fused_qkv_a_proj": FUSED[1], "gate_up_proj": FUSED[2], "w13": FUSED[3]}
-HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
+WHOLE = ("gate_up_proj", "down_proj")  # weights of all experts that some files have as they are
+HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 
 
 # Models (`model_type`) whose files have linears of experts under other names than <experts>.<e>.gate_proj, up_proj and
@@ -74,7 +75,7 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
 def whole_experts(name: str, shape: Sequence[int]) -> list[Piece] | None:
     """A weight of all experts as the one piece that it is where it is stored whole; None for any other."""
     parent, _, own = name.rpartition(".")
-    if len(shape) != 3 or parent.rpartition(".")[2] != "experts" or own not in ("gate_up_proj", "down_proj"):
+    if len(shape) != 3 or parent.rpartition(".")[2] != "experts" or own not in WHOLE:
         return None
     return [Piece(name, None, (0, shape[1]))]
 

@@ -8,13 +8,14 @@ cannot be exported is found here, before anything is written; scales that engine
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.experts import check_experts, engine_pieces
+from dcp_adapters.hf.file_names import FileNames, memory_modules
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, SHAPE, Form, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.rotations import check_rotations
@@ -92,13 +93,15 @@ class ExportPlan:
     """All of an export.
 
     json: file name -> content, config.json's `quantization_config` under that name. requantized: names of the weights
-    whose bytes change. dtype: that of dequantized weights.
+    whose bytes change. dtype: that of dequantized weights. weights: name -> shape of all tensors of the model that the
+    files have, a quantized one by the name and shape that it has where it is dense.
     """
 
     files: tuple[FilePlan, ...]
     json: Mapping[str, Any]
     requantized: tuple[str, ...]
     dtype: torch.dtype
+    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +115,8 @@ class Request:
 
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
     the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
-    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says.
+    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. names: of
+    the tensors in memory, where these differ.
     """
 
     layout: Layout
@@ -122,6 +126,7 @@ class Request:
     tied: bool = False
     requantize: bool = False
     dtype: torch.dtype | None = None
+    names: FileNames = field(default_factory=FileNames)
 
 
 def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
@@ -171,7 +176,8 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
         renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
     attentions = kv_attentions(records)
     kv_cache = kv_granularity(attentions, records, request.layout)
-    outputs = []
+    outputs: list[Output] = []
+    weights: dict[str, tuple[int, ...]] = {}
     for name, record in records.items():
         if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
             continue
@@ -180,17 +186,21 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
                 tensor for piece in pieces[name] for tensor in _written_linear(piece, record, schemes, inputs, request)
             ]
             outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
+            weights |= dict(_dense_weight(piece, record) for piece in pieces[name])
         else:
             if request.dtype is not None and record.dtype.is_floating_point:
                 record = replace(record, dtype=request.dtype)  # noqa: PLW2901 - the values are cast when they are made
-            made = [Written(name, record.dtype, record.shape, "")] if name in turned else _written_dense(name, record)
+            whole = name in turned or name in request.names.whole
+            made = [Written(name, record.dtype, record.shape, "")] if whole else [*_written_dense(name, record)]
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
+            weights |= {written.name: written.shape for written in made}
     outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
     recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
-    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, rotated)
+    also = memory_modules(request.names, [*schemes, *ignored])
+    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, rotated, also)
     dtype = request.dtype or next(iter(quantized.values())).dtype
     files = _files_within(outputs, request.max_shard_size)
-    return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype)
+    return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype, weights)
 
 
 # -- linears -----------------------------------------------------------------------------------------------------------
@@ -272,6 +282,13 @@ def _written_linear(
             form = stored.form.shape(spec.shape(shape))
             dtype = stored.form.dtype or spec.dtype
             yield Written(name, dtype, form, stored.part, stored.form, None if whole else piece)
+
+
+def _dense_weight(piece: Piece, record: Entry) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of a linear where it is dense; all experts that are stored whole are transposed then."""
+    if piece.expert is None and len(record.shape) == 3:
+        return piece.module, (record.shape[0], record.shape[2], record.shape[1])
+    return f"{piece.module}.weight".lstrip("."), (piece.rows[1] - piece.rows[0], record.shape[-1])
 
 
 def _written_dense(name: str, record: Entry) -> Iterable[Written]:

@@ -25,8 +25,8 @@ from qtensor.selection import matches, unmatched
 class Quantizing:
     """recipe: how. include, exclude: globs over the modules of linears, as of quantize_.
 
-    linears: the weights of the model's linears, by the names of the source; None: every dense matrix `<module>.weight`
-    but embeddings.
+    linears: the weights of the model's linears, by their names in memory, as those of modules are; None: every dense
+    matrix `<module>.weight` but embeddings.
     """
 
     recipe: Recipe
@@ -41,9 +41,11 @@ class Quantizing:
             ValueError: an include pattern matches no linear; a shape does not fit the recipe's blocks.
         """
         linears = {
-            name.rpartition(".")[0]: name
+            source.own_name(name).rpartition(".")[0]: name
             for name, entry in source.entries.items()
-            if entry.recipe is None and entry.dtype in APPEARANCE_DTYPES and self._is_linear(name, entry)
+            if entry.recipe is None
+            and entry.dtype in APPEARANCE_DTYPES
+            and self._is_linear(source.own_name(name), entry)
         }
         for pattern in unmatched(self.include, linears):
             raise ValueError(f"include pattern {pattern!r} matches no dense linear of the source")
@@ -96,6 +98,9 @@ class _QuantizingSource(Source):
         for name in how.chosen(source):
             entries[name] = replace(entries[name], recipe=how.recipe.stored)
         self.entries = entries
+
+    def own_name(self, name: str) -> str:
+        return self._source.own_name(name)
 
     def way(self, name: str) -> str:
         return self._source.way(name)

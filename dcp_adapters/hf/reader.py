@@ -30,11 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.as_checkpoint import Placed, Presented, Slice, presented
+from dcp_adapters.hf.architectures import Architecture
+from dcp_adapters.hf.as_checkpoint import Placed, Presented, Slice, presented, renamed
 from dcp_adapters.hf.directory import FileTensor, read_directory
+from dcp_adapters.hf.file_names import FileNames
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.rotations import said_tensor
-from dcp_adapters.hf.schemes import contents_of
+from dcp_adapters.hf.schemes import contents_of, weight_names
 from dcp_adapters.manifest import MANIFEST_JSON
 from dcp_adapters.reading.reader import failures_told
 from dcp_adapters.stored.progress_bar import progress_bar
@@ -81,6 +83,8 @@ class HuggingFaceReader(StorageReader):
         show: a progress bar over the bytes that are read, on a terminal.
         only_wanted: modules that hold nothing of `wanted` are left out, and files may have other names than the usual
             ones, see `read_directory`.
+        architecture: of the target; tensors are presented under its names in memory, which may differ from those in the
+            files. None: under those in the files.
 
     Raises:
         FileNotFoundError: there are no safetensors, or some are missing.
@@ -94,8 +98,10 @@ class HuggingFaceReader(StorageReader):
         wanted: Mapping[str, Entry] | None = None,
         show: bool = False,
         only_wanted: bool = False,
+        architecture: Architecture | None = None,
     ) -> None:
         super().__init__()
+        self.architecture = architecture
         self.path, self.wanted, self.show, self.only_wanted = Path(path), dict(wanted or {}), show, only_wanted
         self.root = self.path.parent if only_wanted and self.path.is_file() else self.path
         self.made: Presented | None = None
@@ -110,21 +116,20 @@ class HuggingFaceReader(StorageReader):
         """What the directory holds, as entries of a checkpoint; read once."""
         if self.made is None:
             directory = read_directory(self.path, any_name=self.only_wanted)
+            names = FileNames()
+            if self.architecture is not None:
+                names = self.architecture.named(weight_names(directory.tensors))
+            wanted = {names.file_name(name): want for name, want in self.wanted.items()}
             if self.only_wanted:
-                kept = self._of_wanted(directory.tensors)
+                kept = _of_wanted(directory.tensors, wanted)
                 left_out = frozenset(name.rpartition(".")[0] for name in directory.tensors.keys() - kept)
                 directory = dataclasses.replace(directory, tensors=kept, left_out=left_out)
-            counts = {name for name, want in self.wanted.items() if not want.dtype.is_floating_point}
+            counts = {name for name, want in wanted.items() if not want.dtype.is_floating_point}
             with OpenFiles(self.root) as files:
                 contents = contents_of(directory, counts)
-                self.made = presented(directory, contents, self.wanted, lambda tensor: files.piece(tensor)[...])
+                made = presented(directory, contents, wanted, lambda tensor: files.piece(tensor)[...])
+            self.made = renamed(made, names.memory_name) if names.in_files else made
         return self.made
-
-    def _of_wanted(self, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-        """The tensors of modules of which something is wanted, whatever else is in these."""
-        modules = {name.rpartition(".")[0] for name in self.wanted}
-        modules |= {piece.module for name, want in self.wanted.items() for piece in pieces_of(name, want.shape) or ()}
-        return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules}
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor, quantized or dense; None where none has this name."""
@@ -215,6 +220,13 @@ class HuggingFaceReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a directory."""
         return Path(checkpoint_id).is_dir()
+
+
+def _of_wanted(tensors: Mapping[str, FileTensor], wanted: Mapping[str, Entry]) -> dict[str, FileTensor]:
+    """The tensors of modules of which something is wanted, whatever else is in these."""
+    modules = {name.rpartition(".")[0] for name in wanted}
+    modules |= {piece.module for name, want in wanted.items() for piece in pieces_of(name, want.shape) or ()}
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules}
 
 
 def _whole_entry(entry: Placed, files: OpenFiles) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.architectures import Architecture
 from dcp_adapters.hf.directory import FileTensor
 from dcp_adapters.hf.reader import HuggingFaceReader, OpenFiles
 from dcp_adapters.source import Stored
@@ -32,13 +33,20 @@ class StoredDirectory(Stored):
         path: the directory.
         wanted: what it is compared with, by name; a weight of all experts is put together from the experts' linears
             where it is named here.
+        architecture: as of HuggingFaceReader.
 
     Raises:
         FileNotFoundError, ValueError: as HuggingFaceReader does.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, wanted: Mapping[str, Entry] | None = None) -> None:
-        self._reader = HuggingFaceReader(path, wanted=wanted)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        wanted: Mapping[str, Entry] | None = None,
+        architecture: Architecture | None = None,
+    ) -> None:
+        self._reader = HuggingFaceReader(path, wanted=wanted, architecture=architecture)
         self.path, self._made = self._reader.path, self._reader.presented()
         self._files = OpenFiles(self.path)  # each is opened once, its header parsed once
         self.layout, self.entries, self.blobs = self._made.layout, self._made.entries, list[str]()
