@@ -63,6 +63,11 @@ class Expected:
         beside = FileNames(found)
         return {name: found.get(name) or beside.file_name(name) for name in every}
 
+    @property
+    def asks(self) -> Collection[str]:
+        """The names of what transformers builds to read the files."""
+        return () if self.architecture is None else self.architecture.shapes
+
     def is_joined(self, name: str) -> bool:
         """Whether a weight of all experts is, by transformers' rules, the linears of the files that are made of it."""
         return name in self.names.in_memory and name not in self.names.whole

@@ -141,8 +141,7 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
         if not written.part:
             tensor = tensor.to(written.dtype)
         if piece is not None and tensor.ndim:
-            first, last = piece.rows
-            tensor = (tensor if piece.expert is None else tensor[piece.expert])[first:last]
+            tensor = piece.of(tensor)
         _check_rows(written, tensor)
     tensor = written.form.write(tensor).contiguous()
     assert (tensor.dtype, tuple(tensor.shape)) == (written.dtype, written.shape), written

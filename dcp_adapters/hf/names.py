@@ -7,7 +7,9 @@ Names in a layout's files are built on these.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 # In NVFP4 they must share one global scale, and in every format one scale of their common input.
 FUSED = (
@@ -41,12 +43,19 @@ class Piece:
     """A linear [N, K] that engines know by a module's name: some rows of one expert, or all of a weight.
 
     expert: its number, None for a weight of 2 dims, and for one of all experts that is stored whole. rows: (first,
-    last + 1) in the weight [.., N, K].
+    last + 1) in the weight [.., N, K]. turned: they are columns of a weight [E, K, N], and the linear is its transpose.
     """
 
     module: str
     expert: int | None
     rows: tuple[int, int]
+    turned: bool = False
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The linear, of the values of the weight."""
+        first, last = self.rows
+        own = weight if self.expert is None else weight[self.expert]
+        return own[:, first:last].transpose(0, 1) if self.turned else own[first:last]
 
 
 def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
@@ -70,6 +79,11 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
         for expert in range(shape[0])
         for number, half in enumerate(halves)
     ]
+
+
+def turned_pieces(name: str, shape: Sequence[int]) -> list[Piece]:
+    """The linears of a dense weight of all experts that models multiply by as it is, [E, K, N]; see `turned_experts`."""
+    return [replace(piece, turned=True) for piece in pieces_of(name, (shape[0], shape[2], shape[1])) or ()]
 
 
 def whole_experts(name: str, shape: Sequence[int]) -> list[Piece] | None:

@@ -17,7 +17,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.experts import check_experts, engine_pieces
 from dcp_adapters.hf.file_names import FileNames, memory_modules
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, SHAPE, Form, Layout, Linears, Scheme, kind_of
-from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
+from dcp_adapters.hf.names import Piece, pieces_of, turned_experts, turned_pieces
 from dcp_adapters.hf.rotations import check_rotations
 from dcp_adapters.hf.shared_scales import (
     KV_SCALES,
@@ -116,7 +116,7 @@ class Request:
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
     the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
     dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. names: of
-    the tensors in memory, where these differ.
+    the tensors in memory, where these differ. asks: names of what an engine builds to read the files, as far as known.
     """
 
     layout: Layout
@@ -127,6 +127,7 @@ class Request:
     requantize: bool = False
     dtype: torch.dtype | None = None
     names: FileNames = field(default_factory=FileNames)
+    asks: Collection[str] = frozenset()
 
 
 def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
@@ -190,8 +191,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
         else:
             if request.dtype is not None and record.dtype.is_floating_point:
                 record = replace(record, dtype=request.dtype)  # noqa: PLW2901 - the values are cast when they are made
-            whole = name in turned or name in request.names.whole
-            made = [Written(name, record.dtype, record.shape, "")] if whole else [*_written_dense(name, record)]
+            made = list(_written_dense(name, record, request, turned=name in turned))
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
             weights |= {written.name: written.shape for written in made}
     outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
@@ -291,14 +291,20 @@ def _dense_weight(piece: Piece, record: Entry) -> tuple[str, tuple[int, ...]]:
     return f"{piece.module}.weight".lstrip("."), (piece.rows[1] - piece.rows[0], record.shape[-1])
 
 
-def _written_dense(name: str, record: Entry) -> Iterable[Written]:
-    """A dense tensor as it is; a weight of all experts as the linears that engines know."""
-    pieces = pieces_of(name, record.shape) if len(record.shape) == 3 else None
+def _written_dense(name: str, record: Entry, request: Request, *, turned: bool) -> Iterable[Written]:
+    """A dense tensor as it is; a weight of all experts as the linears that engines know, where they do.
+
+    They know none of one [E, K, N] that is multiplied as it is, unless they ask for them.
+    """
+    pieces = pieces_of(name, record.shape) if len(record.shape) == 3 and name not in request.names.whole else None
+    if turned:
+        found = turned_pieces(name, record.shape)
+        pieces = found if found and all(f"{piece.module}.weight" in request.asks for piece in found) else None
     if pieces is None:
         yield Written(name, record.dtype, record.shape, "")
         return
     for piece in pieces:
-        shape = (piece.rows[1] - piece.rows[0], record.shape[-1])
+        shape = (piece.rows[1] - piece.rows[0], record.shape[1] if piece.turned else record.shape[-1])
         yield Written(f"{piece.module}.weight", record.dtype, shape, "", piece=piece)
 
 

@@ -100,6 +100,7 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
             asked.requantize,
             asked.dtype,
             asked.expected.names,
+            asked.expected.asks,
         )
         check_names(source.entries, asked.described, asked.layout, asked.expected)
         planned = plan_export(source.entries, request)
