@@ -18,6 +18,7 @@ from dcp_adapters.source import Group, Keep, Source
 from qtensor.agreement import flat_amax, scale_of
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, tensor_wide
 from qtensor.recipes import Recipe
+from qtensor.routers import is_router_class, left_alone, routers_among
 from qtensor.selection import matches, unmatched
 
 
@@ -26,13 +27,14 @@ class Quantizing:
     """recipe: how. include, exclude: globs over the modules of linears, as of quantize_.
 
     linears: the weights of the model's linears, by their names in memory, as those of modules are; None: every dense
-    matrix `<module>.weight` but embeddings.
+    matrix `<module>.weight` but embeddings. routers: modules of linears that are routers by their classes.
     """
 
     recipe: Recipe
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     linears: frozenset[str] | None
+    routers: frozenset[str] = frozenset()
 
     def chosen(self, source: Source) -> list[str]:
         """The weights to quantize, in the order of the source.
@@ -49,10 +51,12 @@ class Quantizing:
         }
         for pattern in unmatched(self.include, linears):
             raise ValueError(f"include pattern {pattern!r} matches no dense linear of the source")
+        routers = routers_among(linears, map(source.own_name, source.entries)) | (self.routers & linears.keys())
+        left = left_alone(routers, linears, self.include)
         names = [
             name
             for module, name in linears.items()
-            if matches(module, self.include) and not matches(module, self.exclude)
+            if matches(module, self.include) and not matches(module, self.exclude) and module not in left
         ]
         for name in names:
             check_shape(source.entries[name].shape, self.recipe, name)
@@ -76,6 +80,15 @@ def linears_of(module: nn.Module, prefix: str | None) -> frozenset[str]:
         plain_name(f"{fqn}.weight".lstrip(".")).removeprefix(prefix or "")
         for fqn, child in module.named_modules()
         if isinstance(child, nn.Linear) and uses[id(child.weight)] == 1
+    )
+
+
+def routers_by_class(module: nn.Module, prefix: str | None) -> frozenset[str]:
+    """The names of a model's linears whose class says that they are routers, without the prefix."""
+    return frozenset(
+        plain_name(fqn).removeprefix(prefix or "")
+        for fqn, child in module.named_modules()
+        if isinstance(child, nn.Linear) and is_router_class(child)
     )
 
 

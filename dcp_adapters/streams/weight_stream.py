@@ -25,7 +25,7 @@ from dcp_adapters.hf.layout import layout_named
 from dcp_adapters.hf.making import Job, in_groups, made_tensors, own_groups
 from dcp_adapters.hf.plan import ExportPlan, Output
 from dcp_adapters.hf.prepare import Asked, prepared, requantizes
-from dcp_adapters.hf.quantizing import Quantizing, linears_of
+from dcp_adapters.hf.quantizing import Quantizing, linears_of, routers_by_class
 from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Keep, Source
 from dcp_adapters.stored.progress_bar import progress_bar
@@ -340,5 +340,6 @@ def _quantizing(
     given: Any, recipe: Recipe, include: tuple[str, ...], exclude: tuple[str, ...], prefix: str | None
 ) -> Quantizing:
     registered(recipe)
-    linears = linears_of(given, prefix) if isinstance(given, nn.Module) else None
-    return Quantizing(recipe, include, exclude, linears)
+    if not isinstance(given, nn.Module):
+        return Quantizing(recipe, include, exclude, None)
+    return Quantizing(recipe, include, exclude, linears_of(given, prefix), routers_by_class(given, prefix))
