@@ -8,6 +8,7 @@ Names in a layout's files are built on these.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -121,9 +122,12 @@ def fused_key(module: str) -> tuple[str, ...] | None:
     return (parent, *fused) if fused else None
 
 
-def fused_sets(modules: Iterable[str]) -> list[list[str]]:
-    """The modules in sets of those that an engine fuses, in order; one that is fused with none is alone."""
+def fused_sets(modules: Iterable[str], also: Mapping[str, str] = MappingProxyType({})) -> list[list[str]]:
+    """The modules in sets of those that an engine fuses, in order; one that is fused with none is alone.
+
+    also: module -> its name in memory, where that differs; files may call q_proj otherwise.
+    """
     sets: dict[tuple[str, ...], list[str]] = {}
     for module in modules:
-        sets.setdefault(fused_key(module) or (module,), []).append(module)
+        sets.setdefault(fused_key(module) or fused_key(also.get(module, module)) or (module,), []).append(module)
     return list(sets.values())

@@ -161,7 +161,8 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
     if orphans:
         raise ValueError(f"{listed(orphans)}: the weight beside it is not quantized; leave it out")
-    inputs = input_scales(pieces, entries, request.scales)
+    also = memory_modules(request.names, owners)
+    inputs = input_scales(pieces, entries, request.scales, also)
     schemes = {
         module: Scheme.of(_kind(name, quantized[name].recipe), calibrated=module in inputs)
         for module, name in owners.items()
@@ -169,12 +170,13 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     for module, scheme in schemes.items():
         request.layout.entry(scheme, module)
     ignored = _ignored(records, schemes, turned, tied=request.tied)
+    also |= memory_modules(request.names, ignored)
     _check_once(schemes, ignored)
     check_rotations(rotated, request.layout, [*schemes, *ignored])
     renewed: dict[str, float] = {}
     if request.layout.fuses:
-        check_fused(schemes, ignored)
-        renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
+        check_fused(schemes, ignored, also)
+        renewed = renewed_scales(owners, schemes, request.scales, also, requantize=request.requantize)
     attentions = kv_attentions(records)
     kv_cache = kv_granularity(attentions, records, request.layout)
     outputs: list[Output] = []
@@ -196,7 +198,6 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
             weights |= {written.name: written.shape for written in made}
     outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
     recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
-    also = memory_modules(request.names, [*schemes, *ignored])
     linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, rotated, also)
     dtype = request.dtype or next(iter(quantized.values())).dtype
     files = _files_within(outputs, request.max_shard_size)
