@@ -48,8 +48,8 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """Context manager: nn.Linear weights built inside become quantized parameters.
 
-    Works under `torch.device("meta")` and for unmodified third-party models. Biases, norms, embeddings, tied weights and
-    routers, which choose experts (qtensor/routers.py), stay as they are.
+    Works under `torch.device("meta")` and for unmodified third-party models. Biases, norms, embeddings, tied weights
+    and routers, which choose experts (qtensor/routers.py), stay as they are.
 
     Args:
         recipe: how to quantize.
@@ -198,9 +198,9 @@ class _Registrations:
 
 def _routers_with(parent: nn.Module, name: str, child: nn.Module) -> list[nn.Module]:
     """The linears that turn out to be routers, now that a module becomes a parent's child."""
-    found = [child] if _uses_linear(child) and named_router(name, "") else []
-    found += [inner for own, inner in child._modules.items() if inner is not None and named_router(own, name)]
-    beside = {**parent._modules, name: child}
+    found = [child] if named_router(name, "") else []
+    found += [inner for own, inner in child.named_children() if named_router(own, name)]
+    beside = {**dict(parent.named_children()), name: child} if name == EXPERTS or name in GATES else {}
     if EXPERTS in beside:
         found += [inner for own in GATES if (inner := beside.get(own)) is not None]
     return [module for module in found if _uses_linear(module)]
@@ -226,8 +226,8 @@ def quantize_(
     Args:
         model: any module; tied weights and weights that are quantized already are left alone.
         recipe: how to quantize.
-        include: globs over module fqns ("lm_head", "model.layers.*.mlp.*"); every one must match some nn.Linear. Routers,
-            which choose experts (qtensor/routers.py), are taken where a pattern matches nothing else.
+        include: globs over module fqns ("lm_head", "model.layers.*.mlp.*"); every one must match some nn.Linear.
+            Routers, which choose experts (qtensor/routers.py), are taken where a pattern matches nothing else.
         exclude: globs over the fqns of modules to leave out.
 
     Returns:

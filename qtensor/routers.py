@@ -63,7 +63,5 @@ def named_router(own: str, parent: str) -> bool:
 
 def left_alone(routers: Collection[str], linears: Collection[str], include: Sequence[str]) -> set[str]:
     """The routers that no include pattern asks for by itself."""
-    asking = [
-        pattern for pattern in include if all(name in routers for name in linears if fnmatchcase(name, pattern))
-    ]
+    asking = [pattern for pattern in include if all(name in routers for name in linears if fnmatchcase(name, pattern))]
     return {name for name in routers if not matches(name, asking)}

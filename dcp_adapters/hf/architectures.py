@@ -31,6 +31,7 @@ LIBRARY = "transformers"
 RULES = ("dot_natural_key", "rename_source_key", "revert_weight_conversion", "WeightConverter", "WeightRenaming")
 # Buffers that models compute and old files have; transformers leaves these out where a model has such a buffer.
 COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+LOADED_BY = "_weight_conversions"  # where transformers keeps the rules that a model was loaded by, for save_pretrained
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -134,7 +135,7 @@ class Architecture:
     # -- transformers' rules -------------------------------------------------------------------------------------------
 
     def _renamed(self, tensors: Iterable[str]) -> Iterable[tuple[str, str, Any, str | None]]:
-        """(name, name in memory, converter, its pattern that fits), in transformers' order; as it does when it loads."""
+        """(name, name in memory, converter, its pattern that fits), as transformers finds them when it loads."""
         rules, meta, prefix = self._rules, self._state, self._model.base_model_prefix
         mapping = importlib.import_module(f"{LIBRARY}.conversion_mapping").get_model_conversion_mapping(self._model)
         renamings = [one for one in mapping if isinstance(one, rules.WeightRenaming)]
@@ -167,9 +168,7 @@ class Architecture:
             made = converter.convert(own, model=self._model, config=self._model.config)
         except Exception as error:  # noqa: BLE001 - whatever an operation of transformers raises
             return [], f"they cannot be put together: {str(error).splitlines()[0]}"
-        shapes = {
-            name: tuple((value[0] if isinstance(value, list) else value).shape) for name, value in made.items()
-        }
+        shapes = {name: tuple((value[0] if isinstance(value, list) else value).shape) for name, value in made.items()}
         other = [f"{name} {list(shape)}" for name, shape in shapes.items() if self.shapes.get(name) != shape]
         return list(shapes), f"they would be {other[0]}, and the model has {list(self.shapes[own])}" if other else None
 
@@ -201,9 +200,14 @@ def architecture_of(model: Any) -> Architecture | None:
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # fully_shard makes another
-    built = _on_meta(lambda: own(model.config))
-    if built is not None and "_weight_conversions" in vars(model):  # those that it was loaded with
-        built._model._weight_conversions = deepcopy(model._weight_conversions)
+    return _on_meta(lambda: _alike(own, model))
+
+
+def _alike(own: Any, model: Any) -> Any:
+    """Another model of the class, with the config of this one and the rules that it was loaded by."""
+    built = own(deepcopy(model.config))
+    if LOADED_BY in vars(model):
+        setattr(built, LOADED_BY, deepcopy(getattr(model, LOADED_BY)))
     return built
 
 
@@ -228,8 +232,7 @@ def architecture_said(config: Mapping[str, Any], *, quantized_as: str | None = N
         return None
     autos = (library.AutoModelForCausalLM, library.AutoModelForImageTextToText)
     ways = [lambda: own(made)] if own is not None else [lambda auto=auto: auto.from_config(made) for auto in autos]
-    found = next((built for way in ways if (built := _on_meta(way, quantized_as)) is not None), None)
-    return found
+    return next((built for way in ways if (built := _on_meta(way, quantized_as)) is not None), None)
 
 
 def _library() -> Any:
@@ -261,7 +264,9 @@ def _change_modules(model: nn.Module, quantized_as: str) -> None:
     known: Mapping[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     for name, module in list(model.named_modules()):
         change = known.get(type(module).__name__)
-        methods = [str(getattr(one, "value", one)) for one in ([] if change is None else change["quantization_methods"])]
+        methods = [
+            str(getattr(one, "value", one)) for one in ([] if change is None else change["quantization_methods"])
+        ]
         if quantized_as in methods:
             config: Any = model.config
             model.set_submodule(name, change["module_name"](config.get_text_config()))

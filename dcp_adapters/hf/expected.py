@@ -56,9 +56,9 @@ class Expected:
         if other:
             its = self.names.otherwise[other[0]]
             raise ValueError(
-                f"{listed(other, SHOWN)}: files of this model hold {listed(its, SHOWN)} instead, from which transformers "
-                "makes it, and the export does not do the reverse; leave it dense and out of what is exported, and "
-                "take it from the model's directory by rest=... (--rest)"
+                f"{listed(other, SHOWN)}: files of this model hold {listed(its, SHOWN)} instead, from which "
+                "transformers makes it, and the export does not do the reverse; leave it dense and out of what is "
+                "exported, and take it from the model's directory by rest=... (--rest)"
             )
         beside = FileNames(found)
         return {name: found.get(name) or beside.file_name(name) for name in every}
@@ -121,8 +121,8 @@ class RenamedSource(Source):
         if len(self._own) < len(names):
             other = next(name for name, other in names.items() if self._own[other] != name)
             raise ValueError(
-                f"{other} and {self._own[names[other]]} are both {names[other]} in the model's files; leave one of them "
-                "out"
+                f"{other} and {self._own[names[other]]} are both {names[other]} in the model's files; leave one of "
+                "them out"
             )
         self.entries = {
             other: Entry(other, entry.recipe, entry.shape, entry.dtype)

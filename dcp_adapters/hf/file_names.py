@@ -109,7 +109,9 @@ def joined_names(names: Sequence[str], leaves: Sequence[str]) -> str | None:
         parents.add(".".join(filter(None, parent)))
     joined = leaves[0] if len(leaves) == 1 else JOINED.get(tuple(leaves))
     numbers = list(seen.values())
-    complete = all(each == set(range(len(numbers[0]))) for each in numbers) and len(names) == len(leaves) * len(numbers[0])
+    complete = all(each == set(range(len(numbers[0]))) for each in numbers) and len(names) == len(leaves) * len(
+        numbers[0]
+    )
     if joined is None or len(parents) != 1 or not complete:
         return None
     parent = parents.pop()
@@ -142,7 +144,7 @@ def names_of(own: Collection[str], names: FileNames, held: Collection[str]) -> d
 
 
 def _behind_prefixes(own: Collection[str], space: Mapping[str, str]) -> Iterator[dict[str, str] | None]:
-    """For each prefix that the names may have too much or too little, their names in the files where all of them fit."""
+    """For each prefix that the names may have too much or too little: their names in the files, where all fit."""
     first = next(iter(own), "")
     for added in {name[: -len(first)] for name in space if name.endswith(f".{first}")}:
         yield _all_in({name: f"{added}{name}" for name in own}, space)
@@ -154,7 +156,9 @@ def _behind_prefixes(own: Collection[str], space: Mapping[str, str]) -> Iterator
 
 
 def _all_in(changed: Mapping[str, str], space: Mapping[str, str]) -> dict[str, str] | None:
-    return {name: space[other] for name, other in changed.items()} if all(o in space for o in changed.values()) else None
+    return (
+        {name: space[other] for name, other in changed.items()} if all(o in space for o in changed.values()) else None
+    )
 
 
 def without_beside(names: Iterable[str]) -> list[str]:

@@ -83,7 +83,7 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
 
 
 def turned_pieces(name: str, shape: Sequence[int]) -> list[Piece]:
-    """The linears of a dense weight of all experts that models multiply by as it is, [E, K, N]; see `turned_experts`."""
+    """The linears of a dense weight of all experts that models multiply by as it is, [E, K, N]."""
     return [replace(piece, turned=True) for piece in pieces_of(name, (shape[0], shape[2], shape[1])) or ()]
 
 

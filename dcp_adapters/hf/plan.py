@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.experts import check_experts, engine_pieces
+from dcp_adapters.hf.experts import check_experts, dense_pieces, dense_weight, engine_pieces
 from dcp_adapters.hf.file_names import FileNames, memory_modules
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, SHAPE, Form, Layout, Linears, Scheme, kind_of
-from dcp_adapters.hf.names import Piece, pieces_of, turned_experts, turned_pieces
+from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.rotations import check_rotations
 from dcp_adapters.hf.shared_scales import (
     KV_SCALES,
@@ -115,8 +115,8 @@ class Request:
 
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
     the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
-    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. names: of
-    the tensors in memory, where these differ. asks: names of what an engine builds to read the files, as far as known.
+    dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. names:
+    of the tensors in memory, where these differ. asks: of what an engine builds to read the files, as far as known.
     """
 
     layout: Layout
@@ -189,11 +189,11 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
                 tensor for piece in pieces[name] for tensor in _written_linear(piece, record, schemes, inputs, request)
             ]
             outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
-            weights |= dict(_dense_weight(piece, record) for piece in pieces[name])
+            weights |= dict(dense_weight(piece, record) for piece in pieces[name])
         else:
             if request.dtype is not None and record.dtype.is_floating_point:
                 record = replace(record, dtype=request.dtype)  # noqa: PLW2901 - the values are cast when they are made
-            made = list(_written_dense(name, record, request, turned=name in turned))
+            made = list(_written_dense(name, record, request, turned))
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
             weights |= {written.name: written.shape for written in made}
     outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
@@ -285,27 +285,14 @@ def _written_linear(
             yield Written(name, dtype, form, stored.part, stored.form, None if whole else piece)
 
 
-def _dense_weight(piece: Piece, record: Entry) -> tuple[str, tuple[int, ...]]:
-    """Name and shape of a linear where it is dense; all experts that are stored whole are transposed then."""
-    if piece.expert is None and len(record.shape) == 3:
-        return piece.module, (record.shape[0], record.shape[2], record.shape[1])
-    return f"{piece.module}.weight".lstrip("."), (piece.rows[1] - piece.rows[0], record.shape[-1])
-
-
-def _written_dense(name: str, record: Entry, request: Request, *, turned: bool) -> Iterable[Written]:
-    """A dense tensor as it is; a weight of all experts as the linears that engines know, where they do.
-
-    They know none of one [E, K, N] that is multiplied as it is, unless they ask for them.
-    """
-    pieces = pieces_of(name, record.shape) if len(record.shape) == 3 and name not in request.names.whole else None
-    if turned:
-        found = turned_pieces(name, record.shape)
-        pieces = found if found and all(f"{piece.module}.weight" in request.asks for piece in found) else None
+def _written_dense(name: str, record: Entry, request: Request, turned: Collection[str]) -> Iterable[Written]:
+    """A dense tensor as it is; a weight of all experts as the linears that engines know, where they do."""
+    pieces = dense_pieces(name, record, turned=name in turned, whole=request.names.whole, asks=request.asks)
     if pieces is None:
         yield Written(name, record.dtype, record.shape, "")
         return
     for piece in pieces:
-        shape = (piece.rows[1] - piece.rows[0], record.shape[1] if piece.turned else record.shape[-1])
+        shape = (piece.rows[1] - piece.rows[0], record.shape[1 if piece.turned else -1])
         yield Written(f"{piece.module}.weight", record.dtype, shape, "", piece=piece)
 
 

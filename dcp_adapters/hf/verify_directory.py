@@ -100,11 +100,15 @@ def _misread(directory: Directory, stored: StoredDirectory) -> Iterator[Finding]
     read = architecture.reads(stored.weights())
     for own, names in read.twice.items():
         message = f"{' and '.join(names)} are all {own} of the model: it is there twice, and one of them is read"
-        yield Finding("error", directory.tensors[names[-1]].file if names[-1] in directory.tensors else "", own, message)
+        yield Finding(
+            "error", directory.tensors[names[-1]].file if names[-1] in directory.tensors else "", own, message
+        )
     for own, problem in read.unlike.items():
         yield Finding("error", "", own, f"what config.json describes has another: {problem}")
     for own in read.missing:
-        message = "the model that config.json describes has it, and the directory does not: whoever loads it makes it up"
+        message = (
+            "the model that config.json describes has it, and the directory does not: whoever loads it makes it up"
+        )
         yield Finding("error", "", own, message)
     for name in read.unexpected:
         yield Finding("warning", "", name, "the model that config.json describes has no such tensor; it is not read")

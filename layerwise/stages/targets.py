@@ -134,7 +134,8 @@ def find_targets(
         for name, target in candidates.items()
         if name in free
         and target.module_name not in left
-        and matches(target.module_name, include) and not matches(target.module_name, exclude)
+        and matches(target.module_name, include)
+        and not matches(target.module_name, exclude)
     ]
     if isinstance(recipe, Assignment):
         _check_assigned(recipe, candidates, free)

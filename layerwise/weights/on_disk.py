@@ -29,7 +29,8 @@ class OnDisk:
 
     Args:
         path: a safetensors file, or a directory of them, with or without `model.safetensors.index.json`; tensors have
-            the names of the model's state dict, or those that transformers gives them in files. `config.json` and `hf_quant_config.json` beside them are read, too.
+            the names of the model's state dict, or those that transformers gives them in files. `config.json` and
+            `hf_quant_config.json` beside them are read, too.
         model: the model; its tensors that are not on the meta device are left alone.
         device: where a stage gets its tensors (None: CPU).
 
@@ -51,9 +52,7 @@ class OnDisk:
                 wanted[name] = Entry(name, None, tuple(tensor.shape), tensor.dtype)
         if not Path(path).is_file() and not any(Path(path).glob("*.safetensors")):
             raise FileNotFoundError(f"calibrate: {path} holds no safetensors; expected the weights of the model there")
-        self.files = HuggingFaceReader(
-            path, wanted=wanted, only_wanted=True, architecture=architecture_of(model)
-        )
+        self.files = HuggingFaceReader(path, wanted=wanted, only_wanted=True, architecture=architecture_of(model))
         self.names: dict[int, str] = {}
         self._check(names, wanted)
         self._check_rotations(wanted, {plain_name(name): block for name, block in input_rotations(model).items()})

@@ -74,6 +74,13 @@ def _llama4() -> Any:
     )
 
 
+def _deepseek_v3() -> Any:
+    text = {key: value for key, value in TEXT.items() if key not in ("head_dim", "num_key_value_heads")}
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {**EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1}
+    return _config("DeepseekV3Config", **text, **sizes, **experts)
+
+
 # class of the model -> its config
 CONFIGS: dict[str, Callable[[], Any]] = {
     "LlamaForCausalLM": lambda: _config("LlamaConfig", **TEXT),
@@ -83,6 +90,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "Qwen2VLForConditionalGeneration": _qwen2_vl,
     "MixtralForCausalLM": lambda: _config("MixtralConfig", **TEXT, num_local_experts=4, num_experts_per_tok=2),
     "Qwen3MoeForCausalLM": lambda: _config("Qwen3MoeConfig", **TEXT, **EXPERTS, num_experts=4),
+    "DeepseekV3ForCausalLM": _deepseek_v3,
     "Llama4ForCausalLM": _llama4,
 }
 
