@@ -124,7 +124,7 @@ class _Registrations:
         if child is not None:
             self.parents[child] = weakref.ref(parent)
             for router in _routers_with(parent, name, child):
-                held = router._parameters.get("weight")
+                held: Any = router._parameters.get("weight")
                 if isinstance(held, QuantizedTensor | HighPrecisionWeight):
                     self._untie(held)
 

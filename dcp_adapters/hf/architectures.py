@@ -199,7 +199,7 @@ def architecture_of(model: Any) -> Architecture | None:
     library = _library()
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
-    own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # fully_shard makes another
+    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP makes another
     return _on_meta(lambda: _alike(own, model))
 
 
@@ -263,10 +263,7 @@ def _change_modules(model: nn.Module, quantized_as: str) -> None:
     base = importlib.import_module(f"{LIBRARY}.quantizers.base")
     known: Mapping[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     for name, module in list(model.named_modules()):
-        change = known.get(type(module).__name__)
-        methods = [
-            str(getattr(one, "value", one)) for one in ([] if change is None else change["quantization_methods"])
-        ]
-        if quantized_as in methods:
+        change = known.get(type(module).__name__, {})
+        if quantized_as in [getattr(one, "value", one) for one in change.get("quantization_methods", ())]:
             config: Any = model.config
             model.set_submodule(name, change["module_name"](config.get_text_config()))

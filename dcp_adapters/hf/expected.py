@@ -35,13 +35,14 @@ class Expected:
 
     names: of tensors in memory. held: names in the config's directory, those of linears of experts; none if it has no
     weights. architecture: of the config, as transformers builds it to read the layout; None where it is not known.
-    said: whether the config names its class; else it is guessed.
+    said: whether the config names its class; else it is guessed. own: of what is exported.
     """
 
     names: FileNames = field(default_factory=FileNames)
     held: frozenset[str] = frozenset()
     architecture: Architecture | None = None
     said: bool = True
+    own: Architecture | None = None
 
     def named(self, names: Iterable[str]) -> dict[str, str]:
         """Name of a source's tensor -> its name in the files.
@@ -51,7 +52,7 @@ class Expected:
         """
         every = list(names)
         own = without_beside(every)
-        found = names_of(own, self.names, self.held)
+        found = names_of(own, self.names, self.held, self._read(own))
         other = [name for name in own if name in self.names.otherwise and found[name] == name and name not in self.held]
         if other:
             its = self.names.otherwise[other[0]]
@@ -71,6 +72,13 @@ class Expected:
     def is_joined(self, name: str) -> bool:
         """Whether a weight of all experts is, by transformers' rules, the linears of the files that are made of it."""
         return name in self.names.in_memory and name not in self.names.whole
+
+    def _read(self, own: Collection[str]) -> dict[str, str]:
+        """Names of files of other versions -> those in memory."""
+        known = self.names.in_files.keys() | self.names.in_memory.keys() | self.held
+        if self.own is None or all(name in known for name in own):
+            return {}
+        return self.own.named(own).in_memory
 
     def in_files(self, source: Source) -> Source:
         """A source under the names of the files."""
@@ -102,7 +110,7 @@ def expected_of(described: ModelConfig, given: Any, layout: Layout) -> Expected:
             with suppress(Exception):  # an operation that transformers cannot do on the meta device: names stay
                 written = architecture.written()
         names = architecture.named(written)
-    return Expected(names, described.weights, built, said=bool(config.get("architectures")))
+    return Expected(names, described.weights, built, bool(config.get("architectures")), architecture)
 
 
 class RenamedSource(Source):

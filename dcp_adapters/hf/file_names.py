@@ -13,6 +13,7 @@ alone:
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from dcp_adapters.hf.layout import INPUT_SCALE
 from dcp_adapters.hf.names import HALVES
@@ -20,7 +21,6 @@ from dcp_adapters.hf.shared_scales import KV_SCALES
 from qtensor.input_rotation import MARKER
 
 BESIDE = (INPUT_SCALE, MARKER, *KV_SCALES)  # what a module has beside its weights, and no architecture knows
-JOINED = {halves: name for name, halves in HALVES.items()}
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,14 @@ def joined_names(names: Sequence[str], leaves: Sequence[str]) -> str | None:
     seen: dict[str, set[int]] = {leaf: set() for leaf in leaves}
     parents: set[str] = set()
     for name in names:
-        *parent, number, leaf, own = ("", "", "", *name.split("."))
+        *around, number, leaf, own = ("", "", "", *name.split("."))
         if own != "weight" or not number.isdigit() or leaf not in seen:
             return None
         seen[leaf].add(int(number))
-        parents.add(".".join(filter(None, parent)))
-    joined = leaves[0] if len(leaves) == 1 else JOINED.get(tuple(leaves))
-    numbers = list(seen.values())
-    complete = all(each == set(range(len(numbers[0]))) for each in numbers) and len(names) == len(leaves) * len(
-        numbers[0]
-    )
-    if joined is None or len(parents) != 1 or not complete:
+        parents.add(".".join(filter(None, around)))
+    joined = leaves[0] if len(leaves) == 1 else next((one for one, its in HALVES.items() if [*its] == [*leaves]), None)
+    experts = set(range(len(names) // len(leaves)))
+    if joined is None or len(parents) != 1 or any(each != experts for each in seen.values()):
         return None
     parent = parents.pop()
     return f"{parent}.{joined}" if parent.rpartition(".")[2] == "experts" else None
@@ -121,16 +118,20 @@ def joined_names(names: Sequence[str], leaves: Sequence[str]) -> str | None:
 # -- whose names -------------------------------------------------------------------------------------------------------
 
 
-def names_of(own: Collection[str], names: FileNames, held: Collection[str]) -> dict[str, str]:
+def names_of(
+    own: Collection[str], names: FileNames, held: Collection[str], read: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """Name of a source's tensor -> its name in the files, as far as these are known.
 
     All tensors have names of one kind; the first kind that fits them all is taken: names in memory, names in the files,
-    and either of them behind a prefix or without one, where one prefix alone fits.
+    and either of them behind a prefix or without one, where one prefix alone fits. Where none does, those in memory are
+    known, and those of files of another version.
 
     Args:
         own: of the source's tensors, without what stands beside weights.
         names: of the architecture.
         held: names of the files, those of weights of all experts too.
+        read: name of a source's tensor -> the name in memory under which it would be read.
     """
     files = {name: name for name in held} | {name: name for name in names.in_memory}
     for space in (names.in_files, files):
@@ -140,7 +141,7 @@ def names_of(own: Collection[str], names: FileNames, held: Collection[str]) -> d
         fitting = [found for found in _behind_prefixes(own, space) if found is not None]
         if len(fitting) == 1:
             return fitting[0]
-    return {name: names.in_files.get(name, name) for name in own}
+    return {name: names.in_files.get(name) or names.in_files.get(read.get(name, ""), name) for name in own}
 
 
 def _behind_prefixes(own: Collection[str], space: Mapping[str, str]) -> Iterator[dict[str, str] | None]:

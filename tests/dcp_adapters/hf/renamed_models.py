@@ -105,6 +105,9 @@ def built(name: str, *, seed: int = 7) -> PreTrainedModel:
         for own, weight in model.named_parameters():
             if weight.ndim >= 2 and "embed" not in own:
                 weight.copy_(torch.randn_like(weight) * 0.05)
+    for own, buffer in model.named_buffers():
+        if own.endswith("e_score_correction_bias"):  # from_pretrained keeps it in fp32
+            buffer.data = torch.rand(buffer.shape, dtype=torch.float32)
     return model
 
 
