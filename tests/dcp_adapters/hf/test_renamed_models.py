@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("compressed_tensors")
 pytest.importorskip("transformers")
@@ -22,9 +23,11 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 from dcp_adapters import WeightStream, digest, export_hf, import_hf
 from dcp_adapters.hf import expected
 from dcp_adapters.hf.verify_directory import verify_directory
+from fsdp_hooks.torch_private import local_of
 from layerwise import Max, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, quantize_
 from tests.dcp_adapters.hf.renamed_models import CONFIGS, PROMPT, built, logits
+from tests.ranks import agreed, run_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -182,6 +185,30 @@ def test_calibrated_from_the_files(saved: Callable[[str], Path], tmp_path: Path,
         if expected_value is not None and expected_value.shape == value.shape:  # Llama 4 has a linear for each expert
             assert torch.equal(value, expected_value), own
     assert sum(own in held for own in found) >= 8
+
+
+def sharded(path: str, out: str) -> None:
+    """FSDP gives modules other classes; transformers' rules are still found."""
+    model: Any = quantized(LLAVA, Path(path))
+    for layer in model.model.language_model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    export_hf(model, out, config=path, progress=False)
+    with torch.no_grad():
+        for value in model.parameters():
+            local_of(value).zero_()
+    import_hf(out, model, progress=False)
+    export_hf(only_quantized(model), f"{out}-again", config=path, rest=path, progress=False)
+
+
+def test_shards(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    there = Path(agreed(str(tmp_path)))
+    path = Path(agreed(str(saved(LLAVA))))
+    run_ranks(2, sharded, str(path), str(there / "ranks"))
+    export_hf(quantized(LLAVA, path), tmp_path / "one", config=path, progress=False)
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    assert_same_bytes(load_file(there / "ranks" / "model.safetensors"), one)
+    assert_same_bytes(load_file(there / "ranks-again" / "model.safetensors"), one)
 
 
 class TestOtherNames:
