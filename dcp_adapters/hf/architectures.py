@@ -59,6 +59,7 @@ class Architecture:
     Attributes:
         shapes: name in memory -> shape, of all that its state dict has.
         tied: name -> the name of the tensor that it is tied to.
+        spare: names that files need not have: of tied tensors, and of those that transformers does not miss.
     """
 
     def __init__(self, model: Any) -> None:
@@ -67,6 +68,8 @@ class Architecture:
         self._state = dict(model.state_dict())
         self.shapes = {name: tuple(value.shape) for name, value in self._state.items()}
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        ignored = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+        self.spare = {name for name in self.shapes if name in self.tied or _fits(name, ignored)}
 
     @property
     def class_name(self) -> str:
@@ -101,6 +104,7 @@ class Architecture:
                 in_files[own] = joined
             else:
                 otherwise |= dict.fromkeys((one for one in targets if one in self.shapes), tuple(names))
+        in_files |= {name: name for name in self.spare if name not in in_files and name not in otherwise}
         return FileNames(in_files, frozenset(whole), otherwise)
 
     def reads(self, tensors: Shapes) -> Read:
@@ -175,8 +179,7 @@ class Architecture:
     def _missing(self, made: set[str]) -> list[str]:
         there = made | {name for name, to in self.tied.items() if to in made}
         there |= {to for name, to in self.tied.items() if name in made}
-        ignored = list(getattr(self._model, "_keys_to_ignore_on_load_missing", None) or ())
-        return [name for name in self.shapes if name not in there and not _fits(name, ignored)]
+        return [name for name in self.shapes if name not in there | (self.spare - self.tied.keys())]
 
     def _unknown(self, names: Sequence[str]) -> list[str]:
         buffers = [name for name, _ in self._model.named_buffers()]

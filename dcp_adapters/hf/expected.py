@@ -69,6 +69,14 @@ class Expected:
         """The names of what transformers builds to read the files."""
         return () if self.architecture is None else self.architecture.shapes
 
+    def strays(self, weights: Iterable[str]) -> list[str]:
+        """Those that transformers would read, and the config's directory does not have under these names."""
+        own = self.own
+        if own is None or not self.held:
+            return []
+        spare = own.spare | set(own.tied.values())
+        return [name for name in weights if name in own.shapes and name not in self.held and name not in spare]
+
     def is_joined(self, name: str) -> bool:
         """Whether a weight of all experts is, by transformers' rules, the linears of the files that are made of it."""
         return name in self.names.in_memory and name not in self.names.whole
@@ -210,7 +218,7 @@ def check_outputs(plan: ExportPlan, expected: Expected, *, tied: bool, rest: boo
         read = None  # the class is a guess, and another one may know them
     if read is not None:
         missing = list(read.missing)
-        unexpected = [name for name in read.unexpected if name not in expected.held]
+        unexpected = [name for name in read.unexpected if name not in expected.held] + expected.strays(weights)
         _refuse_misfits(read)
     elif expected.held:
         left = ("inv_freq", "lm_head.weight") if tied else ("inv_freq",)

@@ -59,7 +59,8 @@ def quantized(name: str, path: Path) -> PreTrainedModel:
 
 
 def only_quantized(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, QuantizedTensor)}
+    state = model.state_dict()
+    return {name: value for name, value in state.items() if isinstance(local_of(value), QuantizedTensor)}
 
 
 def loaded(model: nn.Module, path: Path) -> PreTrainedModel:
@@ -233,6 +234,15 @@ class TestOtherNames:
         assert verify_directory(out).findings == ()
         assert torch.equal(logits(loaded(model, out)), logits(dequantized(LLAVA, model)))
 
+    def test_with_a_tied_projection_that_no_file_has(self, saved: Callable[[str], Path], tmp_path: Path) -> None:
+        """Gemma ties it, and a module that holds the model gives it."""
+        name = "Gemma3ForConditionalGeneration"
+        holder = nn.ModuleDict({"policy": quantized(name, saved(name))})
+        assert "policy.lm_head.weight" in holder.state_dict()
+        out = export_hf(holder, tmp_path / "out", config=saved(name), progress=False)
+        assert not [key for key in load_file(out / "model.safetensors") if "lm_head" in key]
+        assert torch.equal(logits(loaded(built(name), out)), logits(dequantized(name, holder["policy"])))
+
     def test_a_directory_with_the_names_in_memory_keeps_them(
         self, saved: Callable[[str], Path], tmp_path: Path
     ) -> None:
@@ -267,6 +277,14 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"are both language_model\.model\.layers\.0\.self_attn\.q_proj\.weight"):
             export_hf({**state, **twin}, tmp_path / "out", config=saved(LLAVA), rest=saved(LLAVA), progress=False)
         assert not (tmp_path / "out").exists()
+
+    def test_what_the_directory_does_not_have(
+        self, saved: Callable[[str], Path], state: dict[str, Tensor], tmp_path: Path
+    ) -> None:
+        """Transformers would read the name in memory; other engines know that of the directory."""
+        path = TestVerify.changed(saved(LLAVA), tmp_path / "own", lambda held: held.pop(f"language_model.model.{Q}"))
+        with pytest.raises(ValueError, match=rf"model\.language_model\.{Q}: the config's model has no such tensor"):
+            export_hf(state, tmp_path / "out", config=path, rest=saved(LLAVA), progress=False)
 
     def test_the_config_of_another_size(
         self, saved: Callable[[str], Path], state: dict[str, Tensor], tmp_path: Path
