@@ -83,6 +83,10 @@ class Source:
         """What this rank has of a dense tensor: its shard, or all of it; never a collective."""
         return self.part(name, "")
 
+    def own_name(self, name: str) -> str:
+        """What the tensor is called where it comes from, where a source gives it another name."""
+        return name
+
     # -- of live shards ------------------------------------------------------------------------------------------------
 
     def begin(self, names: Sequence[str], keep: Keep) -> Group:

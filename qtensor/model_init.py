@@ -31,6 +31,7 @@ from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, keeps_hist
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.loading import watch_loads
 from qtensor.recipes import Recipe
+from qtensor.routers import EXPERTS, GATES, is_router_class, left_alone, named_router, routers_of
 from qtensor.selection import check_lists, matches, unmatched
 from qtensor.tensor import QuantizedTensor, quantize
 
@@ -47,8 +48,8 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """Context manager: nn.Linear weights built inside become quantized parameters.
 
-    Works under `torch.device("meta")` and for unmodified third-party models. Biases, norms, embeddings and tied weights
-    stay as they are.
+    Works under `torch.device("meta")` and for unmodified third-party models. Biases, norms, embeddings, tied weights
+    and routers, which choose experts (qtensor/routers.py), stay as they are.
 
     Args:
         recipe: how to quantize.
@@ -109,7 +110,7 @@ class _Registrations:
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None:
             return None
-        is_linear_weight = _uses_linear(module) and name == "weight"
+        is_linear_weight = _uses_linear(module) and name == "weight" and not is_router_class(module)
         if isinstance(param, QuantizedTensor | HighPrecisionWeight):
             if not is_linear_weight:
                 return self._untie(param)
@@ -125,6 +126,10 @@ class _Registrations:
         """A module registration hook: remember the parent of each module."""
         if child is not None:
             self.parents[child] = weakref.ref(parent)
+            for router in _routers_with(parent, name, child):
+                held: Any = router._parameters.get("weight")
+                if isinstance(held, QuantizedTensor | HighPrecisionWeight):
+                    self._untie(held)
 
     def modules(self) -> set[nn.Module]:
         """What was built: the Linears, and every module that became a parent or a child, deep copies included."""
@@ -207,6 +212,16 @@ class _Registrations:
         return dense
 
 
+def _routers_with(parent: nn.Module, name: str, child: nn.Module) -> list[nn.Module]:
+    """The linears that turn out to be routers, now that a module becomes a parent's child."""
+    found = [child] if named_router(name, "") else []
+    found += [inner for own, inner in child.named_children() if named_router(own, name)]
+    beside = {**dict(parent.named_children()), name: child} if name == EXPERTS or name in GATES else {}
+    if EXPERTS in beside:
+        found += [inner for own in GATES if (inner := beside.get(own)) is not None]
+    return [module for module in found if _uses_linear(module)]
+
+
 def _refuse_dense_shards(module: nn.Module, param: nn.Parameter) -> None:
     """Raise where a loader replaces quantized shards by dense ones of its own, which would leave a dense model."""
     held: Any = module._parameters.get("weight")
@@ -228,6 +243,7 @@ def quantize_(
         model: any module; tied weights and weights that are quantized already are left alone.
         recipe: how to quantize.
         include: globs over module fqns ("lm_head", "model.layers.*.mlp.*"); every one must match some nn.Linear.
+            Routers, which choose experts (qtensor/routers.py), are taken where a pattern matches nothing else.
         exclude: globs over the fqns of modules to leave out.
 
     Returns:
@@ -246,6 +262,7 @@ def quantize_(
         raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
     for pattern in unmatched(exclude, linears):
         warnings.warn(f"quantize_: exclude pattern {pattern!r} matches no nn.Linear of the model", stacklevel=2)
+    left = left_alone(routers_of(model, linears), linears, include)
     uses: dict[int, int] = {}
     for child in model.modules():
         for param in child._parameters.values():
@@ -255,6 +272,7 @@ def quantize_(
         for fqn, child in linears.items()
         if matches(fqn, include)
         and not matches(fqn, exclude)
+        and fqn not in left
         and not isinstance(child.weight, QuantizedTensor | HighPrecisionWeight)
         and uses[id(child.weight)] == 1
     }

@@ -13,6 +13,7 @@ from dcp_adapters.digests.stored import source_digests, stored_source
 from dcp_adapters.digests.summing import summed, tell_failure
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of
+from dcp_adapters.hf.architectures import architecture_of
 from dcp_adapters.hf.live_source import live_tensors
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.weight_sums import PartSum, tensor_digest, whole_digest
@@ -83,11 +84,11 @@ def tensor_digests(
     if isinstance(weights, str | os.PathLike):
         if config is not None:
             raise TypeError("digest: config= goes with tensors in memory; a directory has a config.json of its own")
-        return _tied(source_digests(stored_source(weights, prefix, _wanted(like))), like)
+        return _tied(source_digests(stored_source(weights, prefix, _wanted(like), architecture_of(like))), like)
     if config is not None:
         if not isinstance(weights, Mapping) or prefix is not None:
             raise TypeError("digest: with config=, expected a mapping from names to plain tensors, and no prefix")
-        return _tied(source_digests(ReceivedSource(weights, config, _wanted(like))), like)
+        return _tied(source_digests(ReceivedSource(weights, config, _wanted(like), architecture_of(like))), like)
     if like is not None:
         raise TypeError("digest: like= goes with a directory or with config=; a live model has its own names")
     return _live_digests(weights, prefix, group)

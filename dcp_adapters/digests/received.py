@@ -11,10 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.as_checkpoint import presented
+from dcp_adapters.hf.architectures import Architecture
+from dcp_adapters.hf.as_checkpoint import presented, renamed
 from dcp_adapters.hf.directory import Directory, FileTensor
+from dcp_adapters.hf.file_names import FileNames
 from dcp_adapters.hf.rotations import said_tensor
-from dcp_adapters.hf.schemes import DTYPES, contents_of
+from dcp_adapters.hf.schemes import DTYPES, contents_of, weight_names
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Source
 from fsdp_hooks.byte_sums import Piece
@@ -30,13 +32,18 @@ class ReceivedSource(Source):
         tensors: by their names in the files that an export would write.
         config: the content of config.json, with its quantization_config; {} where nothing is quantized.
         wanted: as of StoredDirectory.
+        architecture: as of StoredDirectory.
 
     Raises:
         ValueError: a value is no plain tensor; or as for a directory.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Any], config: Mapping[str, Any], wanted: Mapping[str, Entry] | None = None
+        self,
+        tensors: Mapping[str, Any],
+        config: Mapping[str, Any],
+        wanted: Mapping[str, Entry] | None = None,
+        architecture: Architecture | None = None,
     ) -> None:
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.dtype not in WORDS:
@@ -45,13 +52,15 @@ class ReceivedSource(Source):
                     f"{name} is a {type(tensor).__name__}{dtype}; with config=..., expected plain tensors under "
                     "the names of an export's files"
                 )
-        self._tensors, wanted = tensors, wanted or {}
+        names = FileNames() if architecture is None else architecture.named(weight_names(tensors))
+        self._tensors, wanted = tensors, {names.file_name(name): want for name, want in (wanted or {}).items()}
         held = {
             name: FileTensor(name, "", WORDS[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
         }
         directory = Directory(PLACE, held, config)
         counts = {name for name, want in wanted.items() if not want.dtype.is_floating_point}
-        self._made = presented(directory, contents_of(directory, counts), wanted, self._held)
+        made = presented(directory, contents_of(directory, counts), wanted, self._held)
+        self._made = renamed(made, names.memory_name) if names.in_files else made
         self.entries = self._made.entries
 
     def parts(self, name: str) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.architectures import Architecture
 from dcp_adapters.hf.sources import StoredSource
 from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.source import Source
@@ -15,7 +16,10 @@ from fsdp_hooks.byte_sums import byte_sums
 
 
 def stored_source(
-    path: str | os.PathLike[str], prefix: str | None = None, wanted: Mapping[str, Entry] | None = None
+    path: str | os.PathLike[str],
+    prefix: str | None = None,
+    wanted: Mapping[str, Entry] | None = None,
+    architecture: Architecture | None = None,
 ) -> StoredSource:
     """The weights of a checkpoint, or of a directory.
 
@@ -23,6 +27,7 @@ def stored_source(
         path: where it is.
         prefix: as of StoredSource; a directory has no other names than those of its weights.
         wanted: what a directory is compared with, see StoredDirectory.
+        architecture: as of StoredDirectory.
 
     Raises:
         CheckpointUnusable: neither is there, or it cannot be read.
@@ -30,7 +35,7 @@ def stored_source(
     """
     if not is_directory(path):
         return StoredSource(StoredCheckpoint(path), prefix, what="a digest")
-    return StoredSource(StoredDirectory(path, wanted=wanted), prefix or "", what="a digest")
+    return StoredSource(StoredDirectory(path, wanted=wanted, architecture=architecture), prefix or "", what="a digest")
 
 
 def source_digests(source: Source, *, advance: Advance = unseen) -> dict[str, str]:

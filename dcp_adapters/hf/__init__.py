@@ -3,11 +3,14 @@
     layout.py            what a layout is: tables of tensors and JSON; compressed_tensors.py, modelopt.py, fp8.py and
                          gpt_oss.py are the four
     names.py             what engines call things: which linears they fuse, how experts are named
+    file_names.py        names in memory and names in the files, which transformers may change
+    architectures.py     the model that a config names, on the meta device, and how transformers reads files into it
 
     sources.py           where an export takes tensors from: a state dict and shards (live_source.py), a checkpoint, a
                          dense directory
     prefixes.py          under which keys of a nested state dict the weights are
     plan.py              which tensors go into which file, decided from names, shapes, formats and scales
+    expected.py          which names the files must have, and whether the plan has all of them and no other
     shared_scales.py     which scales engines share or divide by
     config.py            the model's own description, which is exported with the weights
     quantizing.py        dense weights that become quantized on their way

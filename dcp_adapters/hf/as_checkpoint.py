@@ -12,7 +12,7 @@ here, before anything is loaded: those of experts must agree, and one stored as 
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.delayed import history_of
 from dcp_adapters.hf.directory import Directory, FileTensor
 from dcp_adapters.hf.layout import HEADS, INPUT_SCALE, ONE_OVER, SHAPE, StoredAs, kind_of
-from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
+from dcp_adapters.hf.names import Piece, pieces_of, turned_experts, turned_pieces
 from dcp_adapters.hf.recorded import appearance, recorded_recipes
 from dcp_adapters.hf.schemes import DTYPES, Contents, FileLinear
 from dcp_adapters.manifest import Manifest
@@ -53,7 +53,8 @@ class Slice:
 
     read: what the file holds -> the part, in its dtype. per_row: slices of the chunk are slices of the tensor, which
     lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk. columns,
-    rows: how many columns, or rows, of the chunk one of the tensor's stands for.
+    rows: how many columns, or rows, of the chunk one of the tensor's stands for. turned: the chunk's last two dims are
+    the tensor's in the other order.
     """
 
     tensor: FileTensor
@@ -62,10 +63,13 @@ class Slice:
     lead: int = 0
     columns: int = 1
     rows: int = 1
+    turned: bool = False
 
     def take(self, piece: Any, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A box of the chunk, read from safetensors' `piece` of the tensor."""
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        if self.turned:
+            return self.read(piece[box[-1], box[-2]]).transpose(0, 1).reshape(tuple(sizes))
         if self.per_row:
             held = box[self.lead :][: len(self.tensor.shape)]
             if self.rows > 1:
@@ -142,6 +146,24 @@ class Presented:
         return dense | self.quantized
 
 
+def renamed(made: Presented, name_of: Callable[[str], str]) -> Presented:
+    """The same under other names.
+
+    Raises:
+        ValueError: two tensors would have one name.
+    """
+    found = Presented(made.layout, scales={name_of(name) for name in made.scales})
+    for name, entry in made.entries.items():
+        other = replace(entry, name=name_of(name))
+        for key, its in zip(entry.part_keys(), other.part_keys(), strict=True):
+            if its in found.placed:
+                raise ValueError(f"{name}: the directory has {other.name} twice, under this name and another one")
+            found.placed[its] = made.placed[key]
+        if other.recipe is not None:
+            found.quantized[other.name] = other
+    return found
+
+
 def presented(directory: Directory, contents: Contents, wanted: Mapping[str, Entry], look: Look) -> Presented:
     """Decide the entries.
 
@@ -171,7 +193,7 @@ class _Presentation:
 
     def made(self) -> Presented:
         for name, want in self.wanted.items():
-            pieces = pieces_of(name, want.shape)
+            pieces = turned_pieces(name, want.shape) if name in self.turned else pieces_of(name, want.shape)
             if pieces and pieces[0].expert is not None and name not in self.dense:
                 self._experts(name, want.shape, pieces)
         for module, linear in self.linears.items():
@@ -212,6 +234,8 @@ class _Presentation:
             lacking = [piece.module for piece, found in zip(pieces, there, strict=True) if not found]
             told = listed(lacking, 20, last=", ")
             self.problems.append(f"{name}: it consists of linears that are not there: {told}")
+        elif all(linears) and pieces[0].turned:
+            self.problems.append(f"{name}: {TURNED}")
         elif all(linears):
             self._quantized(name, shape, list(zip(pieces, filter(None, linears), strict=True)))
         elif all(dense):
@@ -227,12 +251,15 @@ class _Presentation:
             return
         chunks = []
         for piece, tensor in tensors:
-            rows = piece.rows[1] - piece.rows[0]
-            if tensor.shape != (rows, shape[-1]):
-                self.problems.append(f"{tensor.name}: {tensor}, expected {[rows, shape[-1]]} of {name} {list(shape)}")
+            rows, columns = piece.rows[1] - piece.rows[0], shape[1] if piece.turned else shape[2]
+            if tensor.shape != (rows, columns):
+                self.problems.append(f"{tensor.name}: {tensor}, expected {[rows, columns]} of {name} {list(shape)}")
                 return
-            offsets = (piece.expert or 0, piece.rows[0], 0)
-            chunks.append(Chunk(offsets, (1, *tensor.shape), Slice(tensor, _as_is, lead=1)))
+            at, sizes = (piece.rows[0], 0), (rows, columns)
+            if piece.turned:
+                at, sizes = at[::-1], sizes[::-1]
+            held = Slice(tensor, _as_is, lead=1, turned=piece.turned)
+            chunks.append(Chunk((piece.expert or 0, *at), (1, *sizes), held))
         self._add(name, Placed(DTYPES[dtypes[0]], shape, tuple(chunks)))
 
     def _quantized(self, name: str, shape: tuple[int, ...], linears: Sequence[tuple[Piece, FileLinear]]) -> None:

@@ -23,6 +23,7 @@ from dcp_adapters.hf.layout import (
     register_layout,
 )
 from dcp_adapters.hf.rotations import transform_config
+from dcp_adapters.words import listed
 from qtensor.int4 import GROUPS
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -112,7 +113,7 @@ def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
     kinds = linears.kinds
     groups = {
         f"group_{number}": {
-            "targets": ["Linear"] if len(kinds) == 1 else linears.modules(scheme),
+            "targets": ["Linear"] if len(kinds) == 1 else linears.names(linears.modules(scheme)),
             **layout.schemes[scheme].config,
         }
         for number, scheme in enumerate(kinds)
@@ -124,12 +125,24 @@ def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": {"tensor": FP8_TENSOR, "head": FP8_HEAD, None: None}[linears.kv_cache],
-        "ignore": list(linears.ignored),
+        "ignore": linears.names(linears.ignored),
         "config_groups": groups,
     }
     if linears.rotated:
+        _check_rotated(linears)
         quantization["transform_config"] = transform_config(linears.rotated)
     return {"config.json": quantization}
+
+
+def _check_rotated(linears: Linears) -> None:
+    """Refuse rotated inputs of linears with two names: which of them an engine looks up is not known."""
+    renamed = [module for module in linears.rotated if module in linears.also]
+    if renamed:
+        raise ValueError(
+            f"{listed(renamed)}: the inputs are rotated at run time, and the module is {linears.also[renamed[0]]} in "
+            "memory; engines find it by one of both names or by none, so the layout cannot say it: leave such linears "
+            "out of online= of layerwise.rotate_"
+        )
 
 
 COMPRESSED_TENSORS = Layout(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.layout import Layout
-from dcp_adapters.hf.names import Piece, pieces_of, whole_experts
+from dcp_adapters.hf.names import Piece, pieces_of, turned_pieces, whole_experts
 from dcp_adapters.words import listed
 
 
@@ -25,6 +25,34 @@ def engine_pieces(name: str, record: Entry, layout: Layout) -> list[Piece]:
             "dense one (python -m dcp_adapters convert --to bfloat16 --include ...)"
         )
     return pieces
+
+
+def dense_pieces(
+    name: str, record: Entry, *, turned: bool, whole: Collection[str], asks: Collection[str]
+) -> list[Piece] | None:
+    """The linears that a dense weight of all experts is written as; None for one that is written as it is.
+
+    Args:
+        name: of the weight, or of any other dense tensor.
+        record: it.
+        turned: whether models multiply by it as it is, [E, K, N]. Files have such a weight whole, but for engines that
+            build a linear for each expert.
+        whole: what the model's files have whole.
+        asks: names of what an engine builds to read the files, as far as known.
+    """
+    if len(record.shape) != 3 or (name in whole and not turned):
+        return None
+    if turned:
+        pieces = turned_pieces(name, record.shape)
+        return pieces if pieces and all(f"{piece.module}.weight" in asks for piece in pieces) else None
+    return pieces_of(name, record.shape)
+
+
+def dense_weight(piece: Piece, record: Entry) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of a linear where it is dense; all experts that are stored whole are transposed then."""
+    if piece.expert is None and len(record.shape) == 3:
+        return piece.module, (record.shape[0], record.shape[2], record.shape[1])
+    return f"{piece.module}.weight".lstrip("."), (piece.rows[1] - piece.rows[0], record.shape[-1])
 
 
 def check_experts(records: Mapping[str, Entry], turned: Collection[str], layout: Layout) -> None:

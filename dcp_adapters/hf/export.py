@@ -20,6 +20,7 @@ import torch
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.groups import groups_of
 from dcp_adapters.hf.layout import layout_named
+from dcp_adapters.hf.making import own_groups
 from dcp_adapters.hf.plan import ExportPlan
 from dcp_adapters.hf.prepare import Asked, prepared, requantizes
 from dcp_adapters.hf.writing import begun_directory, publish_directory, write_files
@@ -110,7 +111,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
 def _publish_files(final: Path, source: Source, asked: Asked, plan: ExportPlan, *, show: bool) -> Path:
     """The files in a hidden directory, which then gets its name."""
     begun = Path(on_first(None, lambda: str(begun_directory(final, asked.described, plan))))
-    group_of = groups_of(asked.given, asked.prefix)
+    group_of = own_groups(source, groups_of(asked.given, asked.prefix))
     first = rank_of(None) == 0
     with gone_on_error(begun) if first else nullcontext():
         with progress_bar("exporting", plan.nbytes, enabled=show and first) as advance:

@@ -44,13 +44,14 @@ def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
     recipes = [recipe for recipe in linears.recipes if isinstance(recipe, Float8BlockScaling)]
     if recipes and all(recipe.power_of_two for recipe in recipes):
         told["scale_fmt"] = POWERS_OF_TWO
-    return {"config.json": {**told, IGNORED[0]: list(linears.ignored)}}
+    return {"config.json": {**told, IGNORED[0]: linears.names(linears.ignored)}}
 
 
 def _check_ignored(linears: Linears) -> None:
     """Refuse an ignored module whose name ends a quantized one's, or is that of a module around it."""
-    for module in linears.schemes:
-        ignored = next((name for name in linears.ignored if is_meant(name, module)), None)
+    every = linears.names(linears.ignored)
+    for module in linears.names(linears.schemes):
+        ignored = next((name for name in every if is_meant(name, module)), None)
         if ignored is not None:
             raise ValueError(
                 f"{module}: engines that read the layout {FP8.name} would take it for {ignored or 'the model itself'}, "

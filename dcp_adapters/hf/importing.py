@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, plain_leaf
+from dcp_adapters.hf.architectures import architecture_of
 from dcp_adapters.hf.materialise import Live, materialise
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.passed_over import UNEXPECTED, PassedOver, unexpected_patterns
@@ -66,8 +67,9 @@ def import_hf(  # noqa: PLR0913 - options of one operation
             hf_quant_config.json where it is quantized.
         model: its parameters and buffers are written in place; those on the meta device get memory first, unless
             anything does not fit. The names in its state dict are those in the directory, except that a weight
-            [E, N, K] `experts.gate_up_proj` or `experts.down_proj` consists of `experts.<e>.gate_proj.weight`, ...
-            None: there is no model.
+            [E, N, K] `experts.gate_up_proj` or `experts.down_proj` consists of `experts.<e>.gate_proj.weight`, ... A
+            model of transformers may have other names in memory than in its files; transformers' own rules say which
+            are which. None: there is no model.
         on_mismatch: "raise", a parameter whose recipe is not the directory's is an error. "convert", it is requantized,
             or dequantized where it is dense.
         ignore: globs over names in the files: tensors that are passed over, whatever they are. One that matches nothing
@@ -134,8 +136,10 @@ def _reader(
     path: str | os.PathLike[str], model: nn.Module, live: Live, ignore: Sequence[str] = (), *, show: bool = False
 ) -> HuggingFaceReader:
     wanted = {name: entry_of(name, value) for name, value in live.state.items()}
-    passed_over = PassedOver(ignore, unexpected_patterns(model), wanted)
-    return HuggingFaceReader(path, wanted=wanted, show=show, passed_over=passed_over)
+    passed_over = PassedOver(ignore, unexpected_patterns(model))
+    return HuggingFaceReader(
+        path, wanted=wanted, show=show, passed_over=passed_over, architecture=architecture_of(model)
+    )
 
 
 def _whole_state_dict(

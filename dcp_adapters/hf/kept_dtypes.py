@@ -11,9 +11,7 @@ A state dict, a checkpoint and a directory have names and values alone, so for t
 """
 
 import functools
-import importlib
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from torch import nn
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.architectures import architecture_said
 from dcp_adapters.hf.layout import INPUT_SCALE
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.shared_scales import KV_SCALES
@@ -81,23 +80,8 @@ def _end(name: str) -> str:
 
 def roles_of_architecture(config: Mapping[str, Any]) -> Roles | None:
     """Of the model that a config.json describes; None where transformers does not know it."""
-    kind, names = config.get("model_type"), config.get("architectures") or ()
-    if not isinstance(kind, str) or not isinstance(names, Sequence):
-        return None
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError:
-        return None
-    classes = [getattr(library, name) for name in names if isinstance(name, str) and hasattr(library, name)]
-    if kind not in library.CONFIG_MAPPING or not classes:
-        return None
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    try:
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")
-            return Roles.of(classes[0](library.AutoConfig.for_model(kind, **values)))
-    except Exception:  # noqa: BLE001 - code of other people, which raises whatever it likes; then nobody knows
-        return None
+    built = architecture_said(config)
+    return None if built is None else Roles.of(built.model)
 
 
 def kept_names(

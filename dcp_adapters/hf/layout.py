@@ -10,7 +10,7 @@ files to parts; claims.py also compares its JSON when a directory is read.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -217,7 +217,8 @@ class Linears:
     schemes: module -> its scheme. ignored: modules of linears that are not quantized. kv_cache: what has scales of the
     KV cache, each attention ("tensor") or each of its heads ("head"); None: there are none. producer: name and version
     of what wrote the file. recipes: of the weights, all of them. rotated: module -> block, of linears whose inputs
-    engines must rotate.
+    engines must rotate. also: module -> its name in memory, where that differs. Engines look up one or the other, so
+    `names` gives both.
     """
 
     schemes: Mapping[str, Scheme]
@@ -226,6 +227,12 @@ class Linears:
     producer: Mapping[str, str]
     recipes: frozenset[Recipe] = frozenset()
     rotated: Mapping[str, int] = field(default_factory=dict)
+    also: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self, modules: Iterable[str]) -> list[str]:
+        """All names of these modules."""
+        own = list(modules)
+        return [*own, *(self.also[module] for module in own if module in self.also)]
 
     @property
     def kinds(self) -> list[Scheme]:

@@ -38,6 +38,11 @@ class Job:
         return [name for output in self.outputs for name in (output.source, output.twin) if name is not None]
 
 
+def own_groups(source: Source, group_of: GroupOf) -> GroupOf:
+    """The groups of tensors by the names that they have where they come from, in memory say."""
+    return lambda name: group_of(source.own_name(name))
+
+
 def in_groups(outputs: Iterable[Output], group_of: GroupOf) -> list[tuple[Output, ...]]:
     """The outputs of each group, groups in the order in which they first occur."""
     groups: dict[Hashable, list[Output]] = {}
@@ -137,8 +142,7 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
         if not written.part:
             tensor = tensor.to(written.dtype)
         if piece is not None and tensor.ndim:
-            first, last = piece.rows
-            tensor = (tensor if piece.expert is None else tensor[piece.expert])[first:last]
+            tensor = piece.of(tensor)
         _check_rows(written, tensor)
     tensor = written.form.write(tensor).contiguous()
     assert (tensor.dtype, tuple(tensor.shape)) == (written.dtype, written.shape), written

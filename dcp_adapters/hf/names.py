@@ -7,7 +7,10 @@ Names in a layout's files are built on these.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from torch import Tensor
 
 # In NVFP4 they must share one global scale, and in every format one scale of their common input.
 FUSED = (
@@ -18,7 +21,8 @@ FUSED = (
 )
 # What engines call the linear that they make of several.
 JOINED = {"qkv_proj": FUSED[0], "fused_qkv_a_proj": FUSED[1], "gate_up_proj": FUSED[2], "w13": FUSED[3]}
-HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
+WHOLE = ("gate_up_proj", "down_proj")  # weights of all experts that some files have as they are
+HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 
 
 # Models (`model_type`) whose files have linears of experts under other names than <experts>.<e>.gate_proj, up_proj and
@@ -40,12 +44,19 @@ class Piece:
     """A linear [N, K] that engines know by a module's name: some rows of one expert, or all of a weight.
 
     expert: its number, None for a weight of 2 dims, and for one of all experts that is stored whole. rows: (first,
-    last + 1) in the weight [.., N, K].
+    last + 1) in the weight [.., N, K]. turned: they are columns of a weight [E, K, N], and the linear is its transpose.
     """
 
     module: str
     expert: int | None
     rows: tuple[int, int]
+    turned: bool = False
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The linear, of the values of the weight."""
+        first, last = self.rows
+        own = weight if self.expert is None else weight[self.expert]
+        return own[:, first:last].transpose(0, 1) if self.turned else own[first:last]
 
 
 def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
@@ -71,10 +82,15 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
     ]
 
 
+def turned_pieces(name: str, shape: Sequence[int]) -> list[Piece]:
+    """The linears of a dense weight of all experts that models multiply by as it is, [E, K, N]."""
+    return [replace(piece, turned=True) for piece in pieces_of(name, (shape[0], shape[2], shape[1])) or ()]
+
+
 def whole_experts(name: str, shape: Sequence[int]) -> list[Piece] | None:
     """A weight of all experts as the one piece that it is where it is stored whole; None for any other."""
     parent, _, own = name.rpartition(".")
-    if len(shape) != 3 or parent.rpartition(".")[2] != "experts" or own not in ("gate_up_proj", "down_proj"):
+    if len(shape) != 3 or parent.rpartition(".")[2] != "experts" or own not in WHOLE:
         return None
     return [Piece(name, None, (0, shape[1]))]
 
@@ -106,9 +122,12 @@ def fused_key(module: str) -> tuple[str, ...] | None:
     return (parent, *fused) if fused else None
 
 
-def fused_sets(modules: Iterable[str]) -> list[list[str]]:
-    """The modules in sets of those that an engine fuses, in order; one that is fused with none is alone."""
+def fused_sets(modules: Iterable[str], also: Mapping[str, str] = MappingProxyType({})) -> list[list[str]]:
+    """The modules in sets of those that an engine fuses, in order; one that is fused with none is alone.
+
+    also: module -> its name in memory, where that differs; files may call q_proj otherwise.
+    """
     sets: dict[tuple[str, ...], list[str]] = {}
     for module in modules:
-        sets.setdefault(fused_key(module) or (module,), []).append(module)
+        sets.setdefault(fused_key(module) or fused_key(also.get(module, module)) or (module,), []).append(module)
     return list(sets.values())

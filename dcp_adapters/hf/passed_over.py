@@ -10,7 +10,7 @@ They are passed over before anything is made of them, so they may be quantized i
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -33,12 +33,11 @@ def unexpected_patterns(model: nn.Module) -> tuple[re.Pattern[str], ...]:
 class PassedOver:
     """Which tensors of files are passed over.
 
-    ignore: globs. unexpected: of a model. wanted: what that model has, by name.
+    ignore: globs. unexpected: of a model.
     """
 
     ignore: Sequence[str] = ()
     unexpected: Sequence[re.Pattern[str]] = ()
-    wanted: Mapping[str, Entry] = field(default_factory=dict)
 
     def asked(self, names: Iterable[str]) -> list[str]:
         """Those that `ignore` means, in their order."""
@@ -48,16 +47,16 @@ class PassedOver:
         """The globs that mean none of the tensors which `asked` has found."""
         return unmatched(self.ignore, [one for name in ignored for one in _called(name)])
 
-    def by_model(self, names: Iterable[str]) -> list[str]:
-        """Those that the model does without, in their order."""
+    def by_model(self, names: Iterable[str], wanted: Mapping[str, Entry]) -> list[str]:
+        """Those that the model does without, in their order; `wanted`: what it has, by the names in the files."""
         if not self.unexpected:
             return []
-        modules = {name.rpartition(".")[0] for name in self.wanted}
-        modules |= {piece.module for name, want in self.wanted.items() for piece in pieces_of(name, want.shape) or ()}
+        modules = {name.rpartition(".")[0] for name in wanted}
+        modules |= {piece.module for name, want in wanted.items() for piece in pieces_of(name, want.shape) or ()}
         return [
             name
             for name in names
-            if any(one.search(name) for one in self.unexpected) and not _is_wanted(name, self.wanted, modules)
+            if any(one.search(name) for one in self.unexpected) and not _is_wanted(name, wanted, modules)
         ]
 
 

@@ -8,13 +8,14 @@ cannot be exported is found here, before anything is written; scales that engine
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.experts import check_experts, engine_pieces
+from dcp_adapters.hf.experts import check_experts, dense_pieces, dense_weight, engine_pieces
+from dcp_adapters.hf.file_names import FileNames, memory_modules
 from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, SHAPE, Form, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.rotations import check_rotations
@@ -92,13 +93,15 @@ class ExportPlan:
     """All of an export.
 
     json: file name -> content, config.json's `quantization_config` under that name. requantized: names of the weights
-    whose bytes change. dtype: that of dequantized weights.
+    whose bytes change. dtype: that of dequantized weights. weights: name -> shape of all tensors of the model that the
+    files have, a quantized one by the name and shape that it has where it is dense.
     """
 
     files: tuple[FilePlan, ...]
     json: Mapping[str, Any]
     requantized: tuple[str, ...]
     dtype: torch.dtype
+    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +116,8 @@ class Request:
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
     the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
     dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. kept:
-    tensors whose dtype stays all the same.
+    tensors whose dtype stays all the same. names: of the tensors in memory, where these differ. asks: of what an engine
+    builds to read the files, as far as known.
     """
 
     layout: Layout
@@ -124,6 +128,8 @@ class Request:
     requantize: bool = False
     dtype: torch.dtype | None = None
     kept: frozenset[str] = frozenset()
+    names: FileNames = field(default_factory=FileNames)
+    asks: Collection[str] = frozenset()
 
 
 def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
@@ -157,7 +163,8 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
     if orphans:
         raise ValueError(f"{listed(orphans)}: the weight beside it is not quantized; leave it out")
-    inputs = input_scales(pieces, entries, request.scales)
+    also = memory_modules(request.names, owners)
+    inputs = input_scales(pieces, entries, request.scales, also)
     schemes = {
         module: Scheme.of(_kind(name, quantized[name].recipe), calibrated=module in inputs)
         for module, name in owners.items()
@@ -165,15 +172,17 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     for module, scheme in schemes.items():
         request.layout.entry(scheme, module)
     ignored = _ignored(records, schemes, turned, tied=request.tied)
+    also |= memory_modules(request.names, ignored)
     _check_once(schemes, ignored)
     check_rotations(rotated, request.layout, [*schemes, *ignored])
     renewed: dict[str, float] = {}
     if request.layout.fuses:
-        check_fused(schemes, ignored)
-        renewed = renewed_scales(owners, schemes, request.scales, requantize=request.requantize)
+        check_fused(schemes, ignored, also)
+        renewed = renewed_scales(owners, schemes, request.scales, also, requantize=request.requantize)
     attentions = kv_attentions(records)
     kv_cache = kv_granularity(attentions, records, request.layout)
-    outputs = []
+    outputs: list[Output] = []
+    weights: dict[str, tuple[int, ...]] = {}
     for name, record in records.items():
         if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
             continue
@@ -182,17 +191,19 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
                 tensor for piece in pieces[name] for tensor in _written_linear(piece, record, schemes, inputs, request)
             ]
             outputs.append(Output(name, record.recipe, tuple(written), renewed.get(name)))
+            weights |= dict(dense_weight(piece, record) for piece in pieces[name])
         else:
             if request.dtype is not None and record.dtype.is_floating_point and name not in request.kept:
                 record = replace(record, dtype=request.dtype)  # noqa: PLW2901 - the values are cast when they are made
-            made = [Written(name, record.dtype, record.shape, "")] if name in turned else _written_dense(name, record)
+            made = list(_written_dense(name, record, request, turned))
             outputs.append(Output(name, None, tuple(made), twin=twins.get(name)))
+            weights |= {written.name: written.shape for written in made}
     outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
     recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
-    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, rotated)
+    linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, rotated, also)
     dtype = request.dtype or next(iter(quantized.values())).dtype
     files = _files_within(outputs, request.max_shard_size)
-    return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype)
+    return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype, weights)
 
 
 # -- linears -----------------------------------------------------------------------------------------------------------
@@ -276,14 +287,14 @@ def _written_linear(
             yield Written(name, dtype, form, stored.part, stored.form, None if whole else piece)
 
 
-def _written_dense(name: str, record: Entry) -> Iterable[Written]:
-    """A dense tensor as it is; a weight of all experts as the linears that engines know."""
-    pieces = pieces_of(name, record.shape) if len(record.shape) == 3 else None
+def _written_dense(name: str, record: Entry, request: Request, turned: Collection[str]) -> Iterable[Written]:
+    """A dense tensor as it is; a weight of all experts as the linears that engines know, where they do."""
+    pieces = dense_pieces(name, record, turned=name in turned, whole=request.names.whole, asks=request.asks)
     if pieces is None:
         yield Written(name, record.dtype, record.shape, "")
         return
     for piece in pieces:
-        shape = (piece.rows[1] - piece.rows[0], record.shape[-1])
+        shape = (piece.rows[1] - piece.rows[0], record.shape[1 if piece.turned else -1])
         yield Written(f"{piece.module}.weight", record.dtype, shape, "", piece=piece)
 
 

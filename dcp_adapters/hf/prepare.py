@@ -10,14 +10,15 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.config import ModelConfig
+from dcp_adapters.hf.expected import UNKNOWN, Expected, check_outputs, expected_of
 from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
 from dcp_adapters.hf.kept_dtypes import kept_names
@@ -63,6 +64,16 @@ class Asked:
     dtype: torch.dtype | None = None
     quantizing: Quantizing | None = None
 
+    @cached_property
+    def sound(self) -> list[Mapping[str, tuple[int, ...]]]:
+        """What was planned and is as expected."""
+        return []
+
+    @cached_property
+    def expected(self) -> Expected:
+        """What is known of the files; found once, by each rank for itself."""
+        return expected_of(self.described, self.given, self.layout)
+
 
 def requantizes(caller: str, fused_scales: str) -> bool:
     """What `fused_scales=` says. Raises ValueError for anything else."""
@@ -86,9 +97,12 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
         if asked.quantizing is not None:
             source = quantized_on_the_way(source, asked.quantizing, amaxes)
         request = _request(source, asked)
-        check_names(source.entries, asked.described, asked.layout)
-        _check_complete(source, asked)
-        held.append((source, plan_export(source.entries, request)))
+        check_names(source.entries, asked.described, asked.layout, asked.expected)
+        planned = plan_export(source.entries, request)
+        if planned.weights not in asked.sound:  # a stream plans the same in each pass
+            check_outputs(planned, asked.expected, tied=request.tied, rest=asked.rest is not None)
+            asked.sound.append(planned.weights)
+        held.append((source, planned))
         return Told(_alike_digests(source, request), _digests_of_shared(source))
 
     told = on_all(None, plan)
@@ -101,7 +115,10 @@ def _request(source: Source, asked: Asked) -> Request:
     kept: frozenset[str] = frozenset()
     if asked.dtype is not None:
         given = (asked.given, asked.rest)
-        kept, told = kept_names(source.entries, asked.dtype, given, asked.prefix, asked.described.values)
+        files = {source.own_name(name): name for name in source.entries}  # models know their names in memory
+        entries = {own: source.entries[name] for own, name in files.items()}
+        names, told = kept_names(entries, asked.dtype, given, asked.prefix, asked.described.values)
+        kept = frozenset(files[own] for own in names)
         if told is not None and rank_of(None) == 0:
             warnings.warn(f"{asked.caller}: dtype={asked.dtype}: {told}", stacklevel=6)
     return Request(
@@ -113,6 +130,8 @@ def _request(source: Source, asked: Asked) -> Request:
         asked.requantize,
         asked.dtype,
         kept,
+        asked.expected.names,
+        asked.expected.asks,
     )
 
 
@@ -124,10 +143,11 @@ def _open(asked: Asked, opened: list[Source]) -> Mapping[str, float]:
 
 def _joined_sources(asked: Asked) -> Source:
     first = source_of(asked.given, asked.prefix, check=asked.check)
+    expected = asked.expected
     if asked.rest is None:
-        return JoinedSources([first])
+        return JoinedSources([expected.in_files(first)])
     others = source_of(asked.rest, None, first.entries, check=asked.check)
-    return JoinedSources([first, others])
+    return JoinedSources([expected.in_files(first), expected.in_files(others)])
 
 
 def _scales(source: Source) -> Iterator[tuple[str, float]]:
@@ -146,7 +166,9 @@ def _scales(source: Source) -> Iterator[tuple[str, float]]:
             yield name, source.scalar(name, "")
 
 
-def check_names(entries: Mapping[str, Entry], described: ModelConfig, layout: Layout) -> None:
+def check_names(
+    entries: Mapping[str, Entry], described: ModelConfig, layout: Layout, expected: Expected = UNKNOWN
+) -> None:
     """Refuse a layout of other models, and experts whose names in this model's files are not those it would write.
 
     Refuse quantized weights of Conv1D, too: engines transpose what they read of them.
@@ -174,9 +196,10 @@ def check_names(entries: Mapping[str, Entry], described: ModelConfig, layout: La
         raise ValueError(
             f'{quantized[0]}: engines know the experts of {model} in layout="{OF_WHOLE_EXPERTS[model]}" alone; use that'
         )
-    if renamed and experts:
+    unknown = [name for name in experts if not expected.is_joined(name)]
+    if renamed and unknown:
         raise ValueError(
-            f"{experts[0]}: engines know the experts of {renamed.pop()} by other names than those of the model in "
+            f"{unknown[0]}: engines know the experts of {renamed.pop()} by other names than those of the model in "
             "memory, and would run without these weights; export a state dict with a linear for each expert, [N, K], "
             "under the names that the model's own files have"
         )
@@ -185,28 +208,6 @@ def check_names(entries: Mapping[str, Entry], described: ModelConfig, layout: La
 def _is_conv1d(name: str) -> bool:
     module, _, own = name.rpartition(".")
     return own == "weight" and module.rpartition(".")[2] in CONV1D
-
-
-def _check_complete(source: Source, asked: Asked) -> None:
-    """Refuse a source that lacks tensors of the model in the config's directory."""
-    described = asked.described
-    if isinstance(asked.given, nn.Module) or not described.weights:
-        return
-    have = set(source.entries)
-    left = ("inv_freq", "lm_head.weight") if described.tied else ("inv_freq",)
-    experts = tuple(
-        {f"{name.rpartition('.')[0]}." for name, record in source.entries.items() if len(record.shape) == 3}
-    )
-    lacking = sorted(
-        name for name in described.weights - have if not name.startswith(experts) and not name.endswith(left)
-    )
-    if lacking:
-        names = ", ".join([*lacking[:4], *["..."] * (len(lacking) > len(lacking[:4]))])
-        who = "the source lacks" if asked.rest is None else "the source and rest= lack"
-        raise ValueError(
-            f"{who} {len(lacking)} tensors of the model ({names}); say by rest=... (--rest) where they are taken from, "
-            "for example the model's directory"
-        )
 
 
 @dataclass(frozen=True)

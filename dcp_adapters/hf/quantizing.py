@@ -18,6 +18,7 @@ from dcp_adapters.source import Group, Keep, Source
 from qtensor.agreement import flat_amax, scale_of
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, tensor_wide
 from qtensor.recipes import Recipe
+from qtensor.routers import is_router_class, left_alone, routers_among
 from qtensor.selection import matches, unmatched
 
 
@@ -25,14 +26,15 @@ from qtensor.selection import matches, unmatched
 class Quantizing:
     """recipe: how. include, exclude: globs over the modules of linears, as of quantize_.
 
-    linears: the weights of the model's linears, by the names of the source; None: every dense matrix `<module>.weight`
-    but embeddings.
+    linears: the weights of the model's linears, by their names in memory, as those of modules are; None: every dense
+    matrix `<module>.weight` but embeddings. routers: modules of linears that are routers by their classes.
     """
 
     recipe: Recipe
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     linears: frozenset[str] | None
+    routers: frozenset[str] = frozenset()
 
     def chosen(self, source: Source) -> list[str]:
         """The weights to quantize, in the order of the source.
@@ -41,16 +43,20 @@ class Quantizing:
             ValueError: an include pattern matches no linear; a shape does not fit the recipe's blocks.
         """
         linears = {
-            name.rpartition(".")[0]: name
+            source.own_name(name).rpartition(".")[0]: name
             for name, entry in source.entries.items()
-            if entry.recipe is None and entry.dtype in APPEARANCE_DTYPES and self._is_linear(name, entry)
+            if entry.recipe is None
+            and entry.dtype in APPEARANCE_DTYPES
+            and self._is_linear(source.own_name(name), entry)
         }
         for pattern in unmatched(self.include, linears):
             raise ValueError(f"include pattern {pattern!r} matches no dense linear of the source")
+        routers = routers_among(linears, map(source.own_name, source.entries)) | (self.routers & linears.keys())
+        left = left_alone(routers, linears, self.include)
         names = [
             name
             for module, name in linears.items()
-            if matches(module, self.include) and not matches(module, self.exclude)
+            if matches(module, self.include) and not matches(module, self.exclude) and module not in left
         ]
         for name in names:
             check_shape(source.entries[name].shape, self.recipe, name)
@@ -77,6 +83,15 @@ def linears_of(module: nn.Module, prefix: str | None) -> frozenset[str]:
     )
 
 
+def routers_by_class(module: nn.Module, prefix: str | None) -> frozenset[str]:
+    """The names of a model's linears whose class says that they are routers, without the prefix."""
+    return frozenset(
+        plain_name(fqn).removeprefix(prefix or "")
+        for fqn, child in module.named_modules()
+        if isinstance(child, nn.Linear) and is_router_class(child)
+    )
+
+
 def quantized_on_the_way(source: Source, how: Quantizing, amaxes: Sequence[Mapping[str, float]]) -> Source:
     """The source with the weights quantized; `amaxes` of all ranks."""
     largest = {name: max(each.get(name, 0.0) for each in amaxes) for name in amaxes[0]}
@@ -96,6 +111,9 @@ class _QuantizingSource(Source):
         for name in how.chosen(source):
             entries[name] = replace(entries[name], recipe=how.recipe.stored)
         self.entries = entries
+
+    def own_name(self, name: str) -> str:
+        return self._source.own_name(name)
 
     def way(self, name: str) -> str:
         return self._source.way(name)

@@ -30,12 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.as_checkpoint import Placed, Presented, Slice, presented
+from dcp_adapters.hf.architectures import Architecture
+from dcp_adapters.hf.as_checkpoint import Placed, Presented, Slice, presented, renamed
 from dcp_adapters.hf.directory import FileTensor, read_directory
+from dcp_adapters.hf.file_names import FileNames
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.passed_over import PassedOver
 from dcp_adapters.hf.rotations import said_tensor
-from dcp_adapters.hf.schemes import contents_of
+from dcp_adapters.hf.schemes import contents_of, weight_names
 from dcp_adapters.manifest import MANIFEST_JSON
 from dcp_adapters.reading.reader import failures_told
 from dcp_adapters.stored.progress_bar import progress_bar
@@ -83,6 +85,8 @@ class HuggingFaceReader(StorageReader):
         only_wanted: modules that hold nothing of `wanted` are left out, and files may have other names than the usual
             ones, see `read_directory`.
         passed_over: tensors of the files that are left out.
+        architecture: of the target; tensors are presented under its names in memory, which may differ from those in the
+            files. None: under those in the files.
 
     Attributes:
         ignored: names of those that `passed_over` was asked to leave out.
@@ -93,7 +97,7 @@ class HuggingFaceReader(StorageReader):
         ValueError: files that are damaged or contradict each other; quantized in a way that the library does not read.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options
         self,
         path: str | os.PathLike[str],
         *,
@@ -101,8 +105,10 @@ class HuggingFaceReader(StorageReader):
         show: bool = False,
         only_wanted: bool = False,
         passed_over: PassedOver | None = None,
+        architecture: Architecture | None = None,
     ) -> None:
         super().__init__()
+        self.architecture = architecture
         self.path, self.wanted, self.show, self.only_wanted = Path(path), dict(wanted or {}), show, only_wanted
         self.root = self.path.parent if only_wanted and self.path.is_file() else self.path
         self.passed_over = passed_over or PassedOver()
@@ -119,28 +125,29 @@ class HuggingFaceReader(StorageReader):
         """What the directory holds, as entries of a checkpoint; read once."""
         if self.made is None:
             directory = read_directory(self.path, any_name=self.only_wanted)
-            kept = self._without_passed_over(directory.tensors)
+            names = FileNames()
+            if self.architecture is not None:
+                names = self.architecture.named(weight_names(directory.tensors))
+            wanted = {names.file_name(name): want for name, want in self.wanted.items()}
+            kept = self._without_passed_over(directory.tensors, wanted)
             if self.only_wanted:
-                kept = self._of_wanted(kept)
+                kept = _of_wanted(kept, wanted)
             if len(kept) < len(directory.tensors):
                 left_out = frozenset(name.rpartition(".")[0] for name in directory.tensors.keys() - kept)
                 directory = dataclasses.replace(directory, tensors=kept, left_out=left_out)
-            counts = {name for name, want in self.wanted.items() if not want.dtype.is_floating_point}
+            counts = {name for name, want in wanted.items() if not want.dtype.is_floating_point}
             with OpenFiles(self.root) as files:
                 contents = contents_of(directory, counts)
-                self.made = presented(directory, contents, self.wanted, lambda tensor: files.piece(tensor)[...])
+                made = presented(directory, contents, wanted, lambda tensor: files.piece(tensor)[...])
+            self.made = renamed(made, names.memory_name) if names.in_files else made
         return self.made
 
-    def _without_passed_over(self, tensors: Mapping[str, FileTensor]) -> Mapping[str, FileTensor]:
-        self.ignored, self.unexpected = self.passed_over.asked(tensors), self.passed_over.by_model(tensors)
+    def _without_passed_over(
+        self, tensors: Mapping[str, FileTensor], wanted: Mapping[str, Entry]
+    ) -> Mapping[str, FileTensor]:
+        self.ignored, self.unexpected = self.passed_over.asked(tensors), self.passed_over.by_model(tensors, wanted)
         left_out = {*self.ignored, *self.unexpected}
         return {name: tensor for name, tensor in tensors.items() if name not in left_out} if left_out else tensors
-
-    def _of_wanted(self, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-        """The tensors of modules of which something is wanted, whatever else is in these."""
-        modules = {name.rpartition(".")[0] for name in self.wanted}
-        modules |= {piece.module for name, want in self.wanted.items() for piece in pieces_of(name, want.shape) or ()}
-        return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules}
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor, quantized or dense; None where none has this name."""
@@ -231,6 +238,13 @@ class HuggingFaceReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a directory."""
         return Path(checkpoint_id).is_dir()
+
+
+def _of_wanted(tensors: Mapping[str, FileTensor], wanted: Mapping[str, Entry]) -> dict[str, FileTensor]:
+    """The tensors of modules of which something is wanted, whatever else is in these."""
+    modules = {name.rpartition(".")[0] for name in wanted}
+    modules |= {piece.module for name, want in wanted.items() for piece in pieces_of(name, want.shape) or ()}
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules}
 
 
 def _whole_entry(entry: Placed, files: OpenFiles) -> Tensor:

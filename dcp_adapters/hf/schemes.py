@@ -151,6 +151,21 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
     return Contents(linears, scales, dense, claims.layout.name, claims.kinds)
 
 
+def weight_names(tensors: Iterable[str]) -> set[str]:
+    """The names of the weights, quantized ones too, and of all other tensors but scales; from names alone."""
+    names = _names(LAYOUTS.values()) | FOREIGN_NAMES
+    ends = tuple(sorted(name for name in names if name.startswith("_")))
+    found = set()
+    for name in tensors:
+        module, _, own = name.rpartition(".")
+        end = next((end for end in ends if own.endswith(end)), "")
+        if end:
+            found.add(name.removesuffix(end))
+        else:
+            found.add(f"{module}.weight".lstrip(".") if own in names else name)
+    return found
+
+
 def _shapes(linears: Mapping[str, FileLinear], dense: Mapping[str, FileTensor]) -> dict[str, tuple[int, ...]]:
     """Module -> shape [N, K] of each weight that may be a linear's."""
     weights = {name: tensor for name, tensor in dense.items() if name.rpartition(".")[2] == "weight"}

@@ -29,7 +29,10 @@ def scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]
 
 
 def input_scales(
-    pieces: Mapping[str, Sequence[Piece]], entries: Mapping[str, Sequence[str]], scales: Mapping[str, float]
+    pieces: Mapping[str, Sequence[Piece]],
+    entries: Mapping[str, Sequence[str]],
+    scales: Mapping[str, float],
+    also: Mapping[str, str],
 ) -> dict[str, float]:
     """Module -> the scale of its inputs; those that are fused get the largest, as their input is one."""
     own = {module: scales[entry] for entry, modules in entries.items() if entry in scales for module in modules}
@@ -40,16 +43,16 @@ def input_scales(
             "again, or leave it out"
         )
     shared: dict[str, float] = {}
-    for members in fused_sets(piece.module for those in pieces.values() for piece in those):
+    for members in fused_sets((piece.module for those in pieces.values() for piece in those), also):
         known = [own[module] for module in members if module in own]
         if known:
             shared |= dict.fromkeys(members, max(known))
     return shared
 
 
-def check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
+def check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str], also: Mapping[str, str]) -> None:
     """Refuse linears that are fused and quantized in different ways."""
-    for members in fused_sets([*schemes, *ignored]):
+    for members in fused_sets([*schemes, *ignored], also):
         found = {str(schemes.get(module, "not quantized")) for module in members}
         if len(found) > 1:
             told = ", ".join(f"{module}: {schemes.get(module, 'not quantized')}" for module in members)
@@ -57,12 +60,17 @@ def check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str]) -> None:
 
 
 def renewed_scales(
-    owners: Mapping[str, str], schemes: Mapping[str, Scheme], scales: Mapping[str, float], *, requantize: bool
+    owners: Mapping[str, str],
+    schemes: Mapping[str, Scheme],
+    scales: Mapping[str, float],
+    also: Mapping[str, str],
+    *,
+    requantize: bool,
 ) -> dict[str, float]:
     """Weight -> the global scale to quantize it under anew, where linears that are fused do not share theirs."""
     renewed: dict[str, float] = {}
     apart = []
-    for members in fused_sets(module for module in owners if schemes[module].kind == "nvfp4"):
+    for members in fused_sets((module for module in owners if schemes[module].kind == "nvfp4"), also):
         names = list(dict.fromkeys(owners[module] for module in members))
         largest = max(scales[name] for name in names)
         other = {name: largest for name in names if scales[name] != largest}

@@ -100,6 +100,10 @@ class JoinedSources(Source):
         self.entries = {name: source.entries[name] for name, source in self._of.items()}
         _check_rotations(sources, self._of)
 
+    def own_name(self, name: str) -> str:
+        """In its source."""
+        return self._of[name].own_name(name)
+
     def way(self, name: str) -> str:
         """As its source says."""
         return self._of[name].way(name)

@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.architectures import Architecture
 from dcp_adapters.hf.directory import FileTensor
 from dcp_adapters.hf.reader import HuggingFaceReader, OpenFiles
+from dcp_adapters.rotations import is_marker
 from dcp_adapters.source import Stored
 from fsdp_hooks.byte_sums import Piece
 from fsdp_hooks.torch_private import cpu_by_default
@@ -32,17 +34,34 @@ class StoredDirectory(Stored):
         path: the directory.
         wanted: what it is compared with, by name; a weight of all experts is put together from the experts' linears
             where it is named here.
+        architecture: as of HuggingFaceReader.
 
     Raises:
         FileNotFoundError, ValueError: as HuggingFaceReader does.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, wanted: Mapping[str, Entry] | None = None) -> None:
-        self._reader = HuggingFaceReader(path, wanted=wanted)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        wanted: Mapping[str, Entry] | None = None,
+        architecture: Architecture | None = None,
+    ) -> None:
+        self._reader = HuggingFaceReader(path, wanted=wanted, architecture=architecture)
         self.path, self._made = self._reader.path, self._reader.presented()
         self._files = OpenFiles(self.path)  # each is opened once, its header parsed once
         self.layout, self.entries, self.blobs = self._made.layout, self._made.entries, list[str]()
         self.paths: Mapping[str, tuple[Any, ...]] = {}
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the model's tensors, as `Architecture.reads` takes them: each as it is where it is dense."""
+        found = {}
+        for name, entry in self.entries.items():
+            if name in self._made.scales or is_marker(name):
+                continue
+            whole = entry.recipe is not None and len(entry.shape) == 3
+            found[name] = (entry.shape[0], entry.shape[2], entry.shape[1]) if whole else entry.shape
+        return found
 
     def chunks(self, name: str) -> int:
         """The number of tensors in the files that make up the payload."""

@@ -3,15 +3,19 @@
 Files that `export_hf` wrote say the digest of each of their tensors, and the tensors are compared with that. Files by
 others have nothing of the kind, so bytes that changed into other valid ones are not found in them; the report says so
 in a warning.
+
+Where config.json names a model of transformers, and that is installed, the tensors are also compared with what it would
+read: a tensor that is there twice under two names, one that is missing, one of another shape.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.architectures import architecture_said
 from dcp_adapters.hf.directory import INDEX, Directory, FileTensor, read_directory
 from dcp_adapters.hf.file_digests import DIGESTS, RecordedDigests
 from dcp_adapters.hf.stored_directory import StoredDirectory
@@ -42,7 +46,7 @@ def verify_directory(path: str | os.PathLike[str], *, level: Level = "bytes", ad
         recorded = RecordedDigests(directory)
     except (ValueError, OSError) as error:
         return Report(str(path), (Finding("error", "", "", str(error)),))
-    findings = [*_lacking(recorded), *_unnamed(directory)]
+    findings = [*_lacking(recorded), *_unnamed(directory), *_misread(directory, stored)]
     left = dict(directory.tensors)
     chunks = nbytes = agreed = 0
 
@@ -83,6 +87,31 @@ def _unnamed(directory: Directory) -> Iterator[Finding]:
     for file in sorted(path.name for path in directory.path.glob("*.safetensors")):
         if file not in named:
             yield Finding("warning", file, "", f"{INDEX} does not name it, so its tensors are not read")
+
+
+def _misread(directory: Directory, stored: StoredDirectory) -> Iterator[Finding]:
+    """What transformers would not find, find twice, or not know, if config.json names a model of its."""
+    said = directory.config.get("quantization_config")
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    known = isinstance(directory.config.get("architectures"), list)
+    architecture = architecture_said(directory.config, quantized_as=method) if known else None
+    if architecture is None:
+        return
+    read = architecture.reads(stored.weights())
+    for own, names in read.twice.items():
+        message = f"{' and '.join(names)} are all {own} of the model: it is there twice, and one of them is read"
+        yield Finding(
+            "error", directory.tensors[names[-1]].file if names[-1] in directory.tensors else "", own, message
+        )
+    for own, problem in read.unlike.items():
+        yield Finding("error", "", own, f"what config.json describes has another: {problem}")
+    for own in read.missing:
+        message = (
+            "the model that config.json describes has it, and the directory does not: whoever loads it makes it up"
+        )
+        yield Finding("error", "", own, message)
+    for name in read.unexpected:
+        yield Finding("warning", "", name, "the model that config.json describes has no such tensor; it is not read")
 
 
 def _digest_problem(recorded: RecordedDigests, tensor: FileTensor, stored: StoredDirectory) -> str | None:

@@ -22,10 +22,10 @@ from dcp_adapters.delta.patch import Delta
 from dcp_adapters.hf.config import model_config
 from dcp_adapters.hf.groups import groups_of
 from dcp_adapters.hf.layout import layout_named
-from dcp_adapters.hf.making import Job, in_groups, made_tensors
+from dcp_adapters.hf.making import Job, in_groups, made_tensors, own_groups
 from dcp_adapters.hf.plan import ExportPlan, Output
 from dcp_adapters.hf.prepare import Asked, prepared, requantizes
-from dcp_adapters.hf.quantizing import Quantizing, linears_of
+from dcp_adapters.hf.quantizing import Quantizing, linears_of, routers_by_class
 from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Keep, Source
 from dcp_adapters.stored.progress_bar import progress_bar
@@ -131,8 +131,8 @@ class WeightStream:
         self._keep = Keep(0 if to == "first" else None, None, own=True)
         self._progress = progress
         self.version = 0
-        _, plan = prepared(self._asked)
-        groups = self._groups(plan)
+        source, plan = prepared(self._asked)
+        groups = self._groups(source, plan)
         self._records = _records(groups)
         self.sizes = bucket_sizes(self._records, bucket_bytes)
         _check_alike(groups, (self.sizes, to, keep_last))
@@ -230,16 +230,17 @@ class WeightStream:
 
     def _prepared(self) -> tuple[Source, list[tuple[Output, ...]]]:
         source, plan = prepared(self._asked)
-        return source, self._groups(plan, self._refuse_new)
+        return source, self._groups(source, plan, self._refuse_new)
 
     def _groups(
-        self, plan: ExportPlan, check: Callable[[list[tuple[Output, ...]]], None] = lambda groups: None
+        self, source: Source, plan: ExportPlan, check: Callable[[list[tuple[Output, ...]]], None] = lambda groups: None
     ) -> list[tuple[Output, ...]]:
         """The outputs in the groups that are gathered together; what fails on one rank is raised on all."""
         groups: list[tuple[Output, ...]] = []
 
         def look() -> None:
-            groups.extend(in_groups((output for file in plan.files for output in file.outputs), self._group_of))
+            outputs = (output for file in plan.files for output in file.outputs)
+            groups.extend(in_groups(outputs, own_groups(source, self._group_of)))
             check(groups)
 
         together(look)
@@ -339,5 +340,6 @@ def _quantizing(
     given: Any, recipe: Recipe, include: tuple[str, ...], exclude: tuple[str, ...], prefix: str | None
 ) -> Quantizing:
     registered(recipe)
-    linears = linears_of(given, prefix) if isinstance(given, nn.Module) else None
-    return Quantizing(recipe, include, exclude, linears)
+    if not isinstance(given, nn.Module):
+        return Quantizing(recipe, include, exclude, None)
+    return Quantizing(recipe, include, exclude, linears_of(given, prefix), routers_by_class(given, prefix))

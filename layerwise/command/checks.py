@@ -7,7 +7,7 @@ scales that it will have. What is wrong is collected from all ranks and told at 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from dcp_adapters.gguf.like import open_like, read_like
 from dcp_adapters.gguf.plan import GGUF, tensors_of
 from dcp_adapters.hf.config import model_config, shard_size
 from dcp_adapters.hf.directory import read_directory
+from dcp_adapters.hf.expected import UNKNOWN, check_outputs, expected_of
 from dcp_adapters.hf.importing import check_import
 from dcp_adapters.hf.layout import layout_named
 from dcp_adapters.hf.plan import Request, plan_export
@@ -288,14 +289,22 @@ def _check_export(config: Config, model: nn.Module, targets: Sequence[Target], *
     described = model_config(config.model.path, None)
     for choice in _choices(config, targets):
         entries, scales = _entries(config, model, targets, choice)
+        expected = UNKNOWN
         if output.like is None:
             layout, tied, told = layout_named(output.layout), described.tied, None
-            check_names(entries, described, layout)
+            expected = expected_of(described, model, layout)
+            named = expected.named(entries)
+            entries = {named[name]: replace(entry, name=named[name]) for name, entry in entries.items()}
+            scales = {named[name]: value for name, value in scales.items()}
+            check_names(entries, described, layout, expected)
         else:
             told = read_like(output.like, open_like(output.like))
             layout, tied = GGUF, told.tied
         producer = {"name": "qtensor", "version": ""}
-        plan = plan_export(entries, Request(layout, scales, producer, shard_size(output.max_shard_size), tied))
+        size = shard_size(output.max_shard_size)
+        request = Request(layout, scales, producer, size, tied, names=expected.names, asks=expected.asks)
+        plan = plan_export(entries, request)
+        check_outputs(plan, expected, tied=tied, rest=True)
         if told is not None:
             tensors_of([made for file in plan.files for made in file.outputs], told)
 

@@ -25,7 +25,10 @@ from layerwise.command.config import ModelKeys
 from layerwise.command.yaml_text import ConfigError
 
 MISSING = "models are built by transformers, which is not installed: pip install 'qtensor[command]'"
-NO_CLASS = "transformers' AutoModelForCausalLM does not build it, and code in the directory is never run"
+NO_CLASS = (
+    "transformers' AutoModelForCausalLM and AutoModelForImageTextToText do not build it, and code in the directory is "
+    "never run"
+)
 
 
 def transformers_library() -> Any:
@@ -70,11 +73,17 @@ def _with_buffers(library: Any, config: Any, dtype: torch.dtype, fill: int) -> n
 
     They hold `fill` before it: what still depends on that afterwards has not been written.
     """
-    try:
-        with torch.device("meta"):
-            model: Any = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise ConfigError(f"model.path: {NO_CLASS}: {error}") from None
+    found: list[Any] = []
+    errors: list[Exception] = []
+    for auto in (library.AutoModelForCausalLM, library.AutoModelForImageTextToText):
+        try:
+            with torch.device("meta"):
+                found.append(auto.from_config(config, dtype=dtype))
+        except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            errors.append(error)
+    if not found:
+        raise ConfigError(f"model.path: {NO_CLASS}: {errors[0]}") from None
+    model = next((one for one in found if type(one).__name__ in (config.architectures or ())), found[0])
     _keep_in_fp32(model, dtype)
     kept = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):

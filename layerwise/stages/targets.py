@@ -25,6 +25,7 @@ from qtensor.float8_delayed import Float8DelayedScaling
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, shared_amax, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.recipes import Recipe
+from qtensor.routers import left_alone, routers_of
 from qtensor.selection import check_lists, matches, unmatched
 from qtensor.tensor import QuantizedTensor
 
@@ -95,7 +96,8 @@ def find_targets(
     Args:
         model: sharded or not.
         recipe: how they will be quantized; what an assignment leaves dense, or does not name, is no target.
-        include: globs over module fqns; every one must match a module with a weight to quantize.
+        include: globs over module fqns; every one must match a module with a weight to quantize. Routers, which choose
+            experts (qtensor/routers.py), are taken where a pattern matches nothing else.
         exclude: globs over the fqns of modules to leave out; one that matches nothing warns.
 
     Raises:
@@ -127,10 +129,14 @@ def find_targets(
             f"{caller()}: exclude pattern {pattern!r} matches {NOTHING}",
             stacklevel=4,  # the caller of `calibrate`
         )
+    left = left_alone(routers_of(model, modules), modules, include)
     chosen = [
         target
         for name, target in candidates.items()
-        if name in free and matches(target.module_name, include) and not matches(target.module_name, exclude)
+        if name in free
+        and target.module_name not in left
+        and matches(target.module_name, include)
+        and not matches(target.module_name, exclude)
     ]
     if isinstance(recipe, Assignment):
         _check_assigned(recipe, candidates, free)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.entry import Entry
+from dcp_adapters.hf.architectures import architecture_of
 from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.rotations import blocks_in, has_weight, inputs, rotations_in, weight_beside
@@ -29,7 +30,8 @@ class OnDisk:
 
     Args:
         path: a safetensors file, or a directory of them, with or without `model.safetensors.index.json`; tensors have
-            the names of the model's state dict. `config.json` and `hf_quant_config.json` beside them are read, too.
+            the names of the model's state dict, or those that transformers gives them in files. `config.json` and
+            `hf_quant_config.json` beside them are read, too.
         model: the model; its tensors that are not on the meta device are left alone.
         device: where a stage gets its tensors (None: CPU).
 
@@ -51,7 +53,7 @@ class OnDisk:
                 wanted[name] = Entry(name, None, tuple(tensor.shape), tensor.dtype)
         if not Path(path).is_file() and not any(Path(path).glob("*.safetensors")):
             raise FileNotFoundError(f"{caller()}: {path} holds no safetensors; expected the weights of the model there")
-        self.files = HuggingFaceReader(path, wanted=wanted, only_wanted=True)
+        self.files = HuggingFaceReader(path, wanted=wanted, only_wanted=True, architecture=architecture_of(model))
         self.names: dict[int, str] = {}
         self._check(names, wanted)
         self._check_rotations(wanted, {plain_name(name): block for name, block in input_rotations(model).items()})

@@ -143,7 +143,7 @@ def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ('{"model_type": "none of them"}', "cannot be used: "),
         (
             '{"model_type": "vit", "dtype": "bfloat16"}',
-            "transformers' AutoModelForCausalLM does not build it, and code",
+            "transformers' AutoModelForCausalLM and AutoModelForImageTextToText do not build it, and code",
         ),
         ('{"model_type": "llama"}', "model.dtype: "),
         ('{"model_type": "llama", "auto_map": {"AutoConfig": "a.B"}, "dtype": "bfloat16"}', ""),
