@@ -22,15 +22,23 @@ from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_rank
 from dcp_adapters.delta.state_digest import state_digest
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.torch_private import flatten_state_dict
-from fsdp_hooks.across_ranks import raise_together
+from fsdp_hooks.across_ranks import ALONE, raise_together
 from fsdp_hooks.versions import count_writes
+from fsdp_hooks.waiting import waited_for
+from fsdp_hooks.wrappers import plain_name
 from qtensor.contents import preserve
 
 # positions in the flat units of a shard, and what they become; None where only other ranks' shards change
 Written = tuple[Tensor, Tensor] | None
 
 
-def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: dist.ProcessGroup | None = None) -> int:
+def apply_deltas(
+    target: Mapping[str, Any],
+    deltas: Sequence[Delta],
+    *,
+    group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> int:
     """Bring live weights to the version that the last delta leads to.
 
     Args:
@@ -38,6 +46,7 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
             bytes are written.
         deltas: one after the other; every rank has all of them. Those that the target is past already are skipped.
         group: the ranks that hold the shards; None: all.
+        no_dist: this process alone has the target, whole, and no other rank takes part.
 
     Returns:
         How many deltas were applied: 0 where the target was the result already.
@@ -47,8 +56,8 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
             delta starts from; ranks have other tensors or deltas than each other; a delta is damaged, or does not lead
             to what it says. The target is as it was.
     """
-    group = whole_group(group)
-    with raise_together(group):
+    group = whole_group("apply_deltas", group, no_dist=no_dist)
+    with waited_for(group or ALONE, "apply_deltas"), raise_together(group):
         check_chain(deltas)
         shards = Shards.of(target, group)
         refuse_other_layout(deltas[0].layout, shards.layout, (deltas[0].where, "the target"))
@@ -71,7 +80,7 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
     for key, change in written.items():
         if change is not None:
             _write(shards.held[key].piece.data, *change)
-    leaves, _ = flatten_state_dict(dict(target))
+    leaves = {plain_name(name): value for name, value in flatten_state_dict(dict(target))[0].items()}
     _note(leaves, {shards.layout.owners[key][0] for key in written})
     return len(left)
 

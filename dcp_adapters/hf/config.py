@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.schemes import contents_of, is_quantized
+from fsdp_hooks.wrappers import unwrapped
 
 CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
 # What may be in a directory and is not the model's description: weights, their index, a DCP checkpoint, a card of the
@@ -88,7 +89,7 @@ def model_config(config: Any, source: Any) -> ModelConfig:
         TypeError: something else was given.
     """
     if config is None:
-        return _of_module(source) if isinstance(source, nn.Module) else ModelConfig()
+        return _of_module(unwrapped(source)) if isinstance(source, nn.Module) else ModelConfig()
     if isinstance(config, str | os.PathLike):
         return _of_path(Path(config))
     return ModelConfig(_cleaned(_as_dict(config)))

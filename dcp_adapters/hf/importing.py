@@ -21,34 +21,37 @@ from torch import Tensor, nn
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, plain_leaf
 from dcp_adapters.hf.materialise import Live, materialise
-from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.rotations import to_rotate, unrotated
 from dcp_adapters.words import in_lines
-from fsdp_hooks.across_ranks import on_all, rank_of
+from fsdp_hooks.across_ranks import ALONE, Alone, Ranks, check_spanned, chosen_ranks, is_first, on_all
+from fsdp_hooks.waiting import waited_for
+from fsdp_hooks.wrappers import plain_state_dict
 
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
 CONVERT = 'import with on_mismatch="convert"'
 
 
-def import_hf(
+def import_hf(  # noqa: PLR0913 - options of one operation
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
     *,
     on_mismatch: str = "raise",
     device: torch.device | str | None = None,
     progress: bool = True,
+    group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> dict[str, Tensor]:
     """Load a Hugging Face directory: dense, or quantized in a layout of this library.
 
     The layouts are those of compressed-tensors (llm-compressor), ModelOpt, "fp8" (DeepSeek-V3, Qwen3-FP8) and gpt-oss.
 
-    With several ranks all of the default process group call it, each with its shards of the same model, before or after
-    `fully_shard` and `parallelize_module`; each reads the slices that its shards need. Payloads and scales of quantized
-    weights keep their bytes. A dense tensor becomes, in a quantized parameter, this rank's piece of quantizing the full
-    tensor, bit for bit.
+    With several ranks all of the default process group (or of `group`) call it, each with its shards of the same model,
+    before or after `fully_shard` and `parallelize_module`; each reads the slices that its shards need. Payloads and
+    scales of quantized weights keep their bytes. A dense tensor becomes, in a quantized parameter, this rank's piece of
+    quantizing the full tensor, bit for bit.
 
     Args:
         path: a directory with model.safetensors, or model.safetensors.index.json and its files; config.json and
@@ -62,13 +65,15 @@ def import_hf(
         device: where parameters of the meta device get their memory; None: on the device of their mesh, or the CPU.
             Shards that FSDP offloads belong on "cpu".
         progress: a bar over the bytes that rank 0 reads, on a terminal.
+        group: the ranks that hold the model; None: all.
+        no_dist: this process alone has the model, whole, and no other rank takes part. Without a model it is so anyway.
 
     Returns:
-        The model's state dict, under the names of the plain model where modules of it are compiled; without a model the
-        directory's, in whole tensors on `device` (CPU). There, quantized weights have the recipe that the directory
-        records, or that of their scheme. Added are the scales of inputs, `<module>.input_scale`, and of the KV cache,
-        `<attention>.k_scale` and `.v_scale`: fp32 [], by which a payload is multiplied (of the cache [heads], where
-        each head has one). `export_hf` takes it all.
+        The model's state dict, under the names of the plain model where it or modules of it are wrapped (compiled,
+        say), and without adapters; without a model the directory's, in whole tensors on `device` (CPU). There,
+        quantized weights have the recipe that the directory records, or that of their scheme. Added are the scales of
+        inputs, `<module>.input_scale`, and of the KV cache, `<attention>.k_scale` and `.v_scale`: fp32 [], by which a
+        payload is multiplied (of the cache [heads], where each head has one). `export_hf` takes it all.
 
         A parameter with Float8DelayedScaling takes FP8 with one scale for the tensor: its history begins with the amax
         that gives the scale, so the next step continues with it (or with one next to it, where no amax gives it).
@@ -84,19 +89,21 @@ def import_hf(
         raise ValueError(f'import_hf: on_mismatch={on_mismatch!r} is not one of "raise", "convert"')
     if model is None:
         return _whole_state_dict(path, device or "cpu", show=progress)
+    ranks = chosen_ranks("import_hf", group, no_dist=no_dist)
     live = Live.of(model)
-    show = progress and rank_of(None) == 0
+    show = progress and is_first(ranks)
     reader = HuggingFaceReader(
         path, wanted={name: entry_of(name, value) for name, value in live.state.items()}, show=show
     )
     names: list[str] = []
-    on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch)))
-    on_all(None, lambda: materialise(model, live, device))
-    state = {plain_name(name): value for name, value in model.state_dict().items()}
+    with waited_for(ranks, "import_hf"):
+        on_all(ranks, lambda: names.extend(_compare(reader, live, on_mismatch, ranks)))
+    on_all(ranks, lambda: materialise(model, live, device))
+    state = plain_state_dict(model, adapters=False)
     scales = sorted(reader.presented().scales)
     placed = reader.presented().placed
     extras = {name: torch.empty(placed[name].shape, dtype=torch.float32, device="cpu") for name in scales}
-    _load({name: state[name] for name in names} | extras, reader)
+    _load({name: state[name] for name in names} | extras, reader, ranks)
     return {**state, **extras}
 
 
@@ -107,7 +114,7 @@ def check_import(path: str | os.PathLike[str], model: nn.Module, *, on_mismatch:
     """
     live = Live.of(model)
     wanted = {name: entry_of(name, value) for name, value in live.state.items()}
-    _compare(HuggingFaceReader(path, wanted=wanted), live, on_mismatch)
+    _compare(HuggingFaceReader(path, wanted=wanted), live, on_mismatch, None)
 
 
 def _whole_state_dict(path: str | os.PathLike[str], device: torch.device | str, *, show: bool) -> dict[str, Tensor]:
@@ -119,19 +126,20 @@ def _whole_state_dict(path: str | os.PathLike[str], device: torch.device | str, 
         )
         for name, entry in reader.presented().entries.items()
     }
-    _load(state, reader, alone=True)
+    _load(state, reader, ALONE)
     return state
 
 
-def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, *, alone: bool = False) -> None:
-    alone = alone or not dist.is_initialized()
+def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, ranks: Ranks) -> None:
+    alone = isinstance(ranks, Alone) or not dist.is_initialized()
+    group = None if isinstance(ranks, Alone) else ranks
     planner = QuantizedLoadPlanner(on_mismatch="convert", allow_partial_load=True)  # what is allowed is known by now
     with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=alone)
+        dcp.load(dict(state), storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
 
 
-def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[str]:
+def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str, ranks: Ranks) -> list[str]:
     """The names to load, one for each tensor of the model.
 
     Raises:
@@ -139,8 +147,9 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
     """
     made = reader.presented()
     entries = {name: entry for name, entry in made.entries.items() if name not in made.scales}
-    names, problems = _matched_names(entries, live, reader)
+    names, problems = _matched_names(entries, live, reader, first=is_first(ranks))
     problems += live.problems()
+    check_spanned(live.state.values(), ranks)
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
     target = Target.of(flat, {name: (name,) for name in flat})
     problems += differences(target, metadata, made.manifest, partial=True, convert=True)
@@ -158,8 +167,13 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str) -> list[st
     return names
 
 
-def _matched_names(held: Mapping[str, Entry], live: Live, reader: HuggingFaceReader) -> tuple[list[str], list[str]]:
-    """Under which of its names each tensor of the model is in the directory; and what only one side has."""
+def _matched_names(
+    held: Mapping[str, Entry], live: Live, reader: HuggingFaceReader, *, first: bool
+) -> tuple[list[str], list[str]]:
+    """Under which of its names each tensor of the model is in the directory; and what only one side has.
+
+    first: whether this rank looks at tied tensors, of which all hear.
+    """
     names, problems = [], []
     for own in live.names:
         found = [name for name in own if name in held]
@@ -168,7 +182,6 @@ def _matched_names(held: Mapping[str, Entry], live: Live, reader: HuggingFaceRea
         else:
             tied = f" (nor {', '.join(own[1:])}, which it is tied to)" if len(own) > 1 else ""
             problems.append(f"{own[0]}: only the model has it{tied}{unrotated(own[0], held)}")
-        first = rank_of(None) == 0  # one rank looks; all hear of it
         if any(first and not reader.alike(found[0], other) for other in found[1:]):
             problems.append(
                 f"{found[1]}: the model ties it to {found[0]}, and the directory has other values for it; untie them"

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.plan import is_embedding
 from dcp_adapters.source import Group, Keep, Source
+from fsdp_hooks.across_ranks import Ranks
+from fsdp_hooks.wrappers import plain_modules
 from qtensor.agreement import flat_amax, scale_of
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, tensor_wide
 from qtensor.recipes import Recipe
@@ -71,8 +72,8 @@ def linears_of(module: nn.Module, prefix: str | None) -> frozenset[str]:
     """The names of the weights of a model's linears that no other module shares, without the prefix."""
     uses = Counter(id(param) for child in module.modules() for param in child.parameters(recurse=False))
     return frozenset(
-        plain_name(f"{fqn}.weight".lstrip(".")).removeprefix(prefix or "")
-        for fqn, child in module.named_modules()
+        f"{fqn}.weight".lstrip(".").removeprefix(prefix or "")
+        for fqn, child in plain_modules(module)
         if isinstance(child, nn.Linear) and uses[id(child.weight)] == 1
     )
 
@@ -96,6 +97,9 @@ class _QuantizingSource(Source):
         for name in how.chosen(source):
             entries[name] = replace(entries[name], recipe=how.recipe.stored)
         self.entries = entries
+
+    def check_spanned(self, group: Ranks) -> None:
+        self._source.check_spanned(group)
 
     def way(self, name: str) -> str:
         return self._source.way(name)
