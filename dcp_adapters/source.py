@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.entry import Entry
-from fsdp_hooks.across_ranks import rank_of
+from fsdp_hooks.across_ranks import Ranks, rank_of
 from fsdp_hooks.byte_sums import Piece
 
 
@@ -26,8 +26,8 @@ from fsdp_hooks.byte_sums import Piece
 class Keep:
     """Who keeps what is read, and where.
 
-    rank: the one that keeps it; None: all. device: where it is brought; None: it stays where it was gathered. own:
-    whether it must be in memory of its own, since the source may be written meanwhile.
+    rank: the global number of the one that keeps it; None: all. device: where it is brought; None: it stays where it
+    was gathered. own: whether it must be in memory of its own, since the source may be written meanwhile.
     """
 
     rank: int | None
@@ -54,10 +54,14 @@ class Group:
 class Source:
     """Tensors by name.
 
-    entries: one for each tensor, the same on all ranks and in the same order.
+    entries: one for each tensor, the same on all ranks and in the same order. prefix: what was cut off its names.
     """
 
     entries: Mapping[str, Entry]
+    prefix: str = ""
+
+    def check_spanned(self, group: Ranks) -> None:
+        """Raise ValueError where ranks hold shards that are not in the group: reading takes all of them."""
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """The whole parts of a tensor, on the CPU; do not write to them."""

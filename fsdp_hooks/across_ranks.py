@@ -8,12 +8,13 @@
 
 An error that only one rank sees (a full disk, a batch of its own) would leave the others in their next collective. What
 they raise in its place has an `ElsewhereError` as its cause, which shows where the error was raised.
-A group of None means the default group for `on_first` and `on_all` (this process alone where there is none). For
-`raise_together`, `any_of` and `check_same` it means this process alone, as for everything that reduces statistics.
+A group of None means the default group for `on_first` and `on_all` (this process alone where there is none), and ALONE
+this process alone where there is one, too (`chosen_ranks`). For `raise_together`, `any_of` and `check_same` None means
+this process alone, as for everything that reduces statistics.
 """
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.devices import this_device
 from fsdp_hooks.torch_private import root_mesh
@@ -36,6 +38,14 @@ LONGEST = 20_000  # characters of a traceback that travel, its last ones
 
 class ElsewhereError(Exception):
     """The cause of an error that another rank has told of: its text is the traceback there."""
+
+
+class Alone:
+    """What is given as a group where no other rank takes part."""
+
+
+ALONE = Alone()
+Ranks = dist.ProcessGroup | Alone | None
 
 
 @dataclass(frozen=True)
@@ -55,14 +65,38 @@ class _Failed:
         return error
 
 
-def ranks_of(group: dist.ProcessGroup | None) -> int:
+def chosen_ranks(caller: str, group: dist.ProcessGroup | None, *, no_dist: bool) -> Ranks:
+    """The ranks that a caller's arguments `group` and `no_dist` name.
+
+    Raises:
+        ValueError: both are given, or this rank is not in the group.
+    """
+    if no_dist and group is not None:
+        raise ValueError(f"{caller}: no_dist=True is for this process alone, and there is a group; give one of them")
+    if group is not None and rank_of(group) < 0:
+        raise ValueError(f"{caller}: this rank is not in the group that was given; call it on the ranks of the group")
+    return ALONE if no_dist else group
+
+
+def ranks_of(group: Ranks) -> int:
     """How many ranks there are; 1 without a process group."""
+    if isinstance(group, Alone):
+        return 1
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def rank_of(group: dist.ProcessGroup | None) -> int:
+def rank_of(group: Ranks) -> int:
     """This process's rank in the group; 0 without a process group."""
+    if isinstance(group, Alone):
+        return 0
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def global_ranks(group: Ranks) -> list[int]:
+    """The global numbers of the ranks of a group, in its order."""
+    if isinstance(group, Alone):
+        return [rank_of(None)]
+    return list(range(ranks_of(None))) if group is None else dist.get_process_group_ranks(group)
 
 
 def device_of(group: dist.ProcessGroup | None, wanted: torch.device = CPU) -> torch.device:
@@ -79,19 +113,31 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
         tensor.copy_(there)
 
 
-def is_first(group: dist.ProcessGroup | None) -> bool:
+def check_spanned(tensors: Iterable[Tensor], group: Ranks) -> None:
+    """Raise ValueError where shards belong to ranks outside of the group, which would be waited for, or missing."""
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    missing = sorted({rank for mesh in meshes for rank in _ranks(mesh)} - set(global_ranks(group)))
+    if missing:
+        raise ValueError(
+            f"weights are shards on ranks that do not take part ({', '.join(map(str, missing))}); call it on all ranks "
+            "that hold them, with their group, or gather the weights first (full_tensor(), or DCP's "
+            "get_model_state_dict with full_state_dict=True)"
+        )
+
+
+def is_first(group: Ranks) -> bool:
     """Whether this is the rank that writes for all."""
     return rank_of(group) == 0
 
 
-def is_counted(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> bool:
+def is_counted(mesh: DeviceMesh, group: Ranks) -> bool:
     """Whether the copy on this mesh is the one that counts, among those of the ranks of a group.
 
     Of weights that are sharded along some dims of a larger mesh, the ranks along the others have copies, each on a mesh
     of its own: what FSDP shards in a model with tensor parallelism. The one that has the group's first rank counts; so
     does a mesh that is no slice of one with that rank, where the group has others beside those of the weights.
     """
-    first = 0 if group is None else dist.get_global_rank(group, 0)
+    first = global_ranks(group)[0]
     return first in _ranks(mesh) or first not in _ranks(root_mesh(mesh))
 
 
@@ -100,7 +146,7 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
     return ranks
 
 
-def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
+def on_first(group: Ranks, step: Callable[[], T]) -> T:
     """What `step` returns on rank 0, handed to all ranks; the value must be picklable.
 
     Raises:
@@ -114,9 +160,9 @@ def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
             outcome = step()
         except Exception as error:  # noqa: BLE001 - handed to all ranks, which raise it
             outcome, raised = _failed(error, 0), error
-    if ranks_of(group) > 1:
+    if not isinstance(group, Alone) and ranks_of(group) > 1:
         held = [outcome]
-        source = 0 if group is None else dist.get_global_rank(group, 0)
+        source = global_ranks(group)[0]
         dist.broadcast_object_list(held, src=source, group=group)
         outcome = held[0]
     if isinstance(outcome, _Failed):
@@ -124,7 +170,7 @@ def on_first(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
     return outcome  # type: ignore[no-any-return]
 
 
-def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
+def on_all(group: Ranks, step: Callable[[], T]) -> list[T]:
     """What `step` returns on each rank, in rank order, handed to all ranks; the values must be picklable.
 
     Raises:
@@ -139,7 +185,7 @@ def on_all(group: dist.ProcessGroup | None, step: Callable[[], T]) -> list[T]:
         raised = error
         own = _failed(error, rank, f"rank {rank}: " if ranks_of(group) > 1 else "")
     outcomes = [own]
-    if ranks_of(group) > 1:
+    if not isinstance(group, Alone) and ranks_of(group) > 1:
         outcomes = [None] * ranks_of(group)
         dist.all_gather_object(outcomes, own, group=group)
     for outcome in outcomes:

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_hooks.across_ranks import is_first, raise_together
+from fsdp_hooks.across_ranks import ALONE, is_first, raise_together
 from fsdp_hooks.devices import this_device
+from fsdp_hooks.waiting import IN_GROUP, waited_for
+from fsdp_hooks.wrappers import without_replication
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.gptaq import GPTAQ
@@ -112,9 +114,11 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         RuntimeError: weights were changed where the change would be lost; inputs that are not finite; a factorisation
             that failed. Finished layers keep their results, and the model is sharded and usable.
     """
+    model = without_replication(model)
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     watched = on_event is not None or not is_own(algorithm)
-    with called("calibrate"), raise_together(group):  # files may be missing on some ranks
+    # files may be missing on some ranks
+    with called("calibrate"), waited_for(group or ALONE, "calibrate", IN_GROUP), raise_together(group):
         options = Options(
             recipe=recipe,
             algorithm=algorithm,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fsdp_hooks.wrappers import module_named, plain_modules, without_replication
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import AMPLIFICATION, deviation, tolerance
 from layerwise.inputs.evaluating import evaluating
@@ -101,6 +102,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
     asked = Asked(
         where=where, block=block, seed=seed, reads=reads, writes=writes, head_dim=head_dim, tied=tied, online=online
     )
+    model = without_replication(model)
     chosen = choose(model, asked)
     device = next(iter(model.parameters())).device
     with evaluating(model), full_precision(device), ExitStack() as undo:
@@ -120,7 +122,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         _restore(copies)
         _write(plan, norms, matrices)
         for name, axis in chosen.online.items():
-            undo.callback(rotate_inputs_of(model.get_submodule(name), axis.online))
+            undo.callback(rotate_inputs_of(module_named(model, name), axis.online))
         report = _compared(plan, norms, _difference(before, runs.outputs()), rounding)
         undo.pop_all()  # all is well: keep it
     note_written(model, report.changed)
@@ -149,7 +151,7 @@ def rotate_inputs_(model: nn.Module, online: Mapping[str, int]) -> dict[str, int
             raise ValueError(
                 f"rotate_inputs_: online= has {block!r} for {pattern!r}, which is no power of two from 2 on"
             )
-    found = list(named_linears("rotate_inputs_", dict(model.named_modules()), online))
+    found = list(named_linears("rotate_inputs_", dict(plain_modules(model)), online))
     with ExitStack() as undo:
         for _, linear, block in found:
             undo.callback(rotate_inputs_of(linear, block))

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_hooks.across_ranks import is_first, raise_together
+from fsdp_hooks.across_ranks import ALONE, is_first, raise_together
 from fsdp_hooks.devices import this_device
+from fsdp_hooks.waiting import IN_GROUP, waited_for
+from fsdp_hooks.wrappers import without_replication
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.maximum import Max
 from layerwise.calibrate import is_own
@@ -90,8 +92,9 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
         NotImplementedError: a model whose layers depend on each other in a way that cannot be replayed, by name.
         RuntimeError: inputs that are not finite; weights that somebody wrote into.
     """
+    model = without_replication(model)
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-    with called("search_formats"), raise_together(group):
+    with called("search_formats"), waited_for(group or ALONE, "search_formats", IN_GROUP), raise_together(group):
         if compare not in COMPARE:
             raise ValueError(f"search_formats: compare={compare!r} is not one of {', '.join(map(repr, COMPARE))}")
         menu = _menu(recipes)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_hooks.wrappers import plain_buffers
+
 MARKER = "input_rotation"  # the buffer's name
 
 
@@ -94,9 +96,9 @@ def is_block_marker(dtype: torch.dtype, shape: Sequence[int]) -> bool:
 
 
 def input_rotations(model: nn.Module) -> dict[str, int]:
-    """Fqn of each linear whose inputs are rotated -> its block."""
+    """Plain fqn of each linear whose inputs are rotated -> its block."""
     return {
         name.removesuffix(MARKER).removesuffix("."): buffer.shape[0]
-        for name, buffer in model.named_buffers()
+        for name, buffer in plain_buffers(model)
         if name.rpartition(".")[2] == MARKER and is_block_marker(buffer.dtype, buffer.shape)
     }

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.partners import pooled
 from fsdp_hooks.scale_sync import groups_sharing, label_of, max_over_groups, partners_of, tell_groups
 from fsdp_hooks.torch_private import dtensor_around, local_of
+from fsdp_hooks.wrappers import CHECKPOINTED
 from qtensor.agreement import claim_of, encode_agreed
 from qtensor.contents import INITIAL_VALUE, initial_value
 from qtensor.cut_blocks import CutBlocks, cut_blocks_of
@@ -100,8 +101,8 @@ def _weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> I
     for fqn, param in module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
         local = local_of(param)
         if isinstance(local, QuantizedTensor | HighPrecisionWeight):
-            # activation checkpointing's wrapper removes its own name from the keys
-            yield fqn if fqn in state_dict else fqn.replace("_checkpoint_wrapped_module.", ""), param, local
+            # activation checkpointing's wrapper removes its own step from the keys, and that of torch.compile does not
+            yield fqn if fqn in state_dict else fqn.replace(f"{CHECKPOINTED}.", ""), param, local
 
 
 def _device(values: Iterable[Any]) -> torch.device:

@@ -40,6 +40,7 @@ from fsdp_hooks.scale_sync import (
 )
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
+from fsdp_hooks.wrappers import Names
 from qtensor.agreement import claim_of, decided
 from qtensor.contents import decoded, write
 from qtensor.cut_blocks import CutBlocks, cut_blocks_of
@@ -70,9 +71,10 @@ def merge_(
 
     Args:
         model_or_named_params: a module, or pairs of a name and a parameter.
-        updates: name of a parameter [.., N, K] -> its update: factors of low rank, or a callable. A callable gets the
-            place of this rank's piece in the whole weight, one slice a dim, and returns that piece of the update, in
-            any floating dtype. It is called twice, and must return the same values both times.
+        updates: name of a parameter [.., N, K], with or without steps into wrappers -> its update: factors of low rank,
+            or a callable. A callable gets the place of this rank's piece in the whole weight, one slice a dim, and
+            returns that piece of the update, in any floating dtype. It is called twice, and must return the same values
+            both times.
 
     Returns:
         What rounding took from each update; the same on all ranks.
@@ -89,7 +91,7 @@ def merge_(
             since rounding under new scales cost more than the update was.
     """
     named = _named(model_or_named_params)
-    weights, problems = _found(named, updates)
+    weights, problems = _found(named, _by_own_names(model_or_named_params, named, updates))
     exchange = _Exchange(named, weights)
     if problems:
         exchange.tell()
@@ -276,6 +278,17 @@ def _named(model_or_named_params: nn.Module | Iterable[tuple[str, Tensor]]) -> d
         return dict(model_or_named_params)
     parameters_at_rest(model_or_named_params)  # first: it puts the shards back, which are other parameters
     return dict(model_or_named_params.named_parameters(remove_duplicate=False))
+
+
+def _by_own_names(
+    model_or_named_params: Any, named: Mapping[str, Tensor], updates: Mapping[str, Update]
+) -> dict[str, Update]:
+    """The updates by the names of `named_parameters()`, where some are by those of the plain model."""
+    if not isinstance(model_or_named_params, nn.Module) or all(name in named for name in updates):
+        return dict(updates)
+    plain = Names(model_or_named_params).plain
+    own = {plain(name): name for name in named}
+    return {name if name in named else own.get(name, name): update for name, update in updates.items()}
 
 
 def _found(named: Mapping[str, Tensor], updates: Mapping[str, Update]) -> tuple[list[_Weight], list[str]]:

@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.wrappers import plain_modules
 from qtensor.contents import initial_value, preserve, values_of
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, describe, keeps_history, registered, specs_of
 from qtensor.high_precision import HighPrecisionWeight
@@ -240,14 +241,15 @@ def quantize_(
     """Replace nn.Linear weights of a built model by quantized parameters, in place; call it before fully_shard.
 
     Args:
-        model: any module; tied weights and weights that are quantized already are left alone.
+        model: any module; tied weights, weights that are quantized already and adapters of peft are left alone.
         recipe: how to quantize.
         include: globs over module fqns ("lm_head", "model.layers.*.mlp.*"); every one must match some nn.Linear.
             Routers, which choose experts (qtensor/routers.py), are taken where a pattern matches nothing else.
         exclude: globs over the fqns of modules to leave out.
 
     Returns:
-        The fqns of the parameters that were quantized, in model order.
+        The fqns of the parameters that were quantized, in model order: those of the plain model, without what wrappers
+        (torch.compile, activation checkpointing, DDP, peft) put into them, as patterns have them, too.
 
     Raises:
         ValueError: an include pattern matches no nn.Linear; a shape does not fit the blocks; a weight is sharded
@@ -257,7 +259,7 @@ def quantize_(
     registered(recipe)
     check_lists("quantize_", include=include, exclude=exclude)
     include, exclude = tuple(include), tuple(exclude)
-    linears: dict[str, nn.Linear] = {fqn: child for fqn, child in model.named_modules() if _uses_linear(child)}
+    linears: dict[str, Any] = {fqn: child for fqn, child in plain_modules(model) if _uses_linear(child)}
     for pattern in unmatched(include, linears):
         raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
     for pattern in unmatched(exclude, linears):

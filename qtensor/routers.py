@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from fsdp_hooks.wrappers import plain_modules, plain_parameters
 from qtensor.selection import matches
 
 GATES = ("gate", "wg")  # of a module that has experts, too
@@ -30,9 +31,9 @@ def is_router_class(module: nn.Module) -> bool:
 
 
 def routers_of(model: nn.Module, linears: Iterable[str]) -> set[str]:
-    """Those of these modules of a model that are routers."""
-    modules = dict(model.named_modules())
-    names = [*modules, *(name for name, _ in model.named_parameters())]
+    """Those of these modules of a model, by their plain names, that are routers."""
+    modules = dict(plain_modules(model, remove_duplicate=False))
+    names = [*modules, *(name for name, _ in plain_parameters(model))]
     named = routers_among(linears := list(linears), names)
     return named | {fqn for fqn in linears if is_router_class(modules[fqn])}
 

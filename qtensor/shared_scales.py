@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.partners import Partners
 from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.wrappers import plain_modules
 from qtensor.formats import tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
@@ -34,8 +35,9 @@ def share_scales(model: nn.Module, groups: Iterable[Sequence[str]]) -> list[tupl
 
     Args:
         model: with quantized weights, in either storage, on any device.
-        groups: for each, the names of the modules whose weights share a scale; `dcp_adapters.fused_linears(model)`
-            gives those that engines fuse. All others share none, also where an earlier call said so.
+        groups: for each, the names of the modules whose weights share a scale, with or without steps into wrappers;
+            `dcp_adapters.fused_linears(model)` gives those that engines fuse. All others share none, also where an
+            earlier call said so.
 
     Returns:
         For each group that shares a scale, the names of its parameters. Groups that are dense, or whose recipe has no
@@ -81,7 +83,7 @@ def _weights(model: nn.Module, group: Sequence[str]) -> dict[str, Any]:
     if isinstance(group, str):
         raise TypeError(f"share_scales: {group!r} is a string; a group is a list of the names of modules")
     found: dict[str, Any] = {}
-    modules = dict(model.named_modules())
+    modules = {**dict(plain_modules(model)), **dict(model.named_modules())}
     for fqn in group:
         weight = getattr(modules.get(fqn), "weight", None)
         name = f"{fqn}.weight".lstrip(".")

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from dcp_adapters.cli.help_texts import HELP, MAIN
 from dcp_adapters.gguf.plan import GGUF
+from dcp_adapters.hf.adapters import ADAPTERS
 from dcp_adapters.hf.layout import LAYOUTS
 from dcp_adapters.recipe_names import DTYPES, short_names
 
@@ -132,6 +133,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--fused-scales",
         choices=["raise", "requantize"],
         help="where linears that engines fuse have different NVFP4 global scales: fail (the default), or round again",
+    )
+    parser.add_argument(
+        "--adapters",
+        choices=ADAPTERS,
+        default="raise",
+        help="where the checkpoint has adapters of peft: fail (the default), or take the model below them",
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", help="of a file; default: 5GB")
     _add_checksums(parser)

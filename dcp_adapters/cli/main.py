@@ -181,6 +181,7 @@ def _export(arguments: argparse.Namespace) -> int:
         max_shard_size=arguments.max_shard_size or "5GB",
         verify_checksums=arguments.checksums,
         progress=arguments.progress,
+        adapters=arguments.adapters,
     )
     files = sorted(out.glob("*.safetensors"))
     total = human_bytes(sum(file.stat().st_size for file in files))
@@ -204,6 +205,7 @@ def _export_gguf(arguments: argparse.Namespace) -> int:
         prefix=arguments.prefix,
         verify_checksums=arguments.checksums,
         progress=arguments.progress,
+        adapters=arguments.adapters,
     )
     _show(f"{out}: {human_bytes(out.stat().st_size)}, layout {GGUF.name}")
     return FINE

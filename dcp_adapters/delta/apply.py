@@ -25,8 +25,10 @@ from dcp_adapters.delta.state_digest import state_digest
 from dcp_adapters.expand import quantized_local
 from dcp_adapters.torch_private import flatten_state_dict
 from dcp_adapters.words import in_lines
-from fsdp_hooks.across_ranks import raise_together
+from fsdp_hooks.across_ranks import ALONE, raise_together
 from fsdp_hooks.versions import count_writes
+from fsdp_hooks.waiting import waited_for
+from fsdp_hooks.wrappers import plain_name
 from fsdp_hooks.writable import meeting, span_of, unwritable
 from qtensor.contents import preserve
 
@@ -35,7 +37,13 @@ Written = tuple[Tensor, Tensor] | None
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: dist.ProcessGroup | None = None) -> int:
+def apply_deltas(
+    target: Mapping[str, Any],
+    deltas: Sequence[Delta],
+    *,
+    group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> int:
     """Bring live weights to the version that the last delta leads to.
 
     Args:
@@ -43,6 +51,7 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
             bytes are written.
         deltas: one after the other; every rank has all of them. Those that the target is past already are skipped.
         group: the ranks that hold the shards; None: all.
+        no_dist: this process alone has the target, whole, and no other rank takes part.
 
     Returns:
         How many deltas were applied: 0 where the target was the result already.
@@ -54,8 +63,8 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
             target is as it was.
         RuntimeError: another rank failed; its text says whether the target is as it was.
     """
-    group = whole_group(group)
-    with raise_together(group):
+    group = whole_group("apply_deltas", group, no_dist=no_dist)
+    with waited_for(group or ALONE, "apply_deltas"), raise_together(group):
         check_chain(deltas)
         shards = Shards.of(target, group)
         refuse_other_layout(deltas[0].layout, shards.layout, (deltas[0].where, "the target"))
@@ -77,7 +86,7 @@ def apply_deltas(target: Mapping[str, Any], deltas: Sequence[Delta], *, group: d
             )
         _refuse_unwritable(shards, written)
         _refuse_meeting(shards, written)
-    leaves, _ = flatten_state_dict(dict(target))
+    leaves = {plain_name(name): value for name, value in flatten_state_dict(dict(target))[0].items()}
     with raise_together(group):
         try:
             for key, change in written.items():

@@ -22,7 +22,8 @@ from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
-from fsdp_hooks.across_ranks import device_of, is_first, on_first, raise_together, ranks_of
+from fsdp_hooks.across_ranks import ALONE, device_of, is_first, on_first, raise_together, ranks_of
+from fsdp_hooks.waiting import waited_for
 
 BUCKET = 2**26  # bytes of changes that a rank sends at a time, unless one tensor has more
 
@@ -34,6 +35,7 @@ class HeldVersion:
         state_dict: tensors, nested or flat: whole ones or DTensors, quantized or dense. It is copied to the host.
         version: a number of the caller's.
         group: the ranks that hold the shards; None: all.
+        no_dist: this process alone has the weights, whole, and no other rank takes part.
 
     Raises:
         ValueError: a leaf is no tensor, has no bytes, or is placed so that a rank's local tensor is no box; ranks have
@@ -41,9 +43,14 @@ class HeldVersion:
     """
 
     def __init__(
-        self, state_dict: Mapping[str, Any], version: int = 0, *, group: dist.ProcessGroup | None = None
+        self,
+        state_dict: Mapping[str, Any],
+        version: int = 0,
+        *,
+        group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
     ) -> None:
-        self.version, self.group = version, whole_group(group)
+        self.version, self.group = version, whole_group("HeldVersion", group, no_dist=no_dist)
         shards = self._shards(state_dict)
         self.layout = shards.layout
         self._kept = {
@@ -77,10 +84,12 @@ class HeldVersion:
 
         for bucket in _buckets(changes, self.group):
             gathered = _gathered({key: changes[key] for key in bucket.keys}, bucket, self.group)
-            on_first(self.group, lambda gathered=gathered: encode(gathered))  # type: ignore[misc]
+            on_first(self.group or ALONE, lambda gathered=gathered: encode(gathered))  # type: ignore[misc]
         made: list[Delta] = []
         versions = self.version, version
-        on_first(self.group, lambda: made.append(Delta.made(self.layout, digests, encoder.frames(), {}, versions)))
+        on_first(
+            self.group or ALONE, lambda: made.append(Delta.made(self.layout, digests, encoder.frames(), {}, versions))
+        )
         return made[0] if made else None
 
     def hold(self, state_dict: Mapping[str, Any], version: int) -> None:
@@ -101,7 +110,7 @@ class HeldVersion:
         self.version = version
 
     def _shards(self, state_dict: Mapping[str, Any]) -> Shards:
-        with raise_together(self.group):
+        with waited_for(self.group or ALONE, "HeldVersion"), raise_together(self.group):
             shards = Shards.of(state_dict, self.group)
         refuse_other_ranks(shards.layout, (), self.group)
         return shards

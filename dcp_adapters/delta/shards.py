@@ -18,13 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.delta.layout import Layout, layout_differences
 from dcp_adapters.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
+from dcp_adapters.hf.adapters import renamed
 from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.plain_memory import is_plain, without_bytes
 from dcp_adapters.torch_private import flatten_state_dict
 from dcp_adapters.words import in_lines
-from fsdp_hooks.across_ranks import device_of, is_counted, is_first, on_all
+from fsdp_hooks.across_ranks import ALONE, Alone, chosen_ranks, device_of, is_counted, is_first, on_all
 from fsdp_hooks.byte_sums import Piece, byte_sums
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
+from fsdp_hooks.wrappers import plain_name
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Shards:
             ValueError: a leaf is no tensor, has no bytes, or is placed so that a rank's local tensor is no box.
         """
         flat, _ = flatten_state_dict(dict(state_dict))
+        flat = renamed(flat, ((name, plain_name(name)) for name in flat), "wrappers") if flat else flat
         held: dict[str, Shard] = {}
         entries = []
         for name, value in flat.items():
@@ -125,13 +128,13 @@ def refuse_other_ranks(layout: Layout, deltas: Sequence[str], group: dist.Proces
         ValueError: on all ranks, with one text: some hold other tensors than rank 0, or have other deltas.
     """
     own = [f"{entry}" for _, entry in sorted(layout.entries.items())], list(deltas)
-    told = on_all(group, lambda: tuple(hashlib.sha256(repr(each).encode()).hexdigest() for each in own))
+    told = on_all(group or ALONE, lambda: tuple(hashlib.sha256(repr(each).encode()).hexdigest() for each in own))
     other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
     if other is None:
         return
     if told[other][0] == told[0][0]:
         raise ValueError(f"ranks 0 and {other} have different deltas; give all ranks of the group the same")
-    held = on_all(group, lambda: layout)
+    held = on_all(group or ALONE, lambda: layout)
     problems = layout_differences(held[0], held[other], ("rank 0", f"rank {other}"))
     raise ValueError(
         "the ranks do not hold the same tensors; give all ranks of the group the state dict of one model:"
@@ -148,8 +151,10 @@ def added_up(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return there.to("cpu")
 
 
-def whole_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, or all ranks; None where there is no process group."""
+def whole_group(caller: str, group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
+    """The group, or all ranks; None where there is no process group, or it is not to be used."""
+    if isinstance(chosen_ranks(caller, group, no_dist=no_dist), Alone):
+        return None
     return dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
 
 

@@ -14,19 +14,23 @@ from dcp_adapters.digests.summing import summed, tell_failure
 from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of
 from dcp_adapters.hf.architectures import architecture_of
-from dcp_adapters.hf.live_source import live_tensors
-from dcp_adapters.hf.names import plain_name
+from dcp_adapters.hf.live_source import flat_state, live_tensors
+from dcp_adapters.hf.prefixes import under
 from dcp_adapters.weight_sums import PartSum, tensor_digest, whole_digest
+from fsdp_hooks.across_ranks import Ranks, chosen_ranks
 from fsdp_hooks.torch_private import without_torch_function
+from fsdp_hooks.waiting import waited_for
+from fsdp_hooks.wrappers import plain_name, plain_state_dict
 
 
-def digest(
+def digest(  # noqa: PLR0913 - options of one operation
     weights: nn.Module | Mapping[str, Any] | str | os.PathLike[str],
     *,
     config: Mapping[str, Any] | None = None,
     like: nn.Module | Mapping[str, Any] | None = None,
     prefix: str | None = None,
     group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> str:
     """One value for all weights: equal where all tensors have equal names, bytes, dtypes and shapes.
 
@@ -54,6 +58,7 @@ def digest(
         prefix: take only names that begin with it, and cut it off; None: find the subtree of a nested state dict or of
             a checkpoint that holds the quantized weights.
         group: the ranks that hold a live model; None: all.
+        no_dist: this process alone has the weights, whole, and no other rank takes part.
 
     Returns:
         32 hex digits.
@@ -65,16 +70,17 @@ def digest(
         RuntimeError: on all ranks: they hold other tensors, or one of them failed.
         TypeError: `weights` is anything else, or an argument does not go with it.
     """
-    return whole_digest(tensor_digests(weights, config=config, like=like, prefix=prefix, group=group))
+    return whole_digest(tensor_digests(weights, config=config, like=like, prefix=prefix, group=group, no_dist=no_dist))
 
 
-def tensor_digests(
+def tensor_digests(  # noqa: PLR0913 - those of digest
     weights: nn.Module | Mapping[str, Any] | str | os.PathLike[str],
     *,
     config: Mapping[str, Any] | None = None,
     like: nn.Module | Mapping[str, Any] | None = None,
     prefix: str | None = None,
     group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> dict[str, str]:
     """The digest of each tensor: name -> 32 hex digits, in the order of the model; arguments and errors as `digest`.
 
@@ -91,14 +97,20 @@ def tensor_digests(
         return _tied(source_digests(ReceivedSource(weights, config, _wanted(like), architecture_of(like))), like)
     if like is not None:
         raise TypeError("digest: like= goes with a directory or with config=; a live model has its own names")
-    return _live_digests(weights, prefix, group)
+    return _live_digests(weights, prefix, chosen_ranks("digest", group, no_dist=no_dist))
 
 
-def _live_digests(weights: Any, prefix: str | None, group: dist.ProcessGroup | None) -> dict[str, str]:
+def _live_digests(weights: Any, prefix: str | None, group: Ranks) -> dict[str, str]:
+    with waited_for(group, "digest"):
+        return _found_digests(weights, prefix, group)
+
+
+def _found_digests(weights: Any, prefix: str | None, group: Ranks) -> dict[str, str]:
     try:
         state_dict = _state_dict(weights)
         with without_torch_function():  # attributes of a subclass go through it, thousands of times
-            tensors = live_tensors(state_dict, prefix, what="a digest")
+            flat, prefix = flat_state(state_dict, prefix)
+            tensors = live_tensors(under(prefix, flat, "the state dict"), what="a digest")
             shares = Shares(group).of(tensors)
     except Exception:
         tell_failure(group)
@@ -110,7 +122,9 @@ def _live_digests(weights: Any, prefix: str | None, group: dist.ProcessGroup | N
 
 
 def _state_dict(weights: Any) -> Mapping[str, Any]:
-    if not isinstance(weights, Mapping) and hasattr(weights, "state_dict"):  # a module, the result of a calibration
+    if isinstance(weights, nn.Module):
+        return plain_state_dict(weights)
+    if not isinstance(weights, Mapping) and hasattr(weights, "state_dict"):  # the result of a calibration
         weights = weights.state_dict()
     if not isinstance(weights, Mapping):
         raise TypeError(
@@ -123,20 +137,20 @@ def _state_dict(weights: Any) -> Mapping[str, Any]:
 def _like_tensors(like: nn.Module | Mapping[str, Any] | None) -> dict[str, Tensor]:
     if like is None:
         return {}
-    state = like.state_dict(keep_vars=True) if isinstance(like, nn.Module) else like
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    state = plain_state_dict(like, keep_vars=True) if isinstance(like, nn.Module) else like
+    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _wanted(like: nn.Module | Mapping[str, Any] | None) -> dict[str, Entry]:
     """What a model has, by the names of the plain model."""
-    return {plain_name(name): entry_of(plain_name(name), value) for name, value in _like_tensors(like).items()}
+    return {name: entry_of(name, value) for name, value in _like_tensors(like).items()}
 
 
 def _tied(digests: dict[str, str], like: nn.Module | Mapping[str, Any] | None) -> dict[str, str]:
     """The digests, with those of names that `like` ties to others, which directories leave out."""
     names: dict[int, list[str]] = {}
     for name, value in _like_tensors(like).items():
-        names.setdefault(id(value), []).append(plain_name(name))
+        names.setdefault(id(value), []).append(name)
     for same in names.values():
         there = next((name for name in same if name in digests), None)
         if there is not None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +21,7 @@ from dcp_adapters.load.placements import placement_problem
 from dcp_adapters.part_places import Box, box_of, part_box
 from dcp_adapters.plain_memory import without_bytes
 from dcp_adapters.weight_sums import digested_parts
-from fsdp_hooks.across_ranks import is_counted, is_first
+from fsdp_hooks.across_ranks import Ranks, is_counted, is_first
 from fsdp_hooks.byte_sums import Piece
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from qtensor.formats import PartSpec
@@ -65,7 +64,7 @@ class Shares:
         group: the ranks that hold it; None: all.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: Ranks) -> None:
         self._group = group
         self._known: dict[object, list[_Place]] = {}
 

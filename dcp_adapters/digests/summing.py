@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcp_adapters.digests.shares import Share
-from fsdp_hooks.across_ranks import device_of, rank_of, ranks_of
+from fsdp_hooks.across_ranks import Alone, Ranks, device_of, rank_of, ranks_of
 from fsdp_hooks.byte_sums import byte_sums
 
 FIRST = 4096  # values, 32 KiB: a message that costs no more than an empty one
@@ -26,7 +26,7 @@ PIECES = 4  # of the digest of the labels, 16 bits each, so that no sum of squar
 HEADER = 3 + 2 * PIECES
 
 
-def summed(shares: Sequence[Share], group: dist.ProcessGroup | None) -> list[int]:
+def summed(shares: Sequence[Share], group: Ranks) -> list[int]:
     """The byte sum of each part, modulo 2^64, from the shares of all ranks of a group; a collective.
 
     Raises:
@@ -38,7 +38,7 @@ def summed(shares: Sequence[Share], group: dist.ProcessGroup | None) -> list[int
     except Exception:
         tell_failure(group)
         raise
-    if ranks_of(group) > 1:
+    if not isinstance(group, Alone) and ranks_of(group) > 1:
         counted, sums = _reduced([str(share) for share in shares], counted, sums, group)
     expected = sum(share.numel for share in shares)
     if counted != expected:
@@ -49,9 +49,9 @@ def summed(shares: Sequence[Share], group: dist.ProcessGroup | None) -> list[int
     return [total % 2**64 for total in sums.tolist()]
 
 
-def tell_failure(group: dist.ProcessGroup | None) -> None:
+def tell_failure(group: Ranks) -> None:
     """Called instead of `summed` on a rank that failed: the others raise instead of waiting for it."""
-    if ranks_of(group) > 1:
+    if not isinstance(group, Alone) and ranks_of(group) > 1:
         message = torch.zeros(FIRST, dtype=torch.int64, device="cpu")
         message[0], message[1] = 1, rank_of(group) + 1
         dist.all_reduce(message.to(device_of(group)), group=group)

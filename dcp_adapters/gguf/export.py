@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dcp_adapters.gguf.library import library
 from dcp_adapters.gguf.like import OF_CONFIG, OF_FILE, Like, open_like, read_like
 from dcp_adapters.gguf.plan import GGUF, Made, file_tensors, tensors_of
+from dcp_adapters.hf.adapters import check_adapters
 from dcp_adapters.hf.config import ModelConfig
 from dcp_adapters.hf.groups import groups_of
 from dcp_adapters.hf.making import Job, in_groups, made_tensors
@@ -32,7 +34,8 @@ from dcp_adapters.hf.prepare import Asked, prepared
 from dcp_adapters.source import Keep, Source
 from dcp_adapters.stored.durable import give_file_name, hidden_name, sync
 from dcp_adapters.stored.progress_bar import Advance, progress_bar
-from fsdp_hooks.across_ranks import on_all, on_first, rank_of
+from fsdp_hooks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
+from fsdp_hooks.waiting import waited_for
 
 FILE_TYPES = {"MXFP4": "MOSTLY_MXFP4_MOE", "NVFP4": "MOSTLY_NVFP4"}
 
@@ -46,6 +49,9 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
     prefix: str | None = None,
     verify_checksums: bool = True,
     progress: bool = True,
+    adapters: str = "raise",
+    group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> Path:
     """Write MXFP4 and NVFP4 weights as a GGUF file, which llama.cpp runs.
 
@@ -62,6 +68,9 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
         prefix: as for export_hf.
         verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
         progress: a bar on rank 0, if it has a terminal.
+        adapters: as for export_hf.
+        group: as for export_hf.
+        no_dist: as for export_hf.
 
     Returns:
         The path of the file.
@@ -74,8 +83,11 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
         TypeError: a source of another kind.
         ImportError: the package gguf is not installed.
     """
+    ranks = chosen_ranks("export_gguf", group, no_dist=no_dist)
+    check_adapters("export_gguf", adapters)
     readers: list[Any] = []
-    told = on_first(None, lambda: _read(Path(out_file), like, readers))
+    with waited_for(ranks, "export_gguf"):
+        told = on_first(ranks, lambda: _read(Path(out_file), like, readers))
     asked = Asked(
         caller="export_gguf",
         given=state_dict_or_checkpoint,
@@ -85,21 +97,23 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
         prefix=prefix,
         max_shard_size=sys.maxsize,
         check=verify_checksums,
+        adapters=adapters,
+        group=ranks,
     )
     source, plan = prepared(asked)
     (file,) = plan.files
     groups = in_groups(file.outputs, groups_of(None))  # by layers: the same order for every source
     made = tensors_of([output for group in groups for output in group], told)
-    jobs = [Job(group, Keep(0, torch.device("cpu"))) for group in groups]
+    jobs = [Job(group, Keep(global_ranks(ranks)[0], torch.device("cpu"))) for group in groups]
     final = Path(out_file)
     begun = hidden_name(final)
-    first = rank_of(None) == 0
+    first = is_first(ranks)
     writers: list[Any] = []
     with _file_gone_on_error(begun, writers) if first else nullcontext():
-        on_first(None, lambda: writers.append(_begun_file(begun, readers[0], told, made)))
+        on_first(ranks, lambda: writers.append(_begun_file(begun, readers[0], told, made)))
         with progress_bar("exporting", plan.nbytes, enabled=progress and first) as advance:
-            _write_tensors(source, jobs, made, partial(_write_output, writers, told), advance)
-        on_first(None, lambda: _publish(writers[0], begun, final))
+            _write_tensors(source, jobs, made, partial(_write_output, writers, told), advance, ranks)
+        on_first(ranks, lambda: _publish(writers[0], begun, final))
     return final
 
 
@@ -156,12 +170,13 @@ def _begun_file(begun: Path, reader: Any, like: Like, made: Sequence[tuple[Outpu
     return writer
 
 
-def _write_tensors(
+def _write_tensors(  # noqa: PLR0913, PLR0917
     source: Source,
     jobs: Sequence[Job],
     made: Sequence[tuple[Output, tuple[Made, ...]]],
     write: Callable[[Output, tuple[Made, ...], Mapping[str, Tensor]], None],
     advance: Advance,
+    group: Ranks,
 ) -> None:
     """Gather all tensors to rank 0, which writes them in order; an error there is raised when all is gathered."""
     ends = {output.written[-1].name: (output, found) for output, found in made}
@@ -179,7 +194,7 @@ def _write_tensors(
                     failed.append(error)
             parts = {}
         advance(written.nbytes)
-    on_all(None, partial(_raise_first, failed))
+    on_all(group, partial(_raise_first, failed))
 
 
 def _write_output(

@@ -19,6 +19,7 @@ from dcp_adapters.hf.config_sections import of_dtype, said_of_dtype, without_qua
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.schemes import contents_of, is_quantized
 from dcp_adapters.words import short
+from fsdp_hooks.wrappers import unwrapped
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # What tools that quantize leave beside the weights, which are others after an export.
@@ -92,7 +93,7 @@ def model_config(config: Any, source: Any) -> ModelConfig:
         TypeError: something else was given.
     """
     if config is None:
-        return _of_module(source) if isinstance(source, nn.Module) else ModelConfig()
+        return _of_module(unwrapped(source)) if isinstance(source, nn.Module) else ModelConfig()
     if isinstance(config, str | os.PathLike):
         return _of_path(Path(config))
     return ModelConfig(without_quantization(_as_dict(config)))

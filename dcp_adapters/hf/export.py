@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from dcp_adapters.hf.adapters import check_adapters
 from dcp_adapters.hf.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.groups import groups_of
 from dcp_adapters.hf.layout import layout_named
@@ -28,7 +30,8 @@ from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Source
 from dcp_adapters.stored.durable import gone_on_error, refuse_taken
 from dcp_adapters.stored.progress_bar import progress_bar
-from fsdp_hooks.across_ranks import on_first, rank_of
+from fsdp_hooks.across_ranks import chosen_ranks, is_first, on_first
+from fsdp_hooks.waiting import waited_for
 from qtensor.formats import APPEARANCE_DTYPES
 
 
@@ -45,12 +48,17 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     max_shard_size: int | str = "5GB",
     verify_checksums: bool = True,
     progress: bool = True,
+    adapters: str = "raise",
+    group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> Path:
     """Write quantized weights as safetensors with the JSON that inference engines read.
 
-    All ranks call it alike; `out_dir` must be on storage that they share. The payload and the block scales are the very
-    bytes of the source. Scales `<module>.input_scale` and `<attention>.k_scale`, `.v_scale` (fp32 []; the latter also
-    [heads]) beside the weights are exported with them; a linear without an input_scale has dynamic inputs (NVFP4:
+    All ranks call it alike (or those of `group`, or one by itself with `no_dist`: a rank that waits 10 s for others
+    logs which); `out_dir` must be on storage that they share. The payload and the block scales are the very bytes of
+    the source. Names are those of the plain model: what torch.compile, activation checkpointing, FSDP1, DDP and peft
+    put into them is left out. Scales `<module>.input_scale` and `<attention>.k_scale`, `.v_scale` (fp32 []; the latter
+    also [heads]) beside the weights are exported with them; a linear without an input_scale has dynamic inputs (NVFP4:
     unquantized ones).
 
     Args:
@@ -75,6 +83,10 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         max_shard_size: bytes of a file, as a number or as "5GB"; a weight with its scales is never split.
         verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
         progress: a bar on rank 0, if it has a terminal.
+        adapters: of peft, that are not merged: "raise", they are refused, since they would be lost; "base", the model
+            below them is exported.
+        group: the ranks that take part, which must hold all shards; None: all.
+        no_dist: this process alone takes part, with whole weights or a checkpoint, as in `dcp.save`.
 
     Returns:
         The path of the directory.
@@ -82,16 +94,20 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     Raises:
         FileExistsError: `out_dir` exists.
         FileNotFoundError: the source, the config or the directory above `out_dir` does not exist.
-        ValueError: what the layout cannot hold, see the message; shards that did not agree on a scale which the file
-            has once; ranks with different tensors, values or arguments; tensors that the config's directory has and the
-            source does not; NaN in a weight; a dtype that is none of bf16, fp16 and fp32.
+        ValueError: what the layout cannot hold, see the message; adapters that are not merged; names that may be those
+            of a wrapped model; shards on ranks that do not take part; shards that did not agree on a scale which the
+            file has once; ranks with different tensors, values or arguments; tensors that the config's directory has
+            and the source does not; NaN in a weight; a dtype that is none of bf16, fp16 and fp32.
         TypeError: a source or config of another kind.
     """
+    ranks = chosen_ranks("export_hf", group, no_dist=no_dist)
+    check_adapters("export_hf", adapters)
     requantize = requantizes("export_hf", fused_scales)
     chosen, limit = layout_named(layout), shard_size(max_shard_size)
     if dtype is not None and dtype not in APPEARANCE_DTYPES:
         raise ValueError(f"export_hf: dtype={dtype} is not one of torch.bfloat16, torch.float16, torch.float32")
-    described = on_first(None, lambda: _description(out_dir, config, state_dict_or_checkpoint, dtype))
+    with waited_for(ranks, "export_hf"):
+        described = on_first(ranks, lambda: _description(out_dir, config, state_dict_or_checkpoint, dtype))
     asked = Asked(
         caller="export_hf",
         given=state_dict_or_checkpoint,
@@ -103,6 +119,8 @@ def export_hf(  # noqa: PLR0913 - options of one operation
         dtype=dtype,
         max_shard_size=limit,
         check=verify_checksums,
+        adapters=adapters,
+        group=ranks,
     )
     source, plan = prepared(asked)
     return _publish_files(Path(out_dir), source, asked, plan, show=progress)
@@ -110,13 +128,14 @@ def export_hf(  # noqa: PLR0913 - options of one operation
 
 def _publish_files(final: Path, source: Source, asked: Asked, plan: ExportPlan, *, show: bool) -> Path:
     """The files in a hidden directory, which then gets its name."""
-    begun = Path(on_first(None, lambda: str(begun_directory(final, asked.described, plan))))
+    group = asked.group
+    begun = Path(on_first(group, lambda: str(begun_directory(final, asked.described, plan))))
     group_of = own_groups(source, groups_of(asked.given, asked.prefix))
-    first = rank_of(None) == 0
+    first = is_first(group)
     with gone_on_error(begun) if first else nullcontext():
         with progress_bar("exporting", plan.nbytes, enabled=show and first) as advance:
-            write_files(source, plan, begun, group_of, advance)
-        on_first(None, lambda: publish_directory(begun, final, plan))
+            write_files(source, plan, begun, group_of, advance, group)
+        on_first(group, lambda: publish_directory(begun, final, plan))
     return final
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dcp_adapters.hf.making import GroupOf
-from dcp_adapters.hf.names import plain_name
+from fsdp_hooks.wrappers import Names
 
 
 def groups_of(given: Any, prefix: str | None = None) -> GroupOf:
@@ -34,12 +34,13 @@ def groups_of(given: Any, prefix: str | None = None) -> GroupOf:
 def fsdp_groups(module: nn.Module) -> dict[str, str]:
     """Name of each tensor below an FSDP module -> the fqn of the nearest one; outer ones come first, inner ones win."""
     found: dict[str, str] = {}
+    plain = Names(module).plain
     for fqn, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, FSDPModule):
             assert isinstance(child, nn.Module)
             for tensors in (child.named_parameters, child.named_buffers):
-                names = (plain_name(name) for name, _ in tensors(prefix=fqn, remove_duplicate=False))
-                found |= dict.fromkeys(names, f"FSDP module {plain_name(fqn)}")
+                names = (plain(name) for name, _ in tensors(prefix=fqn, remove_duplicate=False))
+                found |= dict.fromkeys(names, f"FSDP module {plain(fqn)}")
     return found
 
 

@@ -23,7 +23,6 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.expand import entry_of, plain_leaf
 from dcp_adapters.hf.architectures import architecture_of
 from dcp_adapters.hf.materialise import Live, materialise
-from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.passed_over import UNEXPECTED, PassedOver, unexpected_patterns
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
@@ -31,7 +30,9 @@ from dcp_adapters.load.live_parts import not_writable
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.rotations import to_rotate, unrotated
 from dcp_adapters.words import in_lines, listed
-from fsdp_hooks.across_ranks import on_all, rank_of
+from fsdp_hooks.across_ranks import ALONE, Alone, Ranks, check_spanned, chosen_ranks, is_first, on_all, rank_of
+from fsdp_hooks.waiting import waited_for
+from fsdp_hooks.wrappers import plain_state_dict
 from qtensor.selection import check_lists, matches, unmatched
 
 IGNORED = ".rotary_emb.inv_freq"  # files of old versions have it; models compute it
@@ -52,15 +53,17 @@ def import_hf(  # noqa: PLR0913 - options of one operation
     missing: Iterable[str] = (),
     device: torch.device | str | None = None,
     progress: bool = True,
+    group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> dict[str, Tensor]:
     """Load a Hugging Face directory: dense, or quantized in a layout of this library.
 
     The layouts are those of compressed-tensors (llm-compressor), ModelOpt, "fp8" (DeepSeek-V3, Qwen3-FP8) and gpt-oss.
 
-    With several ranks all of the default process group call it, each with its shards of the same model, before or after
-    `fully_shard` and `parallelize_module`; each reads the slices that its shards need. Payloads and scales of quantized
-    weights keep their bytes. A dense tensor becomes, in a quantized parameter, this rank's piece of quantizing the full
-    tensor, bit for bit.
+    With several ranks all of the default process group (or of `group`) call it, each with its shards of the same model,
+    before or after `fully_shard` and `parallelize_module`; each reads the slices that its shards need. Payloads and
+    scales of quantized weights keep their bytes. A dense tensor becomes, in a quantized parameter, this rank's piece of
+    quantizing the full tensor, bit for bit.
 
     Args:
         path: a directory with model.safetensors, or model.safetensors.index.json and its files; config.json and
@@ -80,14 +83,16 @@ def import_hf(  # noqa: PLR0913 - options of one operation
         device: where parameters of the meta device get their memory; None: on the device of their mesh, or the CPU.
             Shards that FSDP offloads belong on "cpu".
         progress: a bar over the bytes that rank 0 reads, on a terminal.
+        group: the ranks that hold the model; None: all.
+        no_dist: this process alone has the model, whole, and no other rank takes part. Without a model it is so anyway.
 
     Returns:
-        The model's state dict, under the names of the plain model where modules of it are compiled; without a model the
-        directory's, in whole tensors on `device` (CPU). There, quantized weights have the recipe that the directory
-        records, or that of their scheme. Added are the scales of inputs, `<module>.input_scale`, and of the KV cache,
-        `<attention>.k_scale` and `.v_scale`: fp32 [], by which a payload is multiplied (of the cache [heads], where
-        each head has one). `export_hf` takes it all. What was passed over, and what the files lack, is logged on rank 0
-        (logger "dcp_adapters.import_hf").
+        The model's state dict, under the names of the plain model where it or modules of it are wrapped (compiled,
+        say), and without adapters; without a model the directory's, in whole tensors on `device` (CPU). There,
+        quantized weights have the recipe that the directory records, or that of their scheme. Added are the scales of
+        inputs, `<module>.input_scale`, and of the KV cache, `<attention>.k_scale` and `.v_scale`: fp32 [], by which a
+        payload is multiplied (of the cache [heads], where each head has one). `export_hf` takes it all. What was passed
+        over, and what the files lack, is logged on the first rank (logger "dcp_adapters.import_hf").
 
         A parameter with Float8DelayedScaling takes FP8 with one scale for the tensor: its history begins with the amax
         that gives the scale, so the next step continues with it (or with one next to it, where no amax gives it).
@@ -108,18 +113,21 @@ def import_hf(  # noqa: PLR0913 - options of one operation
         if missing:
             raise ValueError("import_hf: missing= names tensors of a model, and there is none; leave it out")
         return _whole_state_dict(path, device or "cpu", ignore, show=progress)
+    ranks = chosen_ranks("import_hf", group, no_dist=no_dist)
     live = Live.of(model)
-    reader = _reader(path, model, live, ignore, show=progress and rank_of(None) == 0)
+    reader = _reader(path, model, live, ignore, show=progress and is_first(ranks))
     names: list[str] = []
-    on_all(None, lambda: names.extend(_compare(reader, live, on_mismatch, missing)))
+    with waited_for(ranks, "import_hf"):
+        on_all(ranks, lambda: names.extend(_compare(reader, live, on_mismatch, ranks, missing)))
     loaded = {*names}
-    _tell(reader, [own[0] for own in live.names if loaded.isdisjoint(own)])
-    on_all(None, lambda: materialise(model, live, device))
-    state = {plain_name(name): value for name, value in model.state_dict().items()}
+    if is_first(ranks):
+        _tell(reader, [own[0] for own in live.names if loaded.isdisjoint(own)])
+    on_all(ranks, lambda: materialise(model, live, device))
+    state = plain_state_dict(model, adapters=False)
     scales = sorted(reader.presented().scales)
     placed = reader.presented().placed
     extras = {name: torch.empty(placed[name].shape, dtype=torch.float32, device="cpu") for name in scales}
-    _load({name: state[name] for name in names} | extras, reader)
+    _load({name: state[name] for name in names} | extras, reader, ranks)
     return {**state, **extras}
 
 
@@ -129,7 +137,7 @@ def check_import(path: str | os.PathLike[str], model: nn.Module, *, on_mismatch:
     But for weights that the model ties and the files have twice: rank 0 compares them. It is no collective.
     """
     live = Live.of(model)
-    _compare(_reader(path, model, live), live, on_mismatch)
+    _compare(_reader(path, model, live), live, on_mismatch, None)
 
 
 def _reader(
@@ -153,15 +161,14 @@ def _whole_state_dict(
         )
         for name, entry in reader.presented().entries.items()
     }
-    _tell(reader, [])
-    _load(state, reader, alone=True)
+    if rank_of(None) == 0:
+        _tell(reader, [])
+    _load(state, reader, ALONE)
     return state
 
 
 def _tell(reader: HuggingFaceReader, kept: Sequence[str]) -> None:
-    """Log, on rank 0, what is passed over, and what the files do not fill."""
-    if rank_of(None) != 0:
-        return
+    """Log what is passed over, and what the files do not fill."""
     for pattern in reader.passed_over.idle(reader.ignored):
         warnings.warn(f"import_hf: ignore pattern {pattern!r} matches no tensor of {reader.path}", stacklevel=3)
     told = {
@@ -174,15 +181,18 @@ def _tell(reader: HuggingFaceReader, kept: Sequence[str]) -> None:
             LOG.warning("%s: %d tensors %s: %s", reader.path, len(names), what, listed(names))
 
 
-def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, *, alone: bool = False) -> None:
-    alone = alone or not dist.is_initialized()
+def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, ranks: Ranks) -> None:
+    alone = isinstance(ranks, Alone) or not dist.is_initialized()
+    group = None if isinstance(ranks, Alone) else ranks
     planner = QuantizedLoadPlanner(on_mismatch="convert", allow_partial_load=True)  # what is allowed is known by now
     with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=alone)
+        dcp.load(dict(state), storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
 
 
-def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str, missing: Sequence[str] = ()) -> list[str]:
+def _compare(
+    reader: HuggingFaceReader, live: Live, on_mismatch: str, ranks: Ranks, missing: Sequence[str] = ()
+) -> list[str]:
     """The names to load, one for each tensor of the model but for those that may be `missing`.
 
     Raises:
@@ -192,8 +202,9 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str, missing: S
         raise ValueError(f"import_hf: missing pattern {pattern!r} matches no tensor of the model")
     made = reader.presented()
     entries = {name: entry for name, entry in made.entries.items() if name not in made.scales}
-    names, problems = _matched_names(entries, live, reader, missing)
+    names, problems = _matched_names(entries, live, reader, missing, first=is_first(ranks))
     problems += live.problems()
+    check_spanned(live.state.values(), ranks)
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
     target = Target.of(flat, {name: (name,) for name in flat})
     problems += differences(target, metadata, made.manifest, partial=True, convert=True)
@@ -213,9 +224,12 @@ def _compare(reader: HuggingFaceReader, live: Live, on_mismatch: str, missing: S
 
 
 def _matched_names(
-    held: Mapping[str, Entry], live: Live, reader: HuggingFaceReader, missing: Sequence[str]
+    held: Mapping[str, Entry], live: Live, reader: HuggingFaceReader, missing: Sequence[str], *, first: bool
 ) -> tuple[list[str], list[str]]:
-    """Under which of its names each tensor of the model is in the directory; and what only one side has."""
+    """Under which of its names each tensor of the model is in the directory; and what only one side has.
+
+    first: whether this rank looks at tied tensors, of which all hear.
+    """
     names, problems = [], []
     for own in live.names:
         found = [name for name in own if name in held]
@@ -227,7 +241,6 @@ def _matched_names(
         else:
             tied = f" (nor {', '.join(own[1:])}, which it is tied to)" if len(own) > 1 else ""
             problems.append(f"{own[0]}: only the model has it{tied}{unrotated(own[0], held)}")
-        first = rank_of(None) == 0  # one rank looks; all hear of it
         if any(first and not reader.alike(found[0], other) for other in found[1:]):
             problems.append(
                 f"{found[1]}: the model ties it to {found[0]}, and the directory has other values for it; untie them"

@@ -22,9 +22,9 @@ from torch import nn
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.architectures import architecture_said
 from dcp_adapters.hf.layout import INPUT_SCALE
-from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.words import listed
+from fsdp_hooks.wrappers import plain_buffers, plain_parameters
 
 LASTING = "_keep_in_fp32_modules_strict"  # of transformers' classes: regular expressions, in fp32 whatever the model is
 LASTING_FP16 = "_keep_in_fp32_modules"  # likewise, in a model in fp16
@@ -51,8 +51,8 @@ class Roles:
     def of(model: nn.Module, prefix: str = "") -> "Roles":
         """Of a module, whose names begin with `prefix`, which is cut off."""
         patterns = tuple(lasting_patterns(model))
-        buffers = {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-        names = buffers | {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        buffers = {name for name, _ in plain_buffers(model, remove_duplicate=False)}
+        names = buffers | {name for name, _ in plain_parameters(model, remove_duplicate=False)}
         stay = {name for name in names if name in buffers or any(one.search(name) for one in patterns)}
         stay, cast = ({name.removeprefix(prefix) for name in those} for those in (stay, names - stay))
         return Roles(frozenset(stay), frozenset(cast), patterns)

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.expand import entry_of, expand_leaf, gathered_leaf, plain_leaf, quantized_local, refuse_hidden
+from dcp_adapters.hf.adapters import own_tensors
 from dcp_adapters.hf.prefixes import under, weights_prefix
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Group, Keep, Source
 from dcp_adapters.torch_private import flatten_state_dict
+from fsdp_hooks.across_ranks import Ranks, check_spanned
 from fsdp_hooks.gathering import Gathering, cut_of
 from fsdp_hooks.lazy_bits import resolved
 from fsdp_hooks.scale_sync import cuts_of
@@ -32,6 +34,10 @@ class LiveSource(Source):
         state_dict: nested or flat.
         prefix: take only names that begin with it, and cut it off; None: find the subtree that holds the weights.
         like: names of the model's weights; they identify the subtree where nothing is quantized.
+        adapters: what becomes of adapters that names show ("raise", "base"); None: nothing, they are looked at already.
+
+    Attributes:
+        prefix: that was cut off.
 
     Weights with storage="high_precision" are the quantized ones that forwards gather, made when they are read.
 
@@ -44,8 +50,13 @@ class LiveSource(Source):
         state_dict: Mapping[str, Any],
         prefix: str | None = None,
         like: Collection[str] | None = None,
+        *,
+        adapters: str | None = None,
     ) -> None:
-        self._values = live_tensors(state_dict, prefix, like, what="an export", as_gathered=True)
+        flat, self.prefix = flat_state(state_dict, prefix, like, as_gathered=True)
+        named = under(self.prefix, flat, "the state dict")
+        named = named if adapters is None else own_tensors(named, adapters)
+        self._values = live_tensors(named, what="an export", as_gathered=True)
         self.entries = {name: entry_of(name, value) for name, value in self._values.items()}
         self._parts: dict[str, dict[str, Tensor]] = {}
         for name, value in self._values.items():
@@ -54,6 +65,10 @@ class LiveSource(Source):
                 self.entries[name] = replace(self.entries[name], recipe=local.recipe.stored)
             else:
                 self._parts[name] = expand_leaf(name, value) or {"": value}
+
+    def check_spanned(self, group: Ranks) -> None:
+        """Shards on other ranks are gathered from there."""
+        check_spanned(self._values.values(), group)
 
     def way(self, name: str) -> str:
         """Whether it is sharded, and gathered together with others."""
@@ -151,22 +166,20 @@ class _LiveGroup(Group):
         )
 
 
-def live_tensors(
+def flat_state(
     state_dict: Mapping[str, Any],
     prefix: str | None,
     like: Collection[str] | None = None,
     *,
-    what: str,
     as_gathered: bool = False,
-) -> dict[str, Tensor]:
-    """The tensors of a state dict, aliased, by the names that the plain model gives them.
+) -> tuple[dict[str, Any], str]:
+    """All leaves of a state dict, and the prefix of those that are the weights.
 
     Args:
         state_dict: as of LiveSource.
         prefix: as of LiveSource.
         like: as of LiveSource.
-        what: who asks, for errors: "an export".
-        as_gathered: leave weights with storage="high_precision" as they are; else they become dense.
+        as_gathered: as of `live_tensors`.
 
     Raises:
         ValueError: as of LiveSource.
@@ -175,9 +188,22 @@ def live_tensors(
     quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
     if as_gathered:
         quantized |= {name for name, value in flat.items() if plain_leaf(value) is not value}
-    prefix = weights_prefix(paths, quantized, like) if prefix is None else prefix
+    return flat, weights_prefix(paths, quantized, like) if prefix is None else prefix
+
+
+def live_tensors(named: Mapping[str, Any], *, what: str, as_gathered: bool = False) -> dict[str, Tensor]:
+    """The tensors of a state dict, aliased.
+
+    Args:
+        named: its leaves, by the names that the plain model gives them.
+        what: who asks, for errors: "an export".
+        as_gathered: leave weights with storage="high_precision" as they are; else they become dense.
+
+    Raises:
+        ValueError: as of LiveSource.
+    """
     values: dict[str, Tensor] = {}
-    for name, value in under(prefix, flat, "the state dict").items():
+    for name, value in named.items():
         refuse_hidden(name, value)
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} is a {type(value).__name__}; {what} holds tensors only: leave it out")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.hf.names import plain_name
+from fsdp_hooks.wrappers import Names, plain_buffers, plain_state_dict
 
 
 @dataclass(frozen=True)
@@ -21,29 +21,38 @@ class Live:
 
     state: state-dict name, as the plain model has it where modules are compiled -> the parameter or buffer itself.
     names: for each tensor its names, several where it is tied. lost: buffers on the meta device that no state dict has.
+    adapters: those on the meta device.
     """
 
     state: Mapping[str, Tensor]
     names: list[list[str]]
     lost: list[str]
+    adapters: list[str]
 
     @staticmethod
     def of(model: nn.Module) -> "Live":
-        """The tensors of a model; what is no tensor (extra state of modules) is left out."""
+        """The tensors of a model; what is no tensor (extra state of modules) is left out, and so are adapters."""
         state = {
-            plain_name(name): value
-            for name, value in model.state_dict(keep_vars=True).items()
+            name: value
+            for name, value in plain_state_dict(model, keep_vars=True, adapters=False).items()
             if isinstance(value, Tensor)
         }
         names: dict[int, list[str]] = {}
         for name, value in state.items():
             names.setdefault(id(value), []).append(name)
-        lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in names]
-        return Live(state, list(names.values()), lost)
+        adapters = Names(model).is_adapter
+        empty = [name for name, param in model.named_parameters() if param.is_meta and adapters(name)]
+        buffers = [name for name, buffer in plain_buffers(model) if buffer.is_meta and id(buffer) not in names]
+        return Live(state, list(names.values()), buffers, empty)
 
     def problems(self) -> list[str]:
-        """Buffers on the meta device that no file can fill."""
-        return [
+        """What is on the meta device, and no file can fill."""
+        empty = [
+            f"{name}: an adapter on the meta device, of which the model's files have no values; add adapters after the "
+            "import, or load them first"
+            for name in self.adapters
+        ]
+        return empty + [
             f"{name}: a buffer on the meta device that is in no state dict, so no file has its values; build it "
             'outside of torch.device("meta"), or make it anew before the import (model.rotary_emb = '
             "type(model.rotary_emb)(config=model.config), say)"

@@ -31,12 +31,6 @@ RENAMED = frozenset(
     {"aria_text", "deepseek_v4", "granitemoe", "granitemoehybrid", "granitemoeshared", "kimi_linear", "lfm2_moe"}
     | {"minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "phimoe", "qwen3_vl_moe"}
 )
-COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of a module's parameters
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name in the model before it was compiled."""
-    return name.replace(COMPILED, "")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dcp_adapters.hf.names import plain_name
+from dcp_adapters.hf.adapters import renamed
+from fsdp_hooks.wrappers import plain_name
 
 
 def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like: Collection[str] | None = None) -> str:
@@ -72,9 +73,43 @@ def _common_keys(paths: Sequence[Sequence[str]]) -> list[str]:
 
 
 def under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries whose names begin with the prefix, under the rest of their names as the plain model has them."""
-    chosen = {plain_name(name.removeprefix(prefix)): value for name, value in named.items() if name.startswith(prefix)}
-    if not chosen:
+    """The entries whose names begin with the prefix, under the rest of their names as the plain model has them.
+
+    Raises:
+        ValueError: there is none, or two have one name without what wrappers add to it.
+    """
+    own = plain_name(prefix)
+    pairs = [(name, plain) for name in named if (plain := plain_name(name)).startswith(own)]
+    if not pairs:
         tops = sorted({name.partition(".")[0] for name in named})
         raise ValueError(f"{where}: no tensor's name begins with {prefix!r}; names begin with {', '.join(tops[:8])}")
-    return chosen
+    return renamed(named, ((name, plain.removeprefix(own)) for name, plain in pairs), "wrappers")
+
+
+OUTER = ("module.", "base_model.model.")  # of DistributedDataParallel and of peft, and perhaps of a model itself
+
+
+def outer_prefix(names: Collection[str], known: Collection[str], *, strict: bool) -> str:
+    """What all names begin with that the names of the model's files do not: of a wrapper, or of what holds the model.
+
+    Args:
+        names: of tensors, by plain names.
+        known: those in the files of the model; empty where they are not known.
+        strict: refuse what may be a wrapper's where nothing is known.
+
+    Raises:
+        ValueError: all names begin as those of a wrapped model do, and no files tell whether this one is.
+    """
+    steps = _common_keys([name.split(".")[:-1] for name in names])
+    prefixes = ["".join(f"{key}." for key in steps[:count]) for count in range(len(steps) + 1)]
+    if known:
+        counts = [sum(name.removeprefix(prefix) in known for name in names) for prefix in prefixes]
+        return prefixes[counts.index(max(counts))]
+    doubtful = next((outer for outer in OUTER if outer in prefixes), None)
+    if strict and doubtful is not None:
+        raise ValueError(
+            f"all names begin with {doubtful!r}, as those of a wrapped model do, and nothing tells whether this one "
+            f"is: give the module itself, config= the model's directory, or prefix={doubtful!r} (--prefix); "
+            "prefix='' where the model has these names"
+        )
+    return ""

@@ -8,12 +8,13 @@ plan       every rank plans; the plans, and what they are made of, must be the s
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
@@ -26,14 +27,16 @@ from dcp_adapters.hf.layout import INPUT_SCALE, Layout
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import RENAMED, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
+from dcp_adapters.hf.prefixes import outer_prefix
 from dcp_adapters.hf.quantizing import Quantizing, quantized_on_the_way
 from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import JoinedSources, source_of
 from dcp_adapters.rotations import is_marker
 from dcp_adapters.source import Source
-from fsdp_hooks.across_ranks import on_all, rank_of, ranks_of
+from fsdp_hooks.across_ranks import Ranks, is_first, on_all, ranks_of
 from fsdp_hooks.digest import digest
 from fsdp_hooks.release import VERSION
+from fsdp_hooks.waiting import waited_for
 from qtensor.formats import tensor_wide
 
 BUILT_IN = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
@@ -48,8 +51,8 @@ CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")
 class Asked:
     """What a caller wants exported.
 
-    caller: its name, for messages. given, rest, dtype: as of export_hf. max_shard_size: bytes of a file. quantizing:
-    which dense weights are quantized on their way, and how; None: none.
+    caller: its name, for messages. given, rest, dtype, adapters: as of export_hf. group: the ranks that take part.
+    max_shard_size: bytes of a file. quantizing: which dense weights are quantized on their way, and how; None: none.
     """
 
     caller: str
@@ -63,6 +66,8 @@ class Asked:
     check: bool = True
     dtype: torch.dtype | None = None
     quantizing: Quantizing | None = None
+    adapters: str = "raise"
+    group: Ranks = None
 
     @cached_property
     def sound(self) -> list[Mapping[str, tuple[int, ...]]]:
@@ -89,11 +94,15 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
         ValueError: as of export_hf, with the same text on all ranks.
     """
     opened: list[Source] = []
-    amaxes = on_all(None, lambda: _open(asked, opened)) if asked.quantizing is not None else []
+    amaxes: Sequence[Mapping[str, float]] = []
+    if asked.quantizing is not None:
+        with waited_for(asked.group, asked.caller):
+            amaxes = on_all(asked.group, lambda: _open(asked, opened))
     held: list[tuple[Source, ExportPlan]] = []
 
     def plan() -> Told:
         source = opened[0] if opened else _joined_sources(asked)
+        source.check_spanned(asked.group)
         if asked.quantizing is not None:
             source = quantized_on_the_way(source, asked.quantizing, amaxes)
         request = _request(source, asked)
@@ -103,11 +112,12 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
             check_outputs(planned, asked.expected, tied=request.tied, rest=asked.rest is not None)
             asked.sound.append(planned.weights)
         held.append((source, planned))
-        return Told(_alike_digests(source, request), _digests_of_shared(source))
+        return Told(_alike_digests(source, request, asked.group), _digests_of_shared(source, asked.group))
 
-    told = on_all(None, plan)
+    with waited_for(asked.group, asked.caller):
+        told = on_all(asked.group, plan)
     _check_same(asked.caller, told)
-    _check_shared(asked.caller, held[0][0], told)
+    _check_shared(asked.caller, held[0][0], told, asked.group)
     return held[0]
 
 
@@ -119,7 +129,7 @@ def _request(source: Source, asked: Asked) -> Request:
         entries = {own: source.entries[name] for own, name in files.items()}
         names, told = kept_names(entries, asked.dtype, given, asked.prefix, asked.described.values)
         kept = frozenset(files[own] for own in names)
-        if told is not None and rank_of(None) == 0:
+        if told is not None and is_first(asked.group):
             warnings.warn(f"{asked.caller}: dtype={asked.dtype}: {told}", stacklevel=6)
     return Request(
         asked.layout,
@@ -142,12 +152,25 @@ def _open(asked: Asked, opened: list[Source]) -> Mapping[str, float]:
 
 
 def _joined_sources(asked: Asked) -> Source:
-    first = source_of(asked.given, asked.prefix, check=asked.check)
     expected = asked.expected
+    known = asked.described.weights | expected.names.in_files.keys() | expected.names.in_memory.keys()
+    first = _one_source(asked, asked.given, asked.prefix, None, known)
     if asked.rest is None:
         return JoinedSources([expected.in_files(first)])
-    others = source_of(asked.rest, None, first.entries, check=asked.check)
+    others = _one_source(asked, asked.rest, None, first.entries, known | set(first.entries))
     return JoinedSources([expected.in_files(first), expected.in_files(others)])
+
+
+def _one_source(
+    asked: Asked, value: Any, prefix: str | None, like: Collection[str] | None, known: Collection[str]
+) -> Source:
+    """What was given, by the model's own names; `known`: names in memory and in its files."""
+    found = source_of(value, prefix, like, check=asked.check, adapters=asked.adapters)
+    if prefix is not None:
+        return found
+    outer = outer_prefix(found.entries, known, strict=not isinstance(value, nn.Module))
+    again = found.prefix + outer
+    return source_of(value, again, like, check=asked.check, adapters=asked.adapters) if outer else found
 
 
 def _scales(source: Source) -> Iterator[tuple[str, float]]:
@@ -230,7 +253,7 @@ ALIKE = {
 }
 
 
-def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
+def _alike_digests(source: Source, request: Request, group: Ranks) -> tuple[str, ...]:
     """What all ranks must have alike, in few bytes each, in the order of ALIKE."""
     told: tuple[Any, ...] = (
         [f"{name} {record}" for name, record in source.entries.items()],
@@ -239,7 +262,7 @@ def _alike_digests(source: Source, request: Request) -> tuple[str, ...]:
             [source.way(name) for name in source.entries],
         ],
         {name: value.hex() for name, value in request.scales.items()},
-        _replicas(source) if ranks_of(None) > 1 else [],
+        _replicas(source) if ranks_of(group) > 1 else [],
     )
     return tuple(map(_hashed, told))
 
@@ -250,33 +273,33 @@ def _replicas(source: Source) -> list[int]:
     return [int(digest(parts)) if parts else 0 for parts in found]
 
 
-def _scales_by_holders(source: Source) -> dict[str, dict[str, int]]:
+def _scales_by_holders(source: Source, group: Ranks) -> dict[str, dict[str, int]]:
     """Who holds the same scales -> for each weight whose scales they are, a number for their bytes."""
     found: dict[str, dict[str, int]] = {}
-    for name in source.entries if ranks_of(None) > 1 else ():
+    for name in source.entries if ranks_of(group) > 1 else ():
         shared = source.shared(name)
         if shared is not None:
             found.setdefault(shared[0], {})[name] = int(digest([shared[1].detach().contiguous()]))
     return found
 
 
-def _digests_of_shared(source: Source) -> dict[str, str]:
+def _digests_of_shared(source: Source, group: Ranks) -> dict[str, str]:
     """`Told.shared`: a few bytes, however many weights there are."""
-    return {_hashed(holders): _hashed(numbers) for holders, numbers in _scales_by_holders(source).items()}
+    return {_hashed(holders): _hashed(numbers) for holders, numbers in _scales_by_holders(source, group).items()}
 
 
 def _hashed(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _check_shared(caller: str, source: Source, told: Sequence[Told]) -> None:
+def _check_shared(caller: str, source: Source, told: Sequence[Told], group: Ranks) -> None:
     """Refuse pieces of the same rows that were quantized under different scales."""
     seen: dict[str, tuple[int, str]] = {}
     for rank, each in enumerate(told):
         for holders, value in each.shared.items():
             first, expected = seen.setdefault(holders, (rank, value))
             if value != expected:
-                name = _first_apart(on_all(None, lambda: _scales_by_holders(source)), first, rank)
+                name = _first_apart(on_all(group, lambda: _scales_by_holders(source, group)), first, rank)
                 raise ValueError(
                     f"{caller}: {name}: rank {first} and rank {rank} hold different scales for the same rows, whose "
                     "columns they share; call fsdp_hooks.sync_scales on the model first"

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.plan import is_embedding
 from dcp_adapters.source import Group, Keep, Source
+from fsdp_hooks.across_ranks import Ranks
+from fsdp_hooks.wrappers import plain_modules
 from qtensor.agreement import flat_amax, scale_of
 from qtensor.formats import APPEARANCE_DTYPES, check_shape, tensor_wide
 from qtensor.recipes import Recipe
@@ -77,8 +78,8 @@ def linears_of(module: nn.Module, prefix: str | None) -> frozenset[str]:
     """The names of the weights of a model's linears that no other module shares, without the prefix."""
     uses = Counter(id(param) for child in module.modules() for param in child.parameters(recurse=False))
     return frozenset(
-        plain_name(f"{fqn}.weight".lstrip(".")).removeprefix(prefix or "")
-        for fqn, child in module.named_modules()
+        f"{fqn}.weight".lstrip(".").removeprefix(prefix or "")
+        for fqn, child in plain_modules(module)
         if isinstance(child, nn.Linear) and uses[id(child.weight)] == 1
     )
 
@@ -86,8 +87,8 @@ def linears_of(module: nn.Module, prefix: str | None) -> frozenset[str]:
 def routers_by_class(module: nn.Module, prefix: str | None) -> frozenset[str]:
     """The names of a model's linears whose class says that they are routers, without the prefix."""
     return frozenset(
-        plain_name(fqn).removeprefix(prefix or "")
-        for fqn, child in module.named_modules()
+        fqn.removeprefix(prefix or "")
+        for fqn, child in plain_modules(module)
         if isinstance(child, nn.Linear) and is_router_class(child)
     )
 
@@ -114,6 +115,9 @@ class _QuantizingSource(Source):
 
     def own_name(self, name: str) -> str:
         return self._source.own_name(name)
+
+    def check_spanned(self, group: Ranks) -> None:
+        self._source.check_spanned(group)
 
     def way(self, name: str) -> str:
         return self._source.way(name)

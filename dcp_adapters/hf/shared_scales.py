@@ -11,8 +11,9 @@ from torch import nn
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.layout import INPUT_SCALE, Layout, Scheme
-from dcp_adapters.hf.names import Piece, fused_sets, plain_name
+from dcp_adapters.hf.names import Piece, fused_sets
 from dcp_adapters.words import listed
+from fsdp_hooks.wrappers import Place, places
 
 KV_SCALES = ("k_scale", "v_scale")
 
@@ -92,11 +93,18 @@ def renewed_scales(
 def fused_linears(model: nn.Module) -> list[list[str]]:
     """The linears of a model that inference engines run as one, by the names of their modules, set by set.
 
+    The names are those of `named_modules()`: with the steps into wrappers (of torch.compile, peft and the like) that
+    are around a module. Which linears belong together is told without these steps.
+
     q_proj, k_proj and v_proj of an attention; gate_proj and up_proj, or w1 and w3, of an MLP or an expert; q_a_proj and
     kv_a_proj_with_mqa of latent attention. `qtensor.share_scales(model, fused_linears(model))` gives the weights of
     each set one NVFP4 global scale, with which `export_hf` keeps their bytes.
     """
-    linears = {plain_name(fqn): fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found: dict[int, Place] = {}
+    for place in places(model):
+        if isinstance(place.module, nn.Linear) and not place.adapter:
+            found.setdefault(id(place.module), place)
+    linears = {place.name: place.path for place in found.values()}
     return [[linears[name] for name in members] for members in fused_sets(linears) if len(members) > 1]
 
 

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from dcp_adapters.hf.adapters import own_tensors, state_of_module
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.live_source import LiveSource
 from dcp_adapters.hf.names import pieces_of
@@ -21,6 +22,7 @@ from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.rotations import blocks_in, inputs, weight_beside
 from dcp_adapters.source import Group, Keep, Source, Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
+from fsdp_hooks.across_ranks import Ranks
 from fsdp_hooks.byte_sums import Piece
 
 
@@ -32,8 +34,10 @@ class StoredSource(Source):
         prefix: as of LiveSource.
         like: as of LiveSource.
         what: who asks, for errors.
+        adapters: as of LiveSource.
 
     Attributes:
+        prefix: that was cut off.
         recorded: digests of tensors, by the shorter names, as they were recorded when it was saved.
 
     Raises:
@@ -47,6 +51,7 @@ class StoredSource(Source):
         like: Collection[str] | None = None,
         *,
         what: str = "an export",
+        adapters: str | None = None,
     ) -> None:
         self._stored = stored
         if prefix is None:
@@ -59,7 +64,10 @@ class StoredSource(Source):
                 f"{stored.path}: {blobs[0]} is an entry of bytes; {what} holds tensors only: say by prefix=... "
                 '(--prefix) under which name the weights are, for example "model."'
             )
+        self.prefix = prefix
         self._names = under(prefix, {name: name for name in stored.entries}, str(stored.path))
+        if adapters is not None:
+            self._names = own_tensors(self._names, adapters)
         self.entries = {short: replace(stored.entries[name], name=short) for short, name in self._names.items()}
         self.recorded = {short: stored.digests[name] for short, name in self._names.items() if name in stored.digests}
 
@@ -103,6 +111,11 @@ class JoinedSources(Source):
     def own_name(self, name: str) -> str:
         """In its source."""
         return self._of[name].own_name(name)
+
+    def check_spanned(self, group: Ranks) -> None:
+        """Of all sources."""
+        for source in dict.fromkeys(self._of.values()):
+            source.check_spanned(group)
 
     def way(self, name: str) -> str:
         """As its source says."""
@@ -170,6 +183,7 @@ def source_of(
     like: Collection[str] | None = None,
     *,
     check: bool = True,
+    adapters: str = "raise",
 ) -> Source:
     """The source of what `export_hf` was given.
 
@@ -178,6 +192,7 @@ def source_of(
         prefix: as of LiveSource.
         like: as of LiveSource.
         check: compare what is read of a checkpoint with its checksums, where it has some.
+        adapters: "raise", or "base" to take the model below them.
 
     Raises:
         CheckpointUnusable: a checkpoint cannot be read.
@@ -186,17 +201,19 @@ def source_of(
     """
     if isinstance(value, str | os.PathLike):
         if not is_directory(value):
-            return StoredSource(StoredCheckpoint(value, check=check), prefix, like)
+            return StoredSource(StoredCheckpoint(value, check=check), prefix, like, adapters=adapters)
         directory = read_directory(value)
         codes = [name for name, tensor in directory.tensors.items() if tensor.dtype not in VALUES | COUNTS]
         if is_quantized(directory) or codes:
             raise ValueError(f"{directory.path} holds quantized weights; rest= takes a directory of dense ones")
         return StoredSource(StoredDirectory(value), prefix="")
-    if not isinstance(value, Mapping) and hasattr(value, "state_dict"):  # a module, the result of a calibration
+    if isinstance(value, nn.Module):
+        return LiveSource(state_of_module(value, adapters), prefix, like)
+    if not isinstance(value, Mapping) and hasattr(value, "state_dict"):  # the result of a calibration
         value = value.state_dict()
     if not isinstance(value, Mapping):
         raise TypeError(
             f"expected a module, a state dict, a calibration's result or the path of a checkpoint, got "
             f"{type(value).__name__}"
         )
-    return LiveSource(value, prefix, like)
+    return LiveSource(value, prefix, like, adapters=adapters)

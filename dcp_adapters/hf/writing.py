@@ -30,7 +30,7 @@ from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.source import Keep, Source
 from dcp_adapters.stored.durable import give_name, gone_on_error, hidden_name, sync
 from dcp_adapters.stored.progress_bar import Advance
-from fsdp_hooks.across_ranks import on_all, rank_of, ranks_of
+from fsdp_hooks.across_ranks import Ranks, global_ranks, on_all, rank_of, ranks_of
 
 
 def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Path:
@@ -48,14 +48,16 @@ def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Pa
     return begun
 
 
-def write_files(source: Source, plan: ExportPlan, directory: Path, group_of: GroupOf, advance: Advance) -> None:
-    """As many files at a time as there are ranks, each rank one."""
-    ranks, rank = ranks_of(None), rank_of(None)
+def write_files(  # noqa: PLR0913, PLR0917
+    source: Source, plan: ExportPlan, directory: Path, group_of: GroupOf, advance: Advance, group: Ranks = None
+) -> None:
+    """As many files at a time as there are ranks in the group, each rank one."""
+    ranks, rank, numbers = ranks_of(group), rank_of(group), global_ranks(group)
     cpu = torch.device("cpu")
     for first in range(0, len(plan.files), ranks):
         files = dict(enumerate(plan.files[first : first + ranks]))
         jobs = [
-            Job(outputs, Keep(owner, cpu))
+            Job(outputs, Keep(numbers[owner], cpu))
             for owner, file in files.items()
             for outputs in in_groups(file.outputs, group_of)
         ]
@@ -65,7 +67,7 @@ def write_files(source: Source, plan: ExportPlan, directory: Path, group_of: Gro
             if tensor is not None:
                 tensors[written.name] = tensor
             advance(written.nbytes)
-        on_all(None, partial(_save, directory, files.get(rank), tensors, failed))
+        on_all(group, partial(_save, directory, files.get(rank), tensors, failed))
 
 
 def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], failed: list[Exception]) -> None:

@@ -30,6 +30,7 @@ from dcp_adapters.stored.durable import sync, sync_name
 from dcp_adapters.stored.verify import verify
 from dcp_adapters.words import listed
 from fsdp_hooks.across_ranks import on_first
+from fsdp_hooks.waiting import IN_GROUP, waited_for
 
 Order = Literal["written", "number"]
 Needs = Callable[[Path], Iterable[str | os.PathLike[str]]]
@@ -121,7 +122,8 @@ def latest_verified(
         return LatestVerified(next(iter(found.verified), None), found.skipped)
 
     _check(level, newest)
-    return on_first(group, look)
+    with waited_for(group, "latest_verified", IN_GROUP):
+        return on_first(group, look)
 
 
 def keep_latest(  # noqa: PLR0913 - options of one operation
@@ -177,7 +179,8 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep_latest: keep={keep!r}, expected a whole number from 1 on")
     _check(level, newest)
-    return on_first(group, tidy)
+    with waited_for(group, "keep_latest", IN_GROUP):
+        return on_first(group, tidy)
 
 
 def _check(level: Level, newest: Order) -> None:

@@ -48,7 +48,8 @@ class Pass:
         """Stage what the pass has for a name; the tensor itself is not kept."""
         host = tensor.to("cpu")
         self._sums[name] = sum_of(host)
-        staged = _sparse(self._kept.tensors[name], host) if name in self._kept.tensors else None
+        known = name in self._kept.tensors
+        staged: Sequence[Changes] | Tensor | None = _sparse(self._kept.tensors[name], host) if known else None
         if staged is None:  # contiguous, or later changes would be added to a copy
             staged = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._staged[name] = staged

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dcp_adapters.streams.transport import Sender, WeightStreamError
-from fsdp_hooks.across_ranks import on_all
+from fsdp_hooks.across_ranks import Ranks, on_all
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def attempt(failed: list[Exception], step: Callable[..., None], *values: Any) ->
         failed.append(error)
 
 
-def together(step: Callable[[], None]) -> None:
+def together(group: Ranks, step: Callable[[], None]) -> None:
     """A step that may fail on one rank; its error is raised on all, and a WeightStreamError stays one."""
 
     def told() -> str | None:
@@ -37,7 +37,7 @@ def together(step: Callable[[], None]) -> None:
             return str(error)
         return None
 
-    text = next(filter(None, on_all(None, told)), None)
+    text = next(filter(None, on_all(group, told)), None)
     if text is not None:
         raise WeightStreamError(text)
 

@@ -16,9 +16,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcp_adapters.delta.patch import Delta
+from dcp_adapters.hf.adapters import check_adapters
 from dcp_adapters.hf.config import model_config
 from dcp_adapters.hf.groups import groups_of
 from dcp_adapters.hf.layout import layout_named
@@ -34,7 +36,8 @@ from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of,
 from dcp_adapters.streams.kept_tensors import KeptTensors, Pass
 from dcp_adapters.streams.together import aborting, attempt, raise_first, together
 from dcp_adapters.streams.transport import Sender, send_delta
-from fsdp_hooks.across_ranks import on_all, on_first, rank_of
+from fsdp_hooks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
+from fsdp_hooks.waiting import waited_for
 from qtensor.formats import registered
 from qtensor.recipes import Recipe
 from qtensor.selection import check_lists
@@ -73,6 +76,9 @@ class WeightStream:
         keep_last: keep the tensors of the last complete pass, for `since`. On ranks that receive, this takes `nbytes`
             of host memory, and at most as much again while a pass is under way.
         progress: a bar on rank 0, if it has a terminal.
+        adapters: of peft, that are not merged: "raise" or "base", as of `export_hf`.
+        group: the ranks that take part, which must hold all shards; None: all. Its first rank is the one called rank 0.
+        no_dist: this process alone takes part, with whole weights.
 
     Attributes:
         version: of the last complete pass; 0 before the first.
@@ -102,7 +108,12 @@ class WeightStream:
         to: str = "first",
         keep_last: bool = False,
         progress: bool = False,
+        adapters: str = "raise",
+        group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
     ) -> None:
+        self._ranks = chosen_ranks("WeightStream", group, no_dist=no_dist)
+        check_adapters("WeightStream", adapters)
         requantize = requantizes("WeightStream", fused_scales)
         if to not in RECEIVE:
             raise ValueError(f'WeightStream: to={to!r} is not one of "first", "all"')
@@ -115,7 +126,8 @@ class WeightStream:
                 "WeightStream: include= and exclude= say which dense linears recipe= quantizes, and there is none; "
                 "give a recipe, or leave them out: every tensor is streamed"
             )
-        described = on_first(None, lambda: model_config(config, model_or_state_dict))
+        with waited_for(self._ranks, "WeightStream"):
+            described = on_first(self._ranks, lambda: model_config(config, model_or_state_dict))
         self._asked = Asked(
             caller="WeightStream",
             given=model_or_state_dict,
@@ -126,16 +138,18 @@ class WeightStream:
             requantize=requantize,
             max_shard_size=2**62,
             quantizing=None if recipe is None else _quantizing(model_or_state_dict, recipe, include, exclude, prefix),
+            adapters=adapters,
+            group=self._ranks,
         )
         self._group_of = groups_of(model_or_state_dict, prefix) if group_of is None else group_of
-        self._keep = Keep(0 if to == "first" else None, None, own=True)
+        self._keep = Keep(global_ranks(self._ranks)[0] if to == "first" else None, None, own=True)
         self._progress = progress
         self.version = 0
         source, plan = prepared(self._asked)
         groups = self._groups(source, plan)
         self._records = _records(groups)
         self.sizes = bucket_sizes(self._records, bucket_bytes)
-        _check_alike(groups, (self.sizes, to, keep_last))
+        _check_alike(groups, (self.sizes, to, keep_last), self._ranks)
         self._kept = KeptTensors(self._records) if keep_last else None
         self.json: dict[str, Any] = described.json(plan.json, dtype_name(plan.dtype))
 
@@ -186,7 +200,7 @@ class WeightStream:
             for bucket in self._buckets(prepared, failed, taken):
                 if sender is not None and bucket and not failed:
                     attempt(failed, sender.bucket, bucket)
-            together(lambda: None if sender is None else sender.end())
+            together(self._ranks, lambda: None if sender is None else sender.end())
         self._complete(taken)
 
     def since(self, version: int) -> Delta | None:
@@ -225,7 +239,7 @@ class WeightStream:
         self._refuse_other(version, sender)
         taken, delta = self._delta()
         with aborting(sender):
-            together(lambda: None if sender is None or delta is None else send_delta(sender, delta))
+            together(self._ranks, lambda: None if sender is None or delta is None else send_delta(sender, delta))
         self._complete(taken)
 
     def _prepared(self) -> tuple[Source, list[tuple[Output, ...]]]:
@@ -243,7 +257,7 @@ class WeightStream:
             groups.extend(in_groups(outputs, own_groups(source, self._group_of)))
             check(groups)
 
-        together(look)
+        together(self._ranks, look)
         return groups
 
     def _refuse_new(self, groups: list[tuple[Output, ...]]) -> None:
@@ -266,13 +280,13 @@ class WeightStream:
         assert taken is not None
         for bucket in self._buckets(self._prepared(), [], taken):
             del bucket
-        together(lambda: made.append(taken.delta()) if self.receives else None)
+        together(self._ranks, lambda: made.append(taken.delta()) if self.receives else None)
         return taken, made[0] if made else None
 
     def _refuse_other(self, version: int, sender: Sender | None) -> None:
         """Refuse a delta since another version than the one that is kept, with the same text on all ranks."""
         kept = 0 if self._kept is None else self._kept.version
-        told = on_all(None, lambda: (version, sender is not None and not self.receives))
+        told = on_all(self._ranks, lambda: (version, sender is not None and not self.receives))
         asked = next((each for each, _ in told if each != kept), version)
         if not kept or asked != kept:
             why = f"the stream keeps version {kept}" if kept else "no version is complete yet"
@@ -295,7 +309,7 @@ class WeightStream:
         """The buckets; after an error the rest of them are empty, and it is raised on all ranks at the end."""
         source, groups = prepared
         jobs = [Job(group, self._keep) for group in groups]
-        show = self._progress and rank_of(None) == 0
+        show = self._progress and is_first(self._ranks)
         with (
             closing(made_tensors(source, jobs, failed)) as tensors,
             progress_bar("streaming", self.nbytes, enabled=show) as advance,
@@ -312,7 +326,7 @@ class WeightStream:
                 tensor = None  # the bucket alone holds it
                 yield {} if failed else bucket
                 del bucket
-        together(lambda: raise_first(failed))
+        together(self._ranks, lambda: raise_first(failed))
 
 
 def _records(groups: list[tuple[Output, ...]]) -> tuple[TensorRecord, ...]:
@@ -324,10 +338,10 @@ def _records(groups: list[tuple[Output, ...]]) -> tuple[TensorRecord, ...]:
     )
 
 
-def _check_alike(groups: list[tuple[Output, ...]], options: tuple[object, ...]) -> None:
+def _check_alike(groups: list[tuple[Output, ...]], options: tuple[object, ...], ranks: Ranks) -> None:
     """Refuse ranks that would not gather alike."""
     own = repr(([[output.source for output in group] for group in groups], options))
-    told = on_all(None, lambda: hashlib.sha256(own.encode()).hexdigest())
+    told = on_all(ranks, lambda: hashlib.sha256(own.encode()).hexdigest())
     other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
     if other is not None:
         raise ValueError(

@@ -14,6 +14,7 @@ from torch import nn
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedSavePlanner, export_gguf, export_hf
 from fsdp_hooks.across_ranks import on_first
+from fsdp_hooks.wrappers import plain_state_dict
 from layerwise.command.config import PICTURES, Config
 from layerwise.formats.assignment import Assignment
 from layerwise.report.report import Report
@@ -35,7 +36,7 @@ def write_outputs(  # noqa: PLR0913 - keyword-only
     """
     output = config.output
     if output.checkpoint is not None:
-        _save({**model.state_dict(), **result.state_dict()}, output.checkpoint)
+        _save({**plain_state_dict(model), **result.state_dict()}, output.checkpoint)
     if output.path is not None and not (ours and on_first(None, output.path.exists)):
         _export(config, output.path, result, config.model.path if dense else model, show=show)
     on_first(None, lambda: _write_reports(result.report, output.report))

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.wrappers import plain_modules
 from qtensor.formats import APPEARANCE_DTYPES
 
 # In this order, so that the minimum over ranks is their common answer: one NO refuses, else one YES is enough.
@@ -74,7 +75,7 @@ def producers_of(layer: nn.Module) -> list[Producer]:
     The caller must leave out parameters that modules outside the layer use too: no probe of this layer sees those.
     """
     norms, linears = [], []
-    for name, module in layer.named_modules():
+    for name, module in plain_modules(layer):
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         if weight is None or not _scalable(weight) or not (bias is None or _scalable(bias)):
             continue

@@ -41,11 +41,11 @@ def where_to_fold(
         run: runs the stage on one of this rank's batches, and returns everything that leaves it.
         identities: a digest of the stage's output for each of this rank's batches.
     """
-    pairs, own = method.known.of(stage), {id(module) for module in stage.modules().values()}
+    pairs, own = method.known.of(stage), stage.modules()
     producers = [
         one
         for one in producers_of(stage.module)
-        if id(stage.module.get_submodule(one.name)) in own
+        if one.name in own
         and stage.prefix + one.name not in stage.shared
         and (pairs is None or (one.name, one.kind) in {pair[1:] for pair in pairs})
     ]
@@ -68,13 +68,13 @@ def _answers(
 ) -> Tensor:
     """int8 [groups, producers]: the least answer over the probes of all ranks."""
     # Embeddings are left out: they are looked up in, not multiplied with, so changing their columns would show nothing.
-    looked_up = {id(one.weight) for one in stage.modules().values() if isinstance(one, nn.Embedding)}
+    looked_up = {id(one.weight) for one in stage.everything() if isinstance(one, nn.Embedding)}
     # Probe aliases: what is put back must not count as written, or fp32 shards gathered in bf16 would lose bits.
     params = stage.params()
     aliases: dict[int, Tensor] = {id(param): param.data for param in params.values()}
     turned = {
         id(param)
-        for one in stage.modules().values()
+        for one in stage.everything()
         for attribute, param in one._parameters.items()
         if stored_transposed(one, attribute)
     }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.wrappers import plain_modules, plain_parameters
 from layerwise.rotating.online import named_linears, plain_linear
 from qtensor.input_rotation import is_size
 from qtensor.selection import check_lists, matches, unmatched
@@ -109,10 +110,10 @@ def choose(model: nn.Module, asked: Asked) -> Chosen:
     Raises:
         ValueError, TypeError: patterns, modules, widths or parameters that do not fit, by name.
     """
-    for name, param in model.named_parameters():
+    for name, param in plain_parameters(model):
         if isinstance(param, DTensor):
             raise TypeError(f"rotate_: {name} is sharded (a DTensor); rotate the model before fully_shard")
-    modules = dict(model.named_modules())
+    modules = dict(plain_modules(model))
     reads, writes, stream = {}, {}, None
     if "stream" in asked.where:
         reads = {name: _linear(name, found) for name, found in _named(modules, asked.reads, READS, "reads")}
@@ -198,7 +199,7 @@ def _online(
     model: nn.Module, modules: Mapping[str, nn.Module], asked: Asked, taken: Collection[str]
 ) -> Iterator[tuple[str, Axis]]:
     """Linears whose inputs are rotated at run time; `taken`: those whose columns are rotated with what they read."""
-    uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(param) for _, param in plain_parameters(model, remove_duplicate=False))
     for name, linear, block in named_linears("rotate_", modules, asked.blocks):
         if name in taken:
             raise NotImplementedError(

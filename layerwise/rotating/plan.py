@@ -17,6 +17,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from fsdp_hooks.wrappers import plain_modules
 from layerwise.rotating.choice import Axis, Chosen, check_plain
 from layerwise.rotating.tracing import Sight
 
@@ -78,7 +79,7 @@ def norms_of(model: nn.Module, chosen: Chosen) -> dict[str, nn.Module]:
     if chosen.stream is None:
         return {}
     found = {}
-    for name, module in model.named_modules():
+    for name, module in plain_modules(model):
         weight = module._parameters.get("weight")
         if weight is not None and weight.shape == (chosen.stream.period,):
             found[name] = module
@@ -143,8 +144,9 @@ def _uniform(weight: Tensor) -> bool:
 def _changes(model: nn.Module, chosen: Chosen, sight: Sight, folded: frozenset[str]) -> Iterator[Change]:
     made = {name: Axis("the values of attentions", head, name) for name, _, head in chosen.values}
     taken = {reader: made[name] for name, reader, _ in chosen.values}
+    modules = dict(plain_modules(model))
     for name in chosen.names():
-        module = model.get_submodule(name)
+        module = modules[name]
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
         if isinstance(module, nn.Embedding):
@@ -178,7 +180,7 @@ def _merged(changes: Iterator[Change]) -> list[Change]:
 
 def _check_uses(model: nn.Module, chosen: Chosen, changes: Sequence[Change]) -> None:
     changed, names = {id(one.tensor): one.name for one in changes}, {*chosen.names()}
-    for name, module in model.named_modules():
+    for name, module in plain_modules(model, adapters=True):
         for attribute, param in module._parameters.items():
             if id(param) in changed and name not in names:
                 raise NotImplementedError(
@@ -195,7 +197,7 @@ def _check_rest(model: nn.Module, chosen: Chosen, norms: Mapping[str, nn.Module]
     known = {*chosen.names(), *norms}
     rest = [
         f"{name}.{attribute} {list(found.shape)}".removeprefix(".")
-        for name, module in model.named_modules()
+        for name, module in plain_modules(model, adapters=True)
         for attribute, found in [*module._parameters.items(), *module._buffers.items()]
         if name not in known and found is not None and width in found.shape and found.is_floating_point()
     ]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fsdp_hooks.wrappers import module_named
 from layerwise.folding.folds import deviation, tolerance
 from layerwise.rotating.choice import Axis
 from layerwise.rotating.hadamard import Rotation, signs_of
@@ -138,7 +139,7 @@ def _prove_inputs(flips: Sequence[Flip], signs: Mapping[Axis, Tensor], runs: Run
         alone = runs.outputs()
         with ExitStack() as hooks:
             for one in flips:
-                linear = runs.model.get_submodule(one.axis.maker)
+                linear = module_named(runs.model, one.axis.maker)
                 hook = _signed(signs[one.axis])
                 hooks.callback(linear.register_forward_pre_hook(hook, with_kwargs=True).remove)
             both = runs.outputs()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_hooks.wrappers import plain_modules
 from layerwise.inputs.batches import batches_of
 from layerwise.inputs.stores import Store
 from layerwise.inputs.structure import flatten
@@ -89,7 +90,7 @@ def _hooked(
 ) -> Iterator[None]:
     handles: list[torch.utils.hooks.RemovableHandle] = []
     try:
-        for name, module in model.named_modules():
+        for name, module in plain_modules(model):
             handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
         handles += [module.register_forward_hook(after) for module in norms.values()]
         yield

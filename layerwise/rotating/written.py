@@ -8,22 +8,25 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from fsdp_hooks.wrappers import plain_modules, plain_parameters
+
 ATTRIBUTE = "rotated_parameters"
 
 
 def note_written(model: nn.Module, names: Iterable[str]) -> None:
-    """Note parameters of a model, given by their fqns."""
+    """Note parameters of a model, given by their plain fqns."""
+    modules = dict(plain_modules(model, remove_duplicate=False))
     for name in names:
         fqn, _, attribute = name.rpartition(".")
-        module = model.get_submodule(fqn)
+        module = modules[fqn]
         setattr(module, ATTRIBUTE, frozenset({*getattr(module, ATTRIBUTE, ()), attribute}))
 
 
 def written(model: nn.Module) -> dict[str, Tensor]:
-    """Fqn -> parameter, of all that rotations have written; what is on meta has no values, and is left out."""
+    """Plain fqn -> parameter, of all that rotations have written; what is on meta has no values, and is left out."""
     noted = {
         id(module._parameters.get(attribute))
         for module in model.modules()
         for attribute in getattr(module, ATTRIBUTE, ())
     }
-    return {name: param for name, param in model.named_parameters() if id(param) in noted and not param.is_meta}
+    return {name: param for name, param in plain_parameters(model) if id(param) in noted and not param.is_meta}

@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_hooks.scale_sync import sync_scales
 from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.wrappers import plain_parameters
 from layerwise.inputs.replay import Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.progress import Window
@@ -26,7 +27,7 @@ class Calibration(Run[Outcome]):
     def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
         """Go through all stages; gathers that quantize dense shards then agree on the scales of their new values."""
         super().calibrate_stages(data, directory)
-        named = self.plan.model.named_parameters()
+        named = plain_parameters(self.plan.model)
         gathered = [(name, param) for name, param in named if isinstance(local_of(param), HighPrecisionWeight)]
         if gathered:
             sync_scales(gathered)

@@ -1,6 +1,7 @@
 """What a calibration is going to do, decided before anything runs: options, layers, targets, stages."""
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.words import listed
 from fsdp_hooks.unshard import reshard_all
+from fsdp_hooks.wrappers import plain_buffers, plain_modules, plain_parameters, unmerged
 from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm
 from layerwise.formats.assignment import Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
@@ -160,9 +163,9 @@ class Plan:
         text |= {"kv_cache": json.dumps(decides.get("kv_cache")), "expert_inputs": options.expert_inputs}
         text |= {"input_rotations": json.dumps(decides.get("input_rotations"))}
         text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
-        named: list[tuple[str, Tensor]] = [*self.model.named_parameters()]
+        named: list[tuple[str, Tensor]] = [*plain_parameters(self.model)]
         if checkpoint:  # it holds digests of buffers, too
-            named += self.model.named_buffers()
+            named += plain_buffers(self.model)
         return {
             "the options": [f"{name}={value}" for name, value in text.items()],
             "the layers and their order": decides["stages"],
@@ -175,7 +178,7 @@ class Plan:
     def named_weights(self) -> dict[str, Tensor]:
         """All parameters and buffers at rest, by fqn; those on disk are on the meta device."""
         reshard_all(self.model)
-        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {**dict(plain_parameters(self.model)), **dict(plain_buffers(self.model))}
 
 
 def planned(  # noqa: PLR0913 - keyword-only
@@ -191,6 +194,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
     reshard_all(model)
     _check_spanned(model, group)
+    _warn_of_adapters(model)
     named = [] if isinstance(layers, list | tuple) and not layers else find_layers(model, layers)
     check_groups(named)
     targets = find_targets(model, options.recipe, include, exclude)
@@ -232,6 +236,17 @@ def planned(  # noqa: PLR0913 - keyword-only
     return Plan(model, tuple(stages), outside, method, weights, options, whole, cut, shared_out)
 
 
+def _warn_of_adapters(model: nn.Module) -> None:
+    adapted = unmerged(model)
+    if adapted:
+        warnings.warn(
+            f"{listed(adapted)}: adapters of peft are not merged into these, so the result holds the weights "
+            "below the adapters, calibrated on what reaches them with the adapters; merge them first "
+            "(merge_and_unload()) if they are to be in it",
+            stacklevel=4,  # the caller of `calibrate`
+        )
+
+
 def _placed(value: Tensor) -> str:
     """How a parameter is cut over a mesh, in words."""
     return f" on {tuple(value.device_mesh.shape)} {value.placements}" if isinstance(value, DTensor) else ""
@@ -270,7 +285,7 @@ def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise ValueError where ranks hold shards but are not in the group: they would decide differently, or hang."""
     own = {0} if group is None else set(dist.get_process_group_ranks(group))
     meshes: dict[Any, str] = {}
-    for name, param in model.named_parameters():
+    for name, param in plain_parameters(model):
         if isinstance(param, DTensor):
             meshes.setdefault(param.device_mesh, name)
     for mesh, name in meshes.items():
@@ -289,7 +304,7 @@ def _modules_shared(
     inside = Counter(id(param) for module in layer.modules() for param in module._parameters.values())
     return frozenset(
         f"{fqn}.{name}".rstrip(".")
-        for name, module in layer.named_modules()
+        for name, module in plain_modules(layer)
         for param in module._parameters.values()
         if param is not None and (uses[id(param)] > inside[id(param)] or in_layers[id(module)] > 1)
     )
@@ -298,7 +313,7 @@ def _modules_shared(
 def _weights_of(model: nn.Module, options: Options) -> Weights:
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     sharded = sharded or any(isinstance(param, DTensor) for param in model.parameters())
-    on_meta = [name for name, param in model.named_parameters() if param.is_meta]
+    on_meta = [name for name, param in plain_parameters(model) if param.is_meta]
     if sharded:
         if options.weights is not None or options.device is not None:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_hooks.wrappers import plain_buffers
 from layerwise.formats.assignment import Assignment, recipe_of
 from layerwise.formats.candidates import Menu
 from layerwise.report.report import Report
@@ -38,7 +39,7 @@ class CalibrationResult:
     _entries: Mapping[str, Tensor]
 
     def state_dict(self) -> dict[str, Any]:
-        """What was calibrated, by fqn.
+        """What was calibrated, by the fqns of the plain model (without steps into wrappers), and no adapters.
 
         It holds quantized weights (QuantizedTensor, or DTensors of them where the model is sharded), other parameters
         that the algorithm changed (norms that factors were folded into) or `rotate_` had written before (embeddings,
@@ -86,10 +87,10 @@ def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -
 
 def _markers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of all linears whose inputs are rotated; of a model on the meta device they are made anew."""
-    found = {}
+    found, buffers = {}, dict(plain_buffers(model))
     for module, block in input_rotations(model).items():
         name = f"{module}.{MARKER}".lstrip(".")
-        buffer = model.get_buffer(name)
+        buffer = buffers[name]
         found[name] = marker(block, torch.device("cpu")) if buffer.is_meta else buffer.detach()
     return found
 

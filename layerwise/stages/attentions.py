@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from torch import nn
 
+from fsdp_hooks.wrappers import plain_modules
 from layerwise.stages.caller import caller
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")  # what the argument is called
@@ -29,7 +30,7 @@ def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: there is none, or the cache of one holds something else in an engine than in the model.
     """
-    found = {fqn: module for fqn, module in model.named_modules() if _is_attention(fqn, module)}
+    found = {fqn: module for fqn, module in plain_modules(model) if _is_attention(fqn, module)}
     around = {outer for fqn in found for outer in ("", *accumulate(fqn.split("."), "{}.{}".format)) if outer != fqn}
     inner = {fqn: module for fqn, module in found.items() if fqn not in around}
     if not inner:

@@ -9,11 +9,12 @@ Which calls a block really gets shows when it runs (statistics/every_token.py); 
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from fsdp_hooks.wrappers import plain_modules
 from layerwise.stages.caller import caller
 from layerwise.stages.targets import Target
 
@@ -69,12 +70,13 @@ def find_blocks(model: nn.Module, targets: Sequence[Target]) -> list[ExpertBlock
         ValueError: there is none.
         NotImplementedError: a forward takes something else than tokens, or than a stacked block gets.
     """
+    modules = dict(plain_modules(model, remove_duplicate=False))
     lists = list(_lists(model))
-    owned = {id(inner) for block in lists for inner in model.get_submodule(block).modules()}
-    blocks = [_list_block(model, name, targets) for name in lists]
+    owned = {id(inner) for block in lists for inner in modules[block].modules()}
+    blocks = [_list_block(modules, name, targets) for name in lists]
     stacked = {target.module_name: target.owner for target in targets if len(target.shape) == 3}
     blocks += [_stacked_block(name, owner, targets) for name, owner in stacked.items() if id(owner) not in owned]
-    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    places = {name: place for place, name in enumerate(modules)}
     found = sorted((block for block in blocks if block is not None), key=lambda block: places[block.name])
     if not found:
         raise ValueError(
@@ -87,14 +89,14 @@ def find_blocks(model: nn.Module, targets: Sequence[Target]) -> list[ExpertBlock
 def _lists(model: nn.Module) -> Iterator[str]:
     """The outermost lists of experts."""
     inside: set[int] = set()
-    for fqn, module in model.named_modules():
+    for fqn, module in plain_modules(model):
         if isinstance(module, LISTS) and "expert" in fqn.rpartition(".")[2].lower() and id(module) not in inside:
             inside |= {id(inner) for inner in module.modules()}
             yield fqn
 
 
-def _list_block(model: nn.Module, name: str, targets: Sequence[Target]) -> ExpertBlock | None:
-    found = model.get_submodule(name)
+def _list_block(modules: Mapping[str, nn.Module], name: str, targets: Sequence[Target]) -> ExpertBlock | None:
+    found = modules[name]
     experts = []
     for number, (key, module) in enumerate(found.named_children()):
         owners = {id(inner) for inner in module.modules()}
@@ -107,7 +109,7 @@ def _list_block(model: nn.Module, name: str, targets: Sequence[Target]) -> Exper
     around, called = name, found
     while around and isinstance(called, LISTS) and type(called).forward in [one.forward for one in LISTS]:
         around = around.rpartition(".")[0]
-        called = model.get_submodule(around)
+        called = modules[around]
     return ExpertBlock(name, called, tuple(experts)) if experts else None
 
 

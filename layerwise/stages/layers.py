@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from fsdp_hooks.wrappers import plain_modules
 from qtensor.selection import matches
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -30,7 +31,7 @@ def find_layers(
         ValueError: something is not in the model, or one layer is inside another.
         TypeError: something is neither a string nor a module.
     """
-    fqns = {module: fqn for fqn, module in model.named_modules()}
+    fqns = {module: fqn for fqn, module in plain_modules(model)}
     if layers is None:
         lists = _outermost_lists(model)
         chosen = max(lists.values(), key=_numel, default=None)
@@ -45,15 +46,15 @@ def find_layers(
     return [(fqns[layer], layer) for layer in found]
 
 
-def _outermost_lists(model: nn.Module, fqn: str = "") -> dict[str, nn.Module]:
-    if isinstance(model, LISTS):
-        return {fqn: model} if _numel(model) else {}
-    prefix = f"{fqn}." if fqn else ""
-    return {
-        name: found
-        for child_name, child in model.named_children()
-        for name, found in _outermost_lists(child, prefix + child_name).items()
-    }
+def _outermost_lists(model: nn.Module) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    inside: set[nn.Module] = set()
+    for fqn, module in plain_modules(model):
+        if isinstance(module, LISTS) and module not in inside:
+            inside |= set(module.modules())
+            if _numel(module):
+                found[fqn] = module
+    return found
 
 
 def _numel(module: nn.Module) -> int:
@@ -73,10 +74,14 @@ def _matches(model: nn.Module, fqns: dict[nn.Module, str], wanted: object) -> li
         raise TypeError(
             f"layers must be names, patterns or modules of the model, got a {type(wanted).__name__}: {wanted!r}"
         )
-    exact = [module for module, fqn in fqns.items() if fqn == wanted]
-    if exact:
-        return exact
-    matching = {fqn: module for module, fqn in fqns.items() if matches(fqn, [wanted])}
+    # of a wrapper and what it wraps, which have one name, the wrapper: that is called, and holds what FSDP has sharded
+    outermost: dict[str, nn.Module] = {}
+    for module, fqn in fqns.items():
+        outermost.setdefault(fqn, module)
+    exact = outermost.get(wanted, dict(model.named_modules()).get(wanted))
+    if exact is not None:
+        return [exact]
+    matching = {fqn: module for fqn, module in outermost.items() if matches(fqn, [wanted])}
     if not matching:
         raise ValueError(f"layers: {wanted!r} matches no module of the model; {_what_there_is(model)}")
     return [module for fqn, module in matching.items() if not any(outer in matching for outer in _outside(fqn))]

@@ -4,13 +4,14 @@ A stage is what is held at once: a layer, or all that is outside of the layers. 
 where column factors could go in the first of them, and only there, the others are probed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_hooks.wrappers import plain_modules, unwrapped
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.formats.assignment import Formats
 from layerwise.stages.experts import ExpertBlock
@@ -57,15 +58,25 @@ class Stage:
         return f"{self.name}." if self.name else ""
 
     def modules(self) -> dict[str, nn.Module]:
-        """Fqn in the stage -> module, in the order of the tree."""
+        """Plain fqn in the stage -> module, in the order of the tree; adapters are among them, and wrappers are not."""
+        return dict(self.placed())
+
+    def everything(self) -> list[nn.Module]:
+        """All its modules: wrappers, too, which FSDP may have sharded."""
+        return [module for _, module in self.placed()]
+
+    def placed(self) -> Iterator[tuple[str, nn.Module]]:
+        """Plain fqn in the stage and module; a wrapper comes before what it wraps, under the same name."""
         left_out = {id(child) for layer in self.without for child in layer.modules()}
-        return {fqn: child for fqn, child in self.module.named_modules() if id(child) not in left_out}
+        for fqn, child in plain_modules(self.module, adapters=True):
+            if id(child) not in left_out:
+                yield fqn, child
 
     def params(self) -> dict[str, Tensor]:
         """Fqn in the model -> parameter, as it stands."""
         return {
             ".".join(filter(None, (self.name, fqn, attribute))): param
-            for fqn, child in self.modules().items()
+            for fqn, child in self.placed()
             for attribute, param in child._parameters.items()
             if param is not None
         }
@@ -74,7 +85,7 @@ class Stage:
         """Equal for stages that are built and quantized alike: class, names and shapes of parameters, targets."""
         shapes = tuple((name.removeprefix(self.prefix), tuple(param.shape)) for name, param in self.params().items())
         return (
-            type(self.module),
+            type(unwrapped(self.module)),
             shapes,
             tuple(one.name.removeprefix(self.prefix) for one in self.targets),
             self.recipes,

@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dcp_adapters.hf.names import fused_key
 from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.wrappers import plain_modules
 from layerwise.formats.assignment import Assignment, Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
 from layerwise.stages.caller import caller
@@ -179,7 +180,7 @@ def _own_amax(target: Target, recipe: Recipe) -> Tensor | None:
 
 def _quantizable(model: nn.Module) -> dict[str, Target]:
     found: dict[str, Target] = {}
-    for fqn, module in model.named_modules():
+    for fqn, module in plain_modules(model):
         if isinstance(module, NonDynamicallyQuantizableLinear):
             continue  # nn.MultiheadAttention uses its weight without calling the module
         for attribute, param in module._parameters.items():

@@ -51,7 +51,7 @@ class Sharded:
         What is a DTensor even then, and weights of high-precision storage, are gathered one by one.
         """
         module, dense = stage.module, high_precision(stage)
-        groups = [child for child in stage.modules().values() if isinstance(child, FSDPModule)]
+        groups = [child for child in stage.everything() if isinstance(child, FSDPModule)]
         # A layer is called without FSDP's hooks; FSDP modules inside it, and the root, are called with them.
         called = [group for group in groups if group is not module or module is self.model]
         with holding(module, groups, writeback=True):
@@ -87,7 +87,7 @@ class Resident:
 
         An exception restores the values, too, except for what a callback wrote into an embedding's table.
         """
-        owners = stage.modules().values()
+        owners = stage.everything()
         places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
         tables = {id(owner.weight) for owner in owners if isinstance(owner, nn.Embedding)}
         registered = (one for owner in owners for own in (owner._parameters, owner._buffers) for one in own.values())

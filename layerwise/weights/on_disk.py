@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.architectures import architecture_of
-from dcp_adapters.hf.names import plain_name
 from dcp_adapters.hf.reader import HuggingFaceReader
 from dcp_adapters.rotations import blocks_in, has_weight, inputs, rotations_in, weight_beside
 from fsdp_hooks.torch_private import cpu_by_default
+from fsdp_hooks.wrappers import plain_modules
 from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
 from qtensor.input_rotation import input_rotations
@@ -46,9 +46,9 @@ class OnDisk:
         self.device = device or torch.device("cpu")
         names: dict[int, list[str]] = {}  # id of a tensor -> its names; tied tensors have several
         wanted: dict[str, Entry] = {}
-        for fqn, module in model.named_modules():
+        for fqn, module in plain_modules(model, adapters=True):
             for attribute, tensor in _meta_tensors(module):
-                name = plain_name(f"{fqn}.{attribute}".lstrip("."))
+                name = f"{fqn}.{attribute}".lstrip(".")
                 names.setdefault(id(tensor), []).append(name)
                 wanted[name] = Entry(name, None, tuple(tensor.shape), tensor.dtype)
         if not Path(path).is_file() and not any(Path(path).glob("*.safetensors")):
@@ -56,7 +56,7 @@ class OnDisk:
         self.files = HuggingFaceReader(path, wanted=wanted, only_wanted=True, architecture=architecture_of(model))
         self.names: dict[int, str] = {}
         self._check(names, wanted)
-        self._check_rotations(wanted, {plain_name(name): block for name, block in input_rotations(model).items()})
+        self._check_rotations(wanted, input_rotations(model))
 
     def _check(self, names: Mapping[int, Sequence[str]], wanted: Mapping[str, Entry]) -> None:
         shapes = {name: self.files.shape_of(name) for name in wanted}
@@ -115,7 +115,7 @@ class OnDisk:
         stood: list[tuple[dict[str, Any], str, Tensor]] = []
         filled: dict[int, Tensor] = {}
         try:
-            for child in stage.modules().values():
+            for child in stage.everything():
                 for attribute, tensor in list(_meta_tensors(child)):
                     if id(tensor) not in filled:
                         values = self.read(tensor)

@@ -46,7 +46,7 @@ def whole(stage: Stage, dense: Mapping[Place, nn.Parameter]) -> Iterator[None]:
     stood: list[tuple[nn.Module, str, nn.Parameter]] = []
     full: dict[int, nn.Parameter] = {}  # by the parameter that it stands for: tied ones are gathered once
     try:
-        for owner in stage.modules().values():
+        for owner in stage.everything():
             for name, param in list(owner._parameters.items()):
                 rest = dense.get((owner, name))
                 if param is None or (rest is None and not isinstance(param, DTensor)):
