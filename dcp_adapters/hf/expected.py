@@ -24,6 +24,7 @@ from dcp_adapters.hf.layout import Layout
 from dcp_adapters.hf.plan import ExportPlan
 from dcp_adapters.source import Group, Keep, Source
 from dcp_adapters.words import listed
+from fsdp_hooks.across_ranks import Ranks
 from fsdp_hooks.byte_sums import Piece
 
 SHOWN = 4  # names in a sentence
@@ -148,6 +149,10 @@ class RenamedSource(Source):
     def own_name(self, name: str) -> str:
         """In memory."""
         return self._source.own_name(self._own[name])
+
+    def check_spanned(self, group: Ranks) -> None:
+        """Of the source."""
+        self._source.check_spanned(group)
 
     def way(self, name: str) -> str:
         """As the source says."""
