@@ -171,6 +171,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             raise
         self._write_back(trained, dense, written, replicas)
         self._publish_state(stepped)
+        replicas.warn_of_none()  # now that all ranks are known to step the same parameters
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ the step begins, before anything is written. Names are looked up only where the 
 """
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -62,6 +63,16 @@ class Replicas:
         ]
         self.values: list[Tensor] = []
         self._found = torch.zeros(0, dtype=torch.int64, device="cpu")  # digests of the parameters, kind by kind
+
+    def warn_of_none(self) -> None:
+        """Warn, where Python shows a warning once, that several ranks were to be compared and hold shards of their own."""
+        if self.everybody and not self._kinds:
+            warnings.warn(
+                "MasterWeightOptimizer(check_replicas=True): no two ranks hold the same shard, so there are no "
+                "replicas to compare; a flipped bit is not found. Shard over a mesh with replicas (HSDP), or leave it "
+                "out",
+                stacklevel=3,
+            )
 
     @property
     def labels(self) -> list[Label]:

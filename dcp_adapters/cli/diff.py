@@ -81,7 +81,11 @@ class Diff:
 
 
 def diff(a: Stored, b: Stored, *, advance: Advance = unseen) -> Diff:
-    """Compare two checkpoints; `advance` is told the bytes of A that are done."""
+    """Compare two checkpoints; `advance` is told the bytes of A that are done.
+
+    Raises:
+        ValueError: neither side has anything to compare.
+    """
     found = []
     names = in_natural_order({*a.entries, *b.entries})
     for name in names:
@@ -91,6 +95,8 @@ def diff(a: Stored, b: Stored, *, advance: Advance = unseen) -> Diff:
     blobs = in_natural_order({*a.blobs, *b.blobs})
     found += [_blobs(a, b, name) for name in blobs]
     compared = len(names) + len(set(blobs) - set(names))
+    if not compared:
+        raise ValueError(f"{a.path} and {b.path}: neither holds tensors or other entries, so nothing can be compared")
     return Diff(str(a.path), str(b.path), compared, [difference for difference in found if difference])
 
 

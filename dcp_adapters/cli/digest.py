@@ -50,7 +50,9 @@ class Side:
         if self.changed is not None:
             lines.append(f"{self.path}: {self.changed} is not what was recorded when it was saved")
         elif self.recorded:
-            lines.append(f"{self.path}: as recorded when it was saved")
+            left = len(self.tensors.keys() - self.recorded.keys())
+            of = f", but for {left} of {len(self.tensors)} tensors, of which nothing is recorded" if left else ""
+            lines.append(f"{self.path}: as recorded when it was saved{of}")
         return lines
 
 

@@ -85,7 +85,9 @@ def delta_between(
 
 
 def refuse_other_layout(old: Layout, new: Layout, sides: tuple[str, str] = ("the old state", "the new one")) -> None:
-    """Raise ValueError where one state cannot become the other by changes of bytes."""
+    """Raise ValueError where one state cannot become the other by changes of bytes, or neither has anything."""
+    if not (old.entries or old.blobs or new.entries or new.blobs):
+        raise ValueError(f"{sides[0]} and {sides[1]} hold no tensors, so nothing leads from one to the other")
     problems = layout_differences(old, new, sides)
     if problems:
         raise ValueError(

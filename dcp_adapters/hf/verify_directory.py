@@ -67,6 +67,8 @@ def verify_directory(path: str | os.PathLike[str], *, level: Level = "bytes", ad
         chunks, nbytes = chunks + stored.chunks(name), nbytes + entry.nbytes
         advance(entry.nbytes)
     compare([*left.values()])
+    if not directory.tensors:
+        findings.append(Finding("error", "", "", "its files hold no tensors: there was nothing to verify"))
     report = Report(str(path), tuple(findings), len(stored.entries), chunks, nbytes, agreed)
     return report if level == "bytes" else and_deep(report, lambda: stored, level)
 

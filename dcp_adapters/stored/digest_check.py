@@ -7,11 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from dcp_adapters.checksums import CHECKSUMS
 from dcp_adapters.entry import Entry
 from dcp_adapters.manifest import MANIFEST, Manifest
 from dcp_adapters.reading.metadata_checks import METADATA, Fault
 from dcp_adapters.weight_sums import PartSum, digested_parts, tensor_digest
 from fsdp_hooks.byte_sums import Piece, byte_sums
+
+OWN = frozenset({MANIFEST, CHECKSUMS})  # of these no digest is made
 
 
 class DigestCheck:
@@ -49,6 +52,14 @@ class DigestCheck:
                 if (digest := tensor_digest(sums)) != expected:
                     told = f"its digest is {digest}, {MANIFEST} says {expected}: its bytes have changed"
                     yield Fault("", name, told)
+
+    def unrecorded(self) -> list[str]:
+        """Tensors of which the manifest has no digest, where it has some: they are compared by checksums alone."""
+        if not self.manifest.digests:
+            return []
+        parts = {key for entry in self.manifest.tensors.values() for key in entry.part_keys()}
+        names = {*self.manifest.tensors, *(name for name in self.records if self._dense(name) is not None)}
+        return sorted(names - parts - OWN - self.manifest.digests.keys())
 
     def _dense(self, name: str) -> Entry | None:
         """The entry of a tensor that is stored under its own name; None where none is."""

@@ -23,8 +23,8 @@ SLICE = 1 << 20  # elements that are decoded, and widened to float64, at once; o
 class Error:
     """How far the values of B are from those of A.
 
-    max_abs, relative: over the elements that are finite on both sides; relative is None where A is 0 and B is not, and
-    where squares overflow.
+    max_abs, relative: over the elements that are finite on both sides; relative is None where A is 0 and B is not,
+    where squares overflow, and where elements differ and none is finite on both sides.
     not_finite: the number of other elements that differ.
     """
 
@@ -62,6 +62,7 @@ class ErrorSum:
 
     def __init__(self) -> None:
         self._largest, self._squares, self._reference, self._broken = 0.0, 0.0, 0.0, 0
+        self._compared = False  # whether any element is finite on both sides
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """One piece of both, of equal shapes; `left` is the reference."""
@@ -81,6 +82,7 @@ class ErrorSum:
             self._add(distance, float(distance.dot(distance)), left)
 
     def _add(self, distance: Tensor, squares: float, left: Tensor) -> None:
+        self._compared = True
         least, most = (float(end) for end in distance.aminmax())
         self._largest = max(self._largest, most, -least)
         self._squares += squares
@@ -89,6 +91,8 @@ class ErrorSum:
     def error(self) -> Error:
         """The error over all pieces."""
         relative = math.sqrt(self._squares / self._reference) if self._reference else (None if self._squares else 0.0)
+        if self._broken and not self._compared:
+            relative = None  # nothing is known of any element
         if relative is not None and not math.isfinite(relative):
             relative = None  # the squares of such values overflow
         return Error(self._largest, relative, self._broken)

@@ -118,6 +118,11 @@ class _Verification:
         self.read_chunks([index for index in waiting if index.fqn not in own and index not in lost])
         self.compare_rows()
         self.found(self.digests.faults())
+        if left := self.digests.unrecorded():
+            message = f"the manifest has digests, and none of {len(left)} tensors"
+            self.add("", listed(left, SHOWN), message, "warning")
+        if not self.records.keys() - {CHECKSUMS, MANIFEST}:
+            self.add(METADATA, "", "it holds no tensors and no other entries: there was nothing to verify")
         tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
         findings = tuple(self.findings)
         return Report(str(self.directory), findings, tensors, self.chunks, self.bytes, self.checksums)

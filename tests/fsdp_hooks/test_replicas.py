@@ -159,6 +159,17 @@ def test_one_process_has_nothing_to_compare() -> None:
     step(net, optimizer, 1)
 
 
+def without_replicas() -> None:
+    net = shard(build(MXFP8BlockScaling(), ROWS), mesh=mesh_of(2))
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, net.named_parameters(), check_replicas=True)
+    with pytest.warns(UserWarning, match="no two ranks hold the same shard, so there are no replicas to compare"):
+        step(net, optimizer)
+
+
+def test_shards_without_replicas_are_not_called_compared() -> None:
+    run_ranks(2, without_replicas)
+
+
 def test_few_are_told_from_many() -> None:
     assert _who({0: 5, 1: 6}) == "ranks 0, 1 do not agree"
     assert _who({0: 5, 1: 6, 2: 5, 5: 5}) == "rank 1, other than ranks 0, 2, 5"
