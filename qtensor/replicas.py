@@ -65,7 +65,7 @@ class Replicas:
         self._found = torch.zeros(0, dtype=torch.int64, device="cpu")  # digests of the parameters, kind by kind
 
     def warn_of_none(self) -> None:
-        """Warn, where Python shows a warning once, that several ranks were to be compared and hold shards of their own."""
+        """Warn where several ranks were to be compared, and each holds a shard of its own."""
         if self.everybody and not self._kinds:
             warnings.warn(
                 "MasterWeightOptimizer(check_replicas=True): no two ranks hold the same shard, so there are no "

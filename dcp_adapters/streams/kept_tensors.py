@@ -48,11 +48,12 @@ class Pass:
         """Stage what the pass has for a name; the tensor itself is not kept."""
         host = tensor.to("cpu")
         self._sums[name] = sum_of(host)
-        known = name in self._kept.tensors
-        staged: Sequence[Changes] | Tensor | None = _sparse(self._kept.tensors[name], host) if known else None
-        if staged is None:  # contiguous, or later changes would be added to a copy
-            staged = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._staged[name] = staged
+        staged = _sparse(self._kept.tensors[name], host) if name in self._kept.tensors else None
+        if staged is None:
+            # contiguous, or later changes would be added to a copy
+            self._staged[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        else:
+            self._staged[name] = staged
 
     def delta(self) -> Delta:
         """What leads from the kept version to this one, once everything has been taken.
