@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dcp_adapters.coding.changes import Changes, changes_between, global_changes, joined, unit_of, unit_shape
 from dcp_adapters.delta.encoder import Encoder
-from dcp_adapters.delta.make import refuse_other_layout
+from dcp_adapters.delta.make import refuse_empty, refuse_other_layout
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
@@ -68,6 +68,7 @@ class HeldVersion:
         shards = self._shards(state_dict)
         with raise_together(self.group):
             refuse_other_layout(self.layout, shards.layout, ("the held version", "the state dict"))
+            refuse_empty(self.layout)
             self._refuse_other_shards(shards)
             changes = {key: self._changes(shard) for key, shard in shards.held.items()}
             kept = {key: piece.data for key, piece in self._kept.items()}

@@ -66,6 +66,7 @@ def delta_between(
     """
     layout = layout_of(old)
     refuse_other_layout(layout, layout_of(new))
+    refuse_empty(layout)
     encoder = Encoder(layout)
     sums: tuple[dict[str, int], dict[str, int]] = {}, {}
     for run in layout.runs:
@@ -85,15 +86,19 @@ def delta_between(
 
 
 def refuse_other_layout(old: Layout, new: Layout, sides: tuple[str, str] = ("the old state", "the new one")) -> None:
-    """Raise ValueError where one state cannot become the other by changes of bytes, or neither has anything."""
-    if not (old.entries or old.blobs or new.entries or new.blobs):
-        raise ValueError(f"{sides[0]} and {sides[1]} hold no tensors, so nothing leads from one to the other")
+    """Raise ValueError where one state cannot become the other by changes of bytes."""
     problems = layout_differences(old, new, sides)
     if problems:
         raise ValueError(
             f"a delta needs equal names, recipes, dtypes and shapes, and {len(problems)} entries differ:"
             f"{in_lines(problems)}\nSend or save the new state in full"
         )
+
+
+def refuse_empty(layout: Layout) -> None:
+    """Raise ValueError where two states hold nothing: a delta between them would say that they are equal."""
+    if not layout.entries and not layout.blobs:
+        raise ValueError("both states hold no tensors, so nothing leads from one to the other")
 
 
 def sum_of(tensor: Tensor) -> int:
