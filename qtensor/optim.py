@@ -22,6 +22,7 @@ A copy of (model, optimizer) is tied as the originals are; a copy of the optimiz
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ from fsdp_hooks.scale_sync import (
 )
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.versions import count_writes
-from qtensor import master_states
+from qtensor import master_states, optimizer_modes
 from qtensor.batches import write_each
 from qtensor.inner_step import step_masters
 from qtensor.masters import check_trainable, copy_many, digests_of, master_of, outside_writes, refill
@@ -145,34 +146,58 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 failed on one of them. No quantized parameter has been written then, but masters may have moved and
                 other parameters may have been written, so load a checkpoint.
         """
-        assert self._inner is not None
         self._refuse_exchanged()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._move(self._step_masters)
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval` where the inner optimizer has modes (see optimizer_modes.py), and clear errors.
+
+        Both are collectives as `step` is; quantized weights follow the masters.
+        """
+        inner = self.__dict__.get("_inner")
+        if name not in optimizer_modes.MODES or not hasattr(inner, name):
+            raise optimizer_modes.missing(inner, name)
+        return functools.partial(self._switch, name)
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        self._refuse_exchanged()
+        self._move(lambda inner: optimizer_modes.switch(inner, mode, self._masters))
+
+    def _step_masters(self, inner: torch.optim.Optimizer) -> list[Tensor]:
+        """Step the inner optimizer; returns the parameters that took part."""
+        with without_torch_function():  # otherwise reading an attribute of a subclass goes through it
+            # a frozen parameter may still have a gradient, which is ignored
+            stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
+        step_masters(inner, stepped, self._masters, self._group)
+        return stepped
+
+    def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]]) -> None:
+        """Have masters moved, and write the parameters that `move` returns."""
+        assert self._inner is not None
         replicas = Replicas(self._named() if self._check_replicas else [])
         try:
             replicas.look()
             self._follow_outside_writes()
-            with without_torch_function():  # otherwise reading an attribute of a subclass goes through it
-                # a frozen parameter may still have a gradient, which is ignored
-                stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 inner.update(master_states.options_of(group))
-            step_masters(self._inner, stepped, self._masters, self._group)
+            moved = move(self._inner)
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
-            trained, dense, plain = self._agreeing(set(stepped))
+            trained, dense, plain = self._agreeing(set(moved))
             written = self._copy(plain)
         except Exception:
             with contextlib.suppress(Exception):  # the error that led here is the one to report
                 tell(*self._agreeing(set())[:2], self._labels, replicas)
             raise
         self._write_back(trained, dense, written, replicas)
-        self._publish_state(stepped)
+        self._publish_state(moved)
         replicas.warn_of_none()  # now that all ranks are known to step the same parameters
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of any optimizer, with masters in it."""
@@ -276,7 +301,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             for param, master in self._masters.items():
                 shard = local_of(param)
                 if isinstance(shard, QuantizedTensor):
-                    if param.requires_grad:
+                    if param.requires_grad or param in with_grad:
                         facts = param in with_grad, param in self._fresh
                         trained.append(Trained(self._labels[param], param, shard, local_of(master), *facts))
                     continue
