@@ -31,7 +31,7 @@ def byte_sum(tensor: Tensor) -> int:
     columns = (tensor.shape[-1] if tensor.ndim else 1) * tensor.itemsize
     if not tensor.numel():
         return 0
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().reshape(-1, columns)
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().reshape(-1, columns)
     words = np.pad(data, ((0, 0), (0, -columns % 4))).view("<i4").astype(np.int64).view(np.uint64)
     with np.errstate(over="ignore"):
         terms = words * odd(range(1, 2 * len(words) + 1, 2))[:, None] * odd(range(2, 2 * words.shape[1] + 1, 2))

@@ -135,7 +135,8 @@ def bits(tensor: Tensor) -> bytes:
     """Every byte of a plain tensor; of a copy, since memory that numpy has seen can no longer be resized."""
     if not tensor.numel():
         return b""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    held = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return held.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def leaves(state_dict: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -263,18 +264,41 @@ ON_GPU: dict[str, Callable[[], Any]] = {
 }
 
 
+def saves_of(stager: Any) -> int:
+    """How many saves a stager is for: two, of which the second one reuses buffers, if torch's own survives it."""
+    return 1 if isinstance(stager, DefaultStager) and not stages_twice() else 2
+
+
+@cache
+def stages_twice() -> bool:
+    """Not so in torch 2.11, whose DefaultStager closes what it copies with after its first save."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        for _ in range(2):
+            stager.stage({"an object": object()})
+    except KeyError:
+        return False
+    finally:
+        stager.close()
+    return True
+
+
+def test_a_stager_that_fails_at_its_second_save_is_torchs_own() -> None:
+    assert stages_twice() is (tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11))
+
+
 def save_from_gpu(base: Path) -> None:
     for way, make in ON_GPU.items():
         with named(way):
             live, stager = on_gpu(0), make()
-            for i in range(2):  # the second reuses buffers
+            for i in range(saves_of(stager)):
                 future = save_async(live, None, checkpoint_id=base / way / str(i), async_stager=stager)
                 future.result()
                 assert_holds(live, on_gpu(0))
             overwrite(live)
             stager.close()
             target = on_gpu(1)
-            load(target, base / way / "1")
+            load(target, base / way / str(saves_of(stager) - 1))
             assert_holds(target, on_gpu(0))
 
 

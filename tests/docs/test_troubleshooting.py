@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 
 PAGE = page("troubleshooting.md")
 TORCHS = {  # messages of torch that are met on the way
+    "KeyError: <class 'type'>",
     "a leaf Variable that requires grad is being used in an in-place operation",
     "DTensor random operators may not have complete support on cpu device mesh",
 }
@@ -29,6 +30,7 @@ RAISED_IN = {
     "its state is empty": "tests/qtensor/test_optim_states.py",
     "is not sound, nothing has been written": "tests/dcp_adapters/test_deep.py",
     "column cuts must fall": "tests/dcp_adapters/test_expand.py",
+    "KeyError": "tests/dcp_adapters/test_entry_points.py",
     "the storage writer did not write it": "tests/dcp_adapters/test_faults.py",
     "its planner has been given to another save": "tests/dcp_adapters/test_async.py",
     "inputs that are rotated at run time": "tests/dcp_adapters/test_rotated_inputs.py",

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor
 from qtensor.high_precision import HighPrecisionWeight
+from tests.devices import told_of_waits
 from tests.fsdp_hooks.cases import RECIPES, Net, assert_same_bytes, batch, build, local, rows_for
 from tests.ranks import run_ranks, run_ranks_each
 
@@ -112,12 +113,9 @@ def _waits_for_no_value(name: str, storage: str) -> None:
     x = batch(0).to("cuda")
     net(x).sum().backward()  # kernels are chosen, and communicators made
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with told_of_waits("error"):
         net(x).sum().backward()
         out = net(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert out.isfinite().all()
 
 

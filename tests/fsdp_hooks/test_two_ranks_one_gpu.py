@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks import sync_scales, unsharded
+from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor import MasterWeightOptimizer, QuantizedTensor
 from tests.devices import every_device
 from tests.fsdp_hooks.cases import RECIPES, SQUARE_RECIPES, Net, assert_same_bytes, batch, build, rows_for
@@ -32,9 +33,20 @@ def sharded(net: Net, device: str) -> Net:
     return fully_shard(net, mesh=mesh)
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """All shards of a tensor, gathered on the CPU.
+
+    On the GPU torch gathers with its functional collectives, which over gloo end the process (in `wait_tensor`).
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = init_device_mesh("cpu", tuple(tensor.device_mesh.shape))
+    return dtensor_around(local_of(tensor).detach().cpu(), mesh, tensor.placements, tensor.shape).full_tensor()
+
+
 def bytes_of(tensor: Tensor) -> dict[str, Tensor]:
     """The parts of a whole weight, or its values, on the CPU."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = whole_of(tensor)
     parts = whole.detach().parts() if isinstance(whole, QuantizedTensor) else {"": whole.detach()}
     return {name: part.cpu() for name, part in parts.items()}
 
@@ -64,7 +76,7 @@ def trains_like_one_process(name: str, device: str) -> None:
         for (fqn, param), its in zip(net.named_parameters(), reference.parameters(), strict=True):
             assert param.grad is not None
             assert its.grad is not None
-            assert_same_bytes(param.grad.full_tensor().cpu(), its.grad.cpu(), f"step {step}: gradient of {fqn}")
+            assert_same_bytes(whole_of(param.grad), its.grad.cpu(), f"step {step}: gradient of {fqn}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -199,10 +199,11 @@ def stopped(model: nn.Module, case: Case, path: Path, **options: Any) -> None:
 def bytes_of(value: Tensor) -> str:
     """Dtype, shape and digest of a whole tensor, whichever way it is sharded or quantized."""
     whole: Any = value.full_tensor() if isinstance(value, DTensor) else value
-    parts = whole.parts() if isinstance(whole, QuantizedTensor) else {"dense": whole}
+    held = whole.parts() if isinstance(whole, QuantizedTensor) else {"dense": whole}
+    parts = {name: part.detach().cpu() for name, part in held.items()}
     words = [
         f"{name} {part.dtype} {tuple(part.shape)} "
-        + hashlib.sha256(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+        + hashlib.sha256(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
         for name, part in parts.items()
     ]
     return f"{value.dtype} {tuple(value.shape)} {'; '.join(words)}"

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init, stochastic_rounding
-from tests.devices import every_device
+from tests.devices import every_device, told_of_waits
 from tests.qtensor.recipes_under_test import RECIPES, every_recipe, same_bytes, same_parts, weight
 
 WIDTH, TOKENS = 128, 16
@@ -163,7 +163,8 @@ def parts_of(model: nn.Module) -> list[Tensor]:
 def test_forward_and_backward_wait_for_no_value(recipe: Any) -> None:
     model, x = block(recipe, "cuda"), tokens("cuda")
     model(x).sum().backward()  # kernels are chosen
-    with no_waits():
+    torch.cuda.synchronize()
+    with told_of_waits("error"):
         model(x).sum().backward()
         y = model(x)
     assert y.isfinite().all()
@@ -179,21 +180,6 @@ def test_a_step_waits_for_values_twice_at_most(recipe: Any) -> None:
         model(x).sum().backward()
         optimizer.step()
     model(x).sum().backward()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with pytest.warns(UserWarning, match="synchronizing") as waits:
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with told_of_waits("warn"), pytest.warns(UserWarning, match="synchronizing") as waits:
+        optimizer.step()
     assert len(waits) <= 2, [str(one.message) for one in waits]
-
-
-class no_waits:  # noqa: N801 - reads as what it is
-    """An operation that makes the CPU wait for the GPU is an error."""
-
-    def __enter__(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-
-    def __exit__(self, *exception: object) -> None:
-        torch.cuda.set_sync_debug_mode("default")
