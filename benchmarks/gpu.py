@@ -5,10 +5,14 @@
     step         MasterWeightOptimizer(AdamW) over torch.optim.AdamW(foreach=True) on dense fp32
     snapshot     QuantizedStager over one copy of the same bytes into pinned memory
 
-The times are those of calls that end when the GPU has done its work. Contenders take turns, and what is kept is the
-ratio of medians with the spread over the rounds. Every floor and ceiling here fails the run where it is missed.
+Device and host are two times (device_time.py). Targets of kernels, layers and steps judge what the device works: of
+steps, which wait for values themselves, the sum of their kernels. What a call takes of the host is told beside it, as a
+ratio, too, and judged nowhere. A snapshot is judged by what its caller waits for. Contenders take turns, and what is
+kept is the ratio of medians with the spread over the rounds. Every floor and ceiling here fails the run where it is
+missed.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,9 @@ import torch
 from torch import nn
 
 from benchmarks import numerics, numerics_cuda
-from benchmarks.numerics_cuda import synchronised
+from benchmarks.device_time import Times, times_on
 from benchmarks.report import at_most, with_spread
-from benchmarks.timing import interleaved, ratio
+from benchmarks.timing import Contender, interleaved, nothing, ratio
 from dcp_adapters import QuantizedStager
 from qtensor import MasterWeightOptimizer, quantize, quantized_model_init
 from qtensor.recipes import Recipe
@@ -73,13 +77,13 @@ def linear(device: str, width: int, tokens: int, rounds: int) -> dict[str, dict[
         layer.zero_grad()
         x.grad = None
 
-    calls = {name: synchronised(lambda layer=layer: passes(layer), device) for name, layer in layers.items()}
-    return _over("bf16", interleaved(calls, rounds, warm_up=True))
+    calls = {name: partial(passes, layer) for name, layer in layers.items()}
+    return _over("bf16", times_on(device, calls, rounds))
 
 
 def steps(device: str, count: int, size: int, rounds: int) -> dict[str, dict[str, float]]:
     """A step of the optimizer on this many square weights."""
-    calls = {}
+    calls: dict[str, Any] = {}
     for name, recipe in {"dense": None, **RECIPES}.items():
         dtype = torch.float32 if recipe is None else torch.bfloat16
         values = [torch.randn(size, size, dtype=dtype, device=device) for _ in range(count)]
@@ -92,8 +96,8 @@ def steps(device: str, count: int, size: int, rounds: int) -> dict[str, dict[str
             else MasterWeightOptimizer(torch.optim.AdamW, params, lr=1e-3, foreach=True)
         )
         optimizer.step()  # the first makes the moments
-        calls[name] = synchronised(optimizer.step, device)
-    return _over("dense", interleaved(calls, rounds, warm_up=True))
+        calls[name] = optimizer.step
+    return _over("dense", times_on(device, calls, rounds, waits=True))
 
 
 def snapshots(device: str, width: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -106,17 +110,36 @@ def snapshots(device: str, width: int, rounds: int) -> dict[str, dict[str, float
         target = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device == "cuda")
         stager = QuantizedStager(max_snapshots=1)
         calls = {
-            "copy": synchronised(lambda target=target, source=source: target.copy_(source), device),
-            name: synchronised(lambda stager=stager, q=q: bool(stager.stage(q)), device),
+            "copy": waited_for(lambda target=target, source=source: target.copy_(source), device),
+            name: waited_for(lambda stager=stager, q=q: bool(stager.stage(q)), device),
         }
-        found |= _over("copy", interleaved(calls, rounds, warm_up=True))
+        waited = interleaved(calls, rounds, warm_up=True)
+        found[name] = ratio(waited[name], waited["copy"])
         stager.close()
     return found
 
 
-def _over(name: str, seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """The ratio of each contender to the one of this name."""
-    return {other: ratio(taken, seconds[name]) for other, taken in seconds.items() if other != name}
+def waited_for(call: Any, device: str) -> Contender:
+    """A contender that ends when the device has done its work."""
+    wait = torch.cuda.synchronize if device == "cuda" else nothing
+
+    def whole() -> object:
+        result = call()
+        wait()
+        return result
+
+    return Contender(before=wait, call=whole)
+
+
+def _over(name: str, times: dict[str, Times]) -> dict[str, dict[str, float]]:
+    """The ratio of each contender's time on the device to that of this name, and what it and the host take."""
+    return {
+        other: ratio(taken.device, times[name].device)
+        | {"host_ratio": ratio(taken.host, times[name].host)["ratio"]}
+        | numerics_cuda.in_microseconds(taken)
+        for other, taken in times.items()
+        if other != name
+    }
 
 
 def targets(over: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
@@ -135,6 +158,8 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [f"Device: {results['device']}.", numerics_cuda.markdown(results["kernels"]), ""]
     lines += [f"| times | {' | '.join(RECIPES)} |", "|---|" + "---:|" * len(RECIPES)]
     lines += [f"| {SAID[q]} | {' | '.join(with_spread(over[q].get(name)) for name in RECIPES)} |" for q in over]
+    hosts = {q: [over[q][name].get("host_ratio") for name in RECIPES] for q in over}
+    lines += [f"| host: {SAID[q]} | {' | '.join(map(str, of))} |" for q, of in hosts.items() if None not in of]
     return "\n".join(lines)
 
 

@@ -12,12 +12,14 @@ backward products stay in bf16. So the target is for the forward, and forward + 
 import dataclasses
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.device_time import times_on
 from benchmarks.report import at_least, at_most, with_spread
 from benchmarks.timing import THREADS, Contender, interleaved, ratio, two_threads
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, decode_once, quantized_model_init
@@ -116,21 +118,15 @@ def _on_cuda() -> dict[str, Any]:
     def forward(layer: nn.Linear) -> None:
         with torch.no_grad():
             layer(x)
-        torch.cuda.synchronize()
 
     def both(layer: nn.Linear) -> None:
         layer.weight.grad = x.grad = None
         layer(x).backward(grad)
-        torch.cuda.synchronize()
 
     out: dict[str, Any] = {"device": torch.cuda.get_device_name(), "size": size}
     for name, call in (("forward", forward), ("forward + backward", both)):
-        contenders = {
-            side: Contender(before=torch.cuda.synchronize, call=lambda layer=layer, call=call: call(layer))
-            for side, layer in layers.items()
-        }
-        seconds = interleaved(contenders, CUDA_ROUNDS, warm_up=True)
-        out[name] = ratio(seconds[DENSE], seconds["float8"])
+        times = times_on("cuda", {side: partial(call, layer) for side, layer in layers.items()}, CUDA_ROUNDS)
+        out[name] = ratio(times[DENSE].device, times["float8"].device)
     return out
 
 

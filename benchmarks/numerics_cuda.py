@@ -3,15 +3,18 @@
     share = (bytes read and written / time)  over the same of out.copy_(x)
 
 Only bytes that have to move count: the dense values once, the payload and the scales once. A tensor-wide scale needs a
-pass over the values before them, which counts as time and not as bytes.
+pass over the values before them, which counts as time and not as bytes. Times are the device's alone, from memory and
+not from the L2 cache (device_time.py); what a call takes of the host stands beside them.
 """
 
+import statistics
 from typing import Any
 
 import torch
 
+from benchmarks.device_time import Times, times_on
 from benchmarks.report import at_least
-from benchmarks.timing import Contender, interleaved, nothing, ratio
+from benchmarks.timing import ratio
 from qtensor import QuantizedTensor, quantize
 from qtensor.recipes import Recipe
 
@@ -44,30 +47,27 @@ def shares_at(size: int, recipes: dict[str, Recipe], device: str) -> dict[str, d
     for name, recipe in recipes.items():
         calls[f"quantize {name}"] = lambda recipe=recipe: quantize(x, recipe)
         calls[f"dequantize {name}"] = quantized[name].dequantize
-    seconds = interleaved({name: synchronised(call, device) for name, call in calls.items()}, ROUNDS, warm_up=True)
+    times = times_on(device, calls, ROUNDS)
     found = {}
     for name in calls:
         if name != "copy":
             bytes_moved = x.nbytes + _bytes(quantized[name.partition(" ")[2]])
-            over = ratio(seconds["copy"], seconds[name])
-            found[name] = {key: round(value * bytes_moved / (2 * x.nbytes), 3) for key, value in over.items()}
+            over = ratio(times["copy"].device, times[name].device)
+            share = {key: round(value * bytes_moved / (2 * x.nbytes), 3) for key, value in over.items()}
+            found[name] = share | in_microseconds(times[name])
     return found
+
+
+def in_microseconds(times: Times) -> dict[str, float]:
+    """Medians of both times of a call."""
+    return {
+        f"{side}_us": round(statistics.median(seconds) * 1e6, 1)
+        for side, seconds in (("device", times.device), ("host", times.host))
+    }
 
 
 def _bytes(q: QuantizedTensor) -> int:
     return sum(part.nbytes for part in q.parts().values())
-
-
-def synchronised(call: Any, device: str) -> Contender:
-    """A contender that ends when the device has done its work."""
-    wait = torch.cuda.synchronize if device == "cuda" else nothing
-
-    def whole() -> object:
-        result = call()
-        wait()
-        return result
-
-    return Contender(before=wait, call=whole)
 
 
 def targets(found: dict[str, dict[str, dict[str, float]]] | str) -> dict[str, Any]:
@@ -91,9 +91,11 @@ def markdown(found: dict[str, dict[str, dict[str, float]]] | str) -> str:
     if isinstance(found, str):
         return f"\nOn a GPU: {found}."
     sizes = list(found)
-    lines = ["", "Share of a copy's bandwidth on a GPU:", "", f"| operation | {' | '.join(sizes)} |"]
-    lines.append("|---|" + "---:|" * len(sizes))
-    lines += [
-        f"| {name} | {' | '.join(str(found[size][name]['ratio']) for size in sizes)} |" for name in found[sizes[0]]
-    ]
+    title = "Share of a copy's bandwidth on a GPU, by the device's time (device / host, microseconds):"
+    lines = ["", title, "", f"| operation | {' | '.join(sizes)} |", "|---|" + "---:|" * len(sizes)]
+    lines += [f"| {name} | {' | '.join(_cell(found[size][name]) for size in sizes)} |" for name in found[sizes[0]]]
     return "\n".join(lines)
+
+
+def _cell(of: dict[str, float]) -> str:
+    return f"{of['ratio']} ({of['device_us']:.0f} / {of['host_us']:.0f})"
