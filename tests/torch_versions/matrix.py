@@ -53,9 +53,18 @@ def run(version: str, before: dict[str, Any] | None = None) -> dict[str, Any]:
         "tests": "touched" if chosen else "all",
         **counted(version, chosen),
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
     }
+
+
+def commit() -> str:
+    """The commit that is checked out, with a plus where files differ from it."""
+    git = ("git", "-C", str(REPO))
+    head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    return head.stdout.strip() + "+" * bool(changed.stdout.strip())
 
 
 def counted(version: str, chosen: Sequence[str]) -> dict[str, Any]:
@@ -81,11 +90,12 @@ def counted(version: str, chosen: Sequence[str]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The rows of the page."""
-    lines = ["| torch | Python | tests | passed | failed | skipped | date |", "|---|---|---|---:|---:|---:|---|"]
+    head = "| torch | Python | tests | passed | failed | skipped | date | commit |"
+    lines = [head, "|---|---|---|---:|---:|---:|---|---|"]
     for version, row in sorted(results.items()):
         scope = {"all": "all", "touched": "what torch touches"}[row["tests"]]
         counts = " | ".join(str(row[name]) for name in ("passed", "failed", "skipped"))
-        lines.append(f"| {version} | {row['python']} | {scope} | {counts} | {row['date']} |")
+        lines.append(f"| {version} | {row['python']} | {scope} | {counts} | {row['date']} | {row['commit']} |")
     return "\n".join(lines)
 
 

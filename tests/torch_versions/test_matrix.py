@@ -15,7 +15,7 @@ def test_the_page_holds_the_results() -> None:
 def test_readme_names_the_versions_under_which_all_tests_ran() -> None:
     ran = [version for version, row in sorted(json.loads(RESULTS.read_text()).items()) if row["tests"] == "all"]
     text = " ".join((REPO / "README.md").read_text().split())
-    assert f"All tests pass with torch {', '.join(ran[:-1])} and {ran[-1]} (" in text
+    assert f"All tests passed with torch {', '.join(ran[:-1])} and {ran[-1]}, " in text
 
 
 def test_no_version_in_the_table_has_a_failure() -> None:

@@ -1,0 +1,61 @@
+"""Optimizers whose step takes a matrix as a whole: Muon under MasterWeightOptimizer on shards.
+
+The masters are DTensors, so what torch multiplies in Muon's step are whole matrices, whoever holds their rows. The sums
+of these products are added up in another order on another number of ranks, in bf16, and so the bytes are not the same;
+the promise that they are is one of optimizers that step each element by itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_hooks import unsharded
+from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, quantized_model_init
+from tests.ranks import run_ranks
+
+ROWS, COLUMNS = 96, 64
+FULL = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()  # the gradient
+
+
+def moved(shards: int) -> Tensor:
+    """Minus the update of one step of plain Muon, in fp32, for each of so many pieces of rows by itself."""
+    pieces = [nn.Parameter(torch.zeros(piece.shape)) for piece in FULL.chunk(shards)]
+    for piece, grad in zip(pieces, FULL.float().chunk(shards), strict=True):
+        piece.grad = grad
+    torch.optim.Muon(pieces, lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+    return torch.cat([piece.detach() for piece in pieces])
+
+
+def moved_by_shards() -> Tensor:
+    with quantized_model_init(MXFP8BlockScaling()):
+        model = nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False)).bfloat16()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    fully_shard(model)
+    optimizer = MasterWeightOptimizer(
+        torch.optim.Muon, model.parameters(), lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
+    (param,) = model.parameters()
+    assert isinstance(param, DTensor)
+    param.grad = distribute_tensor(FULL, param.device_mesh, param.placements, src_data_rank=None)
+    optimizer.step()
+    with unsharded(model):
+        return model[0].weight.detach().dequantize(torch.float32)
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_muon_takes_whole_matrices(world_size: int) -> None:
+    """Storing rounds each element by at most 2**-4 of itself; pieces by themselves would be a different update."""
+    whole = moved(shards=1)
+    for found in run_ranks(world_size, moved_by_shards):
+        assert apart(found, whole) < 2**-4
+    if world_size > 1:
+        assert apart(moved(shards=world_size), whole) > 4 * 2**-4
