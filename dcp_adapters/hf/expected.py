@@ -76,7 +76,13 @@ class Expected:
         if own is None or not self.held:
             return []
         spare = own.spare | set(own.tied.values())
-        return [name for name in weights if name in own.shapes and name not in self.held and name not in spare]
+        parents = {name.rpartition(".")[0] for name in self.held}
+        whole = tuple(f"{parent}." for parent in parents if parent.rpartition(".")[2] == "experts")  # linears of these
+        return [
+            name
+            for name in weights
+            if name in own.shapes and name not in self.held | spare and not name.startswith(whole)
+        ]
 
     def is_joined(self, name: str) -> bool:
         """Whether a weight of all experts is, by transformers' rules, the linears of the files that are made of it."""

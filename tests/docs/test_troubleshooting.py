@@ -23,6 +23,9 @@ TORCHS = {  # messages of torch that are met on the way
 }
 # Messages that need a fault or a model of their own; the tests that raise them, with words they look for.
 RAISED_IN = {
+    "the config's model has no such tensor": "tests/dcp_adapters/hf/test_renamed_models.py",
+    "which would be written twice": "tests/dcp_adapters/hf/test_renamed_models.py",
+    "say by rest=": "tests/dcp_adapters/hf/test_renamed_models.py",
     "use True or False": "tests/fsdp_hooks/test_refusals.py",
     "torch.compile failed": "tests/qtensor/test_kernels.py",
     "is emulated on this device": "tests/qtensor/test_emulation.py",

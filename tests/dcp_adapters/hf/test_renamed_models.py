@@ -266,7 +266,7 @@ class TestRefused:
 
     def test_names_of_none(self, saved: Callable[[str], Path], state: dict[str, Tensor], tmp_path: Path) -> None:
         head = {"value_head.weight": torch.zeros(1, 64, dtype=torch.bfloat16)}
-        with pytest.raises(ValueError, match=r"value_head\.weight: the config's model has no such tensor"):
+        with pytest.raises(ValueError, match="the config's model has no such tensor, so engines would not read it"):
             export_hf({**state, **head}, tmp_path / "out", config=saved(LLAVA), rest=saved(LLAVA), progress=False)
         assert not (tmp_path / "out").exists()
 
@@ -274,7 +274,8 @@ class TestRefused:
         self, saved: Callable[[str], Path], state: dict[str, Tensor], tmp_path: Path
     ) -> None:
         twin = {f"language_model.model.{Q}": torch.zeros(64, 64, dtype=torch.bfloat16)}
-        with pytest.raises(ValueError, match=r"are both language_model\.model\.layers\.0\.self_attn\.q_proj\.weight"):
+        both = rf"are both language_model\.model\.{Q} of the model, which would be written twice|are both .*{Q} in"
+        with pytest.raises(ValueError, match=both):
             export_hf({**state, **twin}, tmp_path / "out", config=saved(LLAVA), rest=saved(LLAVA), progress=False)
         assert not (tmp_path / "out").exists()
 
