@@ -76,8 +76,8 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
     def __new__(  # noqa: PLR0913 - everything an instance consists of; internal
         cls,
         parts: Mapping[str, Tensor],
-        recipe: Any = None,
-        dtype: Any = None,
+        recipe: Recipe = None,  # type: ignore[assignment] # given, but by those who build a parameter anew
+        dtype: torch.dtype = None,  # type: ignore[assignment] # likewise
         *,
         lens: Lens = OWN,
         sharding: Sharding = AT_REST,

@@ -126,6 +126,11 @@ PRODUCTS: dict[str, Callable[[Callable[[Tensor], Tensor]], tuple[Any, ...]]] = {
     "aten::mm": lambda make: (make(weight(8, 64)), quantize(weight(32, 64), MXFP8).t()),
     "aten::addmm": lambda make: (make(weight(1, 32)[0]), make(weight(8, 64)), quantize(weight(32, 64), MXFP8).t()),
     "aten::bmm": lambda make: (make(weight(8, 64)[None]), quantize(weight(32, 64)[None], MXFP8).transpose(1, 2)),
+    "aten::baddbmm": lambda make: (
+        quantize(weight(32, 64)[None], MXFP8),
+        make(weight(32, 4)[None]),
+        make(weight(4, 64)[None]),
+    ),
     "aten::mv": lambda make: (quantize(weight(32, 64), MXFP8), make(weight(1, 64)[0])),
     "aten::_grouped_mm": lambda make: (
         make(weight(8, 64)),
