@@ -142,7 +142,7 @@ def is_zero_tensor(tensor: Tensor) -> bool:
 
     torch has no public function that tells. Reading the memory of one reads address 0.
     """
-    return tensor._is_zerotensor()  # type: ignore[attr-defined, no-any-return]
+    return tensor._is_zerotensor()
 
 
 def mark_rows_dynamic(tensor: Tensor) -> None:

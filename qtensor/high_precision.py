@@ -179,7 +179,7 @@ class HighPrecisionWeight(Keyed, Tensor):
             return F.linear(*args, **kwargs)
         if func == SET_DATA and isinstance(args[0], HighPrecisionWeight):
             free = all(getattr(each, "padded_rows", None) is None for each in args)
-            if free and exchanged(*args, ["dense", "agreement"]):
+            if free and exchanged(args[0], args[1], ["dense", "agreement"]):
                 return None
             raise NotImplementedError(
                 f"assigning .data of {describe(args[0].shape, args[0].recipe)} is not defined; call .copy_(value) on "

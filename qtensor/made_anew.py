@@ -58,7 +58,7 @@ def address(memory: Tensor) -> int:
     return memory.data_ptr() if asking_package() == "accelerate" else 0
 
 
-def _check_dense(kind: type[Any], value: Tensor, recipe: Any) -> None:
+def _check_dense(kind: type[Any], value: Any, recipe: Any) -> None:
     foreign = hasattr(value, "recipe")  # a weight of the other storage
     if foreign or isinstance(value, DTensor):
         what = describe(value.shape, value.recipe) if foreign else f"a DTensor {tuple(value.shape)}"

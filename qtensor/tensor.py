@@ -89,8 +89,10 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
 
         A tensor in the place of parts comes from those who build a parameter anew by its class, see made_anew.py.
         """
-        if isinstance(parts, Tensor):
-            return made_anew(QuantizedTensor, parts, {"recipe": recipe, **remembered}, quantize)  # type: ignore[return-value]
+        given: Any = parts
+        if isinstance(given, Tensor):
+            made: Any = made_anew(QuantizedTensor, given, {"recipe": recipe, **remembered}, quantize)
+            return made  # type: ignore[no-any-return]
         payload = parts["payload"]
         outer = logical_shape(payload, recipe) if shape is None else shape
         self: Any = make_wrapper(cls, outer, dtype, payload.device)
