@@ -70,7 +70,8 @@ class Products:
 
     def computed(self) -> contextlib.AbstractContextManager[Any]:
         """Where to compute in."""
-        return Fp32() if self.kind == "fp32" else contextlib.nullcontext()
+        mode: type[Any] = Fp32  # torch's constructor has no types
+        return mode() if self.kind == "fp32" else contextlib.nullcontext()
 
     def __str__(self) -> str:
         how = "bf16" if self.kind == "bf16" else "fp32, the results rounded to bf16"

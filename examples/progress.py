@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,7 +24,8 @@ class Log:
     def __init__(self, path: Path, *, shown: bool) -> None:
         self._began, self._shown = time.monotonic(), shown
         self._in_terminal = sys.stderr.isatty() and sys.stdout.isatty()
-        self._path, self._bar, self._of = path, None, ""
+        self._path, self._of = path, ""
+        self._bar: Any = None
         if shown:
             path.write_text("", encoding="utf-8")
 
