@@ -97,11 +97,16 @@ def _this_code(digest: str) -> _Code:
 
 
 def graph_key(tensor: Any) -> str:
-    """The key of a tensor: its looks, what flattening it gives (our code, too), and the looks of all inside."""
+    """The key of a tensor: its looks, what flattening it gives (our code, too), and the looks of all inside.
+
+    The width of the CPU's vectors is in it, too: torch leaves that out, and code for wider or narrower ones writes wrong
+    values, or beyond its output.
+    """
     with torch.no_grad(), without_torch_function():
         names, context = tensor.__tensor_flatten__()
         inside = [(name, _looks(getattr(tensor, name))) for name in names]
-        return repr((type(tensor).__qualname__, _looks(tensor), context, inside))
+        vectors = torch.backends.cpu.get_cpu_capability()
+        return repr((type(tensor).__qualname__, _looks(tensor), context, inside, vectors))
 
 
 def _looks(tensor: Tensor) -> tuple[Any, ...]:

@@ -143,6 +143,12 @@ def test_whatever_a_trace_depends_on_is_in_the_key() -> None:
     assert found == keys()
 
 
+def test_the_key_changes_with_the_vectors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = parameter()._stable_hash_for_caching()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another CPU")
+    assert parameter()._stable_hash_for_caching() != before
+
+
 def test_the_key_changes_with_our_code(tmp_path: Path) -> None:
     copies = tuple(Path(shutil.copytree(package, tmp_path / package.name)) for package in HERE)
     before = code_digest(copies)
