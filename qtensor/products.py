@@ -65,7 +65,10 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
         if supported and route is not None and weight._lens.described is None:
             y = route.multiply(parts, parts_per_row(weight), x.dtype)
         else:
-            tell_of_emulation(x.device, type(weight.recipe).__name__, "" if is_tracing() else reason or OTHER_SHAPE)
+            name = type(weight.recipe).__name__
+            if is_tracing():  # sizes may be no numbers there
+                reason = _unfit_device(x.device, name, route)
+            tell_of_emulation(x.device, name, reason or ("" if is_tracing() else OTHER_SHAPE))
             y = emulated(parts, weight, x.dtype)
         # not a view: autograd would refuse in-place writes to one
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], rows))  # type: ignore[no-any-return]

@@ -115,5 +115,5 @@ def _device(group: Any) -> torch.device:
     """The CPU for gloo, the current GPU for NCCL."""
     if "gloo" in group.name():
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return this_device("cpu" if accelerator is None else accelerator)

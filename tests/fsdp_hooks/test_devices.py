@@ -69,7 +69,8 @@ def test_a_group_of_cpus_reduces_on_the_cpu_whatever_gpu_is_current(monkeypatch:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
     assert device_of(None, torch.device("cuda:1")) == torch.device("cpu")
     group = SimpleNamespace(name=lambda: "nccl")
-    assert link._device(group) == torch.device("cpu")  # no accelerator is there
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert link._device(group) == torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     with FakeTensorMode():
         assert link._device(group) == torch.device("cuda:0")
