@@ -15,10 +15,10 @@ import torch
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.words import listed
+from fsdp_hooks.wrappers import plain_name
 from qtensor.master_states import MASTER
 
 STATE = "state"  # what stands before a parameter's name in an optimizer's state
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 SHOWN = 3  # names in a sentence
 
 NUMBERED = (
@@ -79,11 +79,6 @@ def told(left: Mapping[str, str], total: int) -> list[tuple[str, str]]:
     ]
 
 
-def without_wrappers(name: str) -> str:
-    """A name without what wrappers of modules put into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
 class _Names:
     """The tensors that masters may belong to, by what their names end in.
 
@@ -94,7 +89,7 @@ class _Names:
 
     def __init__(self, lows: Mapping[str, tuple[int, ...]], owners: Collection[str]) -> None:
         self.lows = lows
-        forms: list[Callable[[str], str]] = [str, without_wrappers, _without_data_parallel]
+        forms: list[Callable[[str], str]] = [str, plain_name, _without_data_parallel]
         self.forms = [(form, _by_ends(lows, {form(owner) for owner in owners}, form)) for form in forms]
 
     def of(self, master: Entry, owners: list[str]) -> tuple[list[str], str]:
@@ -130,7 +125,7 @@ def _owners(master: str) -> list[str]:
 
 def _without_data_parallel(name: str) -> str:
     """The same without the prefix of DistributedDataParallel, which a module of that name may have, too."""
-    return without_wrappers(name).removeprefix("module.")
+    return plain_name(name).removeprefix("module.")
 
 
 def _by_ends(names: Iterable[str], owners: Collection[str], form: Callable[[str], str]) -> dict[str, list[str]]:
