@@ -29,7 +29,7 @@ from qtensor.formats import describe
 from qtensor.merge_report import NEARLY_NOTHING
 from qtensor.recipes import Recipe
 from qtensor.stochastic import widened
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor import QuantizedTensor, dense
 
 UPDATES = ("add", "sub_", "mul_", "div_", "lerp_")  # how names of ops begin that add something to the values
 
@@ -74,9 +74,11 @@ def look(func: Any, written: Sequence[Any], operands: Sequence[Any], kwargs: dic
     if count & (count - 1) or not _has_values(q) or q.recipe.stored in _told:
         return None
     own = [_own(operand, number, len(written)) if listed else operand for operand in operands]
-    before = decoded(q, torch.float32)
+    before = decoded(
+        q
+    ).float()  # by the kernel that the write uses, too: another dtype would be compiled for this alone
     update = before.clone()
-    func([update] if listed else update, *widened(own), **widened(kwargs))
+    func([update] if listed else update, *widened(dense(own)), **widened(dense(kwargs)))
     return Look(q, name.split(".")[0], before, update.sub_(before))
 
 
@@ -86,7 +88,7 @@ def tell(looked: Look | None) -> None:
     if looked is None:
         return
     q, op, before, update = looked
-    moved = decoded(q, torch.float32).sub_(before)
+    moved = decoded(q).float().sub_(before)
     size = update.square().sum()
     lost = ((moved * update).sum() < NEARLY_NOTHING * size) | ((moved - update).square().sum() > NOISE**2 * size)
     lost &= size > 0
