@@ -99,8 +99,8 @@ def _this_code(digest: str) -> _Code:
 def graph_key(tensor: Any) -> str:
     """The key of a tensor: its looks, what flattening it gives (our code, too), and the looks of all inside.
 
-    The width of the CPU's vectors is in it, too: torch leaves that out, and code for wider or narrower ones writes wrong
-    values, or beyond its output.
+    The width of the CPU's vectors is in it, too: torch leaves that out, and code for other vectors writes wrong values,
+    or beyond its output.
     """
     with torch.no_grad(), without_torch_function():
         names, context = tensor.__tensor_flatten__()
