@@ -106,6 +106,10 @@ class Architecture:
         in_files |= {name: name for name in self.spare if name not in in_files and name not in otherwise}
         return FileNames(in_files, frozenset(whole), otherwise)
 
+    def owners(self, tensors: Iterable[str]) -> dict[str, str]:
+        """Name in a directory -> the tensor of the model that it becomes, or becomes a part of."""
+        return {name: own for name, own, _, _ in self._renamed(tensors) if own in self.shapes}
+
     def reads(self, tensors: Shapes) -> Read:
         """What transformers would do with tensors of these names and shapes, each as the weight that it stands for."""
         given: dict[str, list[str]] = {}

@@ -78,15 +78,11 @@ def _end(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def roles_of_architecture(config: Mapping[str, Any]) -> Roles | None:
-    """Of the model that a config.json describes; None where transformers does not know it."""
-    built = architecture_said(config)
-    return None if built is None else Roles.of(built.model)
-
-
-def kept_names(
+def kept_names(  # noqa: PLR0913 - of one question
     entries: Mapping[str, Entry],
+    own: Mapping[str, str],
     dtype: torch.dtype,
+    *,
     sources: Iterable[Any],
     prefix: str | None,
     config: Mapping[str, Any],
@@ -94,7 +90,8 @@ def kept_names(
     """The tensors that are not cast, and what is to be told of those of which nobody knows what they are.
 
     Args:
-        entries: of all sources together.
+        entries: of all sources together, by their names in the files.
+        own: name of an entry -> its name in its source, where models know it by that.
         dtype: that was asked for.
         sources: what the caller gave; modules among them say what their tensors are.
         prefix: that was cut off from the names of the first.
@@ -104,11 +101,12 @@ def kept_names(
     known = [Roles.of(source, cut or "") for source, cut in modules if isinstance(source, nn.Module)]
     dense = [*_dense(entries)]
     names = [name for name in dense if entries[name].dtype != dtype]
-    said = {name: _said(known, name) for name in names}
-    if None in said.values():
-        described = roles_of_architecture(config)
-        known += [] if described is None else [described]
-        said = {name: _said(known, name) for name in names}
+    said = {name: _said(known, own[name]) for name in names}
+    described = architecture_said(config) if None in said.values() else None
+    if described is not None:
+        known.append(Roles.of(described.model))
+        owners = described.owners(names)  # a linear of an expert belongs to the weight of all experts
+        said = {name: _said(known, own[name], owners.get(name)) for name in names}
     unknown = [name for name, stays in said.items() if stays is None]
     quantized = [name for name, entry in entries.items() if entry.recipe is not None]
     mixed = any(entries[name].dtype.itemsize <= 2 for name in (*dense, *quantized))
@@ -117,8 +115,9 @@ def kept_names(
     return kept, _told(unknown, wide) if unknown else None
 
 
-def _said(known: Iterable[Roles], name: str) -> bool | None:
-    return next((stays for roles in known if (stays := roles.stays(name)) is not None), None)
+def _said(known: Sequence[Roles], *names: str | None) -> bool | None:
+    said = (roles.stays(name) for name in names if name is not None for roles in known)
+    return next((stays for stays in said if stays is not None), None)
 
 
 def _dense(entries: Mapping[str, Entry]) -> Iterator[str]:

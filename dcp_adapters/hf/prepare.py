@@ -125,10 +125,9 @@ def _request(source: Source, asked: Asked) -> Request:
     kept: frozenset[str] = frozenset()
     if asked.dtype is not None:
         given = (asked.given, asked.rest)
-        files = {source.own_name(name): name for name in source.entries}  # models know their names in memory
-        entries = {own: source.entries[name] for own, name in files.items()}
-        names, told = kept_names(entries, asked.dtype, given, asked.prefix, asked.described.values)
-        kept = frozenset(files[own] for own in names)
+        own = {name: source.own_name(name) for name in source.entries}
+        config = asked.described.values
+        kept, told = kept_names(source.entries, own, asked.dtype, sources=given, prefix=asked.prefix, config=config)
         if told is not None and is_first(asked.group):
             warnings.warn(f"{asked.caller}: dtype={asked.dtype}: {told}", stacklevel=6)
     return Request(

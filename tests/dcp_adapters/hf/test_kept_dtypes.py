@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import export_hf
+from dcp_adapters.hf.kept_dtypes import Roles
 from qtensor import MXFP8BlockScaling, quantize_
 from tests.dcp_adapters.cases import save
 from tests.dcp_adapters.streams.cases import files
@@ -74,8 +75,9 @@ def assert_kept(found: dict[str, Tensor], state: dict[str, Any], stay: tuple[str
     kept = [name for name in found if name.endswith(stay)]
     assert kept
     for name in kept:
-        assert torch.equal(found[name], state[name]), name
-        assert not torch.equal(found[name], state[name].bfloat16().float()), "bf16 has none of these values"
+        own = state[name] if name in state else state[name.replace("mlp.moe_statics", "mlp.gate.moe_statics")]
+        assert torch.equal(found[name], own), name
+        assert not torch.equal(found[name], own.bfloat16().float()), "bf16 has none of these values"
     wide = {name for name, tensor in found.items() if tensor.dtype == FP32}
     assert wide == {*kept}
 
@@ -193,14 +195,27 @@ def test_where_nobody_knows_what_is_in_fp32_beside_others_stays(tmp_path: Path) 
         assert written(dense, tmp_path / "none", config={"model_type": "mine"}), "nothing is cast, nothing is told"
 
 
-def test_an_architecture_whose_files_have_other_names(tmp_path: Path) -> None:
-    """Names of a directory that transformers would rename: their ends and the patterns tell."""
-    model = router("DeepseekV3ForCausalLM")
-    config = model.config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
-    state = {name.replace("model.layers", "language_model.layers"): value for name, value in model.state_dict().items()}
+def test_names_that_begin_otherwise_than_the_model_s() -> None:
+    """Their ends tell, where all tensors of that end are alike."""
+    roles = Roles.of(router("DeepseekV3ForCausalLM"))
+    assert roles.stays("language_model.layers.1.mlp.gate.e_score_correction_bias") is True
+    assert roles.stays("language_model.layers.1.mlp.gate.weight") is False
+    assert roles.stays("score.weight") is None
+
+
+def test_linears_of_experts_that_one_weight_in_memory_is_made_of_are_cast(tmp_path: Path) -> None:
+    """Taken from a directory in fp32, under names of which no word is known in memory (w1)."""
+    renamed = pytest.importorskip("tests.dcp_adapters.hf.renamed_models")
+    model = renamed.built("MixtralForCausalLM").float()
+    model.save_pretrained(tmp_path / "dense")
+    quantize_(model, MXFP8, include=["*_proj"])
+    state = {name: value for name, value in model.state_dict().items() if "_proj" in name and "experts" not in name}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_kept(written(state, tmp_path / "out", config=config), state, ("e_score_correction_bias",))
+        found = written(state, tmp_path / "out", config=tmp_path / "dense", rest=tmp_path / "dense")
+    experts = {name: value.dtype for name, value in found.items() if ".experts." in name}
+    assert len(experts) == 24
+    assert set(experts.values()) == {BF16}
 
 
 def test_config_json_says_the_dtype_in_all_its_sections(tmp_path: Path) -> None:
