@@ -14,9 +14,9 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.architectures import Architecture
 from dcp_adapters.hf.as_checkpoint import presented, renamed
 from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.file_names import FileNames
 from dcp_adapters.hf.rotations import said_tensor
 from dcp_adapters.hf.schemes import DTYPES, contents_of, weight_names
+from dcp_adapters.hf.wanted_names import wanted_names
 from dcp_adapters.plain_memory import is_plain
 from dcp_adapters.source import Source
 from fsdp_hooks.byte_sums import Piece
@@ -52,7 +52,7 @@ class ReceivedSource(Source):
                     f"{name} is a {type(tensor).__name__}{dtype}; with config=..., expected plain tensors under "
                     "the names of an export's files"
                 )
-        names = FileNames() if architecture is None else architecture.named(weight_names(tensors))
+        names = wanted_names(weight_names(tensors), wanted or {}, architecture, config)
         self._tensors, wanted = tensors, {names.file_name(name): want for name, want in (wanted or {}).items()}
         held = {
             name: FileTensor(name, "", WORDS[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()

@@ -72,7 +72,7 @@ def import_hf(  # noqa: PLR0913 - options of one operation
             anything does not fit. The names in its state dict are those in the directory, except that a weight
             [E, N, K] `experts.gate_up_proj` or `experts.down_proj` consists of `experts.<e>.gate_proj.weight`, ... A
             model of transformers may have other names in memory than in its files; transformers' own rules say which
-            are which. None: there is no model.
+            are which, also for a module inside such a model, or one that holds it. None: there is no model.
         on_mismatch: "raise", a parameter whose recipe is not the directory's is an error. "convert", it is requantized,
             or dequantized where it is dense.
         ignore: globs over names in the files: tensors that are passed over, whatever they are. One that matches nothing
@@ -115,7 +115,7 @@ def import_hf(  # noqa: PLR0913 - options of one operation
         return _whole_state_dict(path, device or "cpu", ignore, show=progress)
     ranks = chosen_ranks("import_hf", group, no_dist=no_dist)
     live = Live.of(model)
-    reader = _reader(path, model, live, ignore, show=progress and is_first(ranks))
+    reader = _reader(path, model, live, ignore, missing, show=progress and is_first(ranks))
     names: list[str] = []
     with waited_for(ranks, "import_hf"):
         on_all(ranks, lambda: names.extend(_compare(reader, live, on_mismatch, ranks, missing)))
@@ -140,13 +140,20 @@ def check_import(path: str | os.PathLike[str], model: nn.Module, *, on_mismatch:
     _compare(_reader(path, model, live), live, on_mismatch, None)
 
 
-def _reader(
-    path: str | os.PathLike[str], model: nn.Module, live: Live, ignore: Sequence[str] = (), *, show: bool = False
+def _reader(  # noqa: PLR0913 - options of one operation
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    live: Live,
+    ignore: Sequence[str] = (),
+    missing: Sequence[str] = (),
+    *,
+    show: bool = False,
 ) -> HuggingFaceReader:
     wanted = {name: entry_of(name, value) for name, value in live.state.items()}
     passed_over = PassedOver(ignore, unexpected_patterns(model))
+    architecture = architecture_of(model)
     return HuggingFaceReader(
-        path, wanted=wanted, show=show, passed_over=passed_over, architecture=architecture_of(model)
+        path, wanted=wanted, show=show, passed_over=passed_over, architecture=architecture, may_lack=missing
     )
 
 

@@ -11,7 +11,7 @@ checkpoint. There is no DCP writer for such directories: `export_hf` writes them
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ from dcp_adapters.entry import Entry
 from dcp_adapters.hf.architectures import Architecture
 from dcp_adapters.hf.as_checkpoint import Placed, Presented, Slice, presented, renamed
 from dcp_adapters.hf.directory import FileTensor, read_directory
-from dcp_adapters.hf.file_names import FileNames
 from dcp_adapters.hf.names import pieces_of
 from dcp_adapters.hf.passed_over import PassedOver
 from dcp_adapters.hf.rotations import said_tensor
 from dcp_adapters.hf.schemes import contents_of, weight_names
+from dcp_adapters.hf.wanted_names import wanted_names
 from dcp_adapters.manifest import MANIFEST_JSON
 from dcp_adapters.reading.reader import failures_told
 from dcp_adapters.stored.progress_bar import progress_bar
@@ -85,8 +85,9 @@ class HuggingFaceReader(StorageReader):
         only_wanted: modules that hold nothing of `wanted` are left out, and files may have other names than the usual
             ones, see `read_directory`.
         passed_over: tensors of the files that are left out.
-        architecture: of the target; tensors are presented under its names in memory, which may differ from those in the
-            files. None: under those in the files.
+        architecture: of the target, if it is a model of transformers. Tensors are presented under the target's names in
+            memory, which may differ from those in the files (wanted_names.py).
+        may_lack: globs over names of the target that the files need not have.
 
     Attributes:
         ignored: names of those that `passed_over` was asked to leave out.
@@ -106,9 +107,10 @@ class HuggingFaceReader(StorageReader):
         only_wanted: bool = False,
         passed_over: PassedOver | None = None,
         architecture: Architecture | None = None,
+        may_lack: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.architecture = architecture
+        self.architecture, self.may_lack = architecture, may_lack
         self.path, self.wanted, self.show, self.only_wanted = Path(path), dict(wanted or {}), show, only_wanted
         self.root = self.path.parent if only_wanted and self.path.is_file() else self.path
         self.passed_over = passed_over or PassedOver()
@@ -125,9 +127,9 @@ class HuggingFaceReader(StorageReader):
         """What the directory holds, as entries of a checkpoint; read once."""
         if self.made is None:
             directory = read_directory(self.path, any_name=self.only_wanted)
-            names = FileNames()
-            if self.architecture is not None:
-                names = self.architecture.named(weight_names(directory.tensors))
+            self.ignored = self.passed_over.asked(directory.tensors)
+            weights = weight_names(directory.tensors.keys() - set(self.ignored))
+            names = wanted_names(weights, self.wanted, self.architecture, directory.config, self.may_lack)
             wanted = {names.file_name(name): want for name, want in self.wanted.items()}
             kept = self._without_passed_over(directory.tensors, wanted)
             if self.only_wanted:
@@ -145,7 +147,7 @@ class HuggingFaceReader(StorageReader):
     def _without_passed_over(
         self, tensors: Mapping[str, FileTensor], wanted: Mapping[str, Entry]
     ) -> Mapping[str, FileTensor]:
-        self.ignored, self.unexpected = self.passed_over.asked(tensors), self.passed_over.by_model(tensors, wanted)
+        self.unexpected = self.passed_over.by_model(tensors, wanted)
         left_out = {*self.ignored, *self.unexpected}
         return {name: tensor for name, tensor in tensors.items() if name not in left_out} if left_out else tensors
 
