@@ -157,7 +157,8 @@ def _of_module(model: nn.Module) -> ModelConfig:
         return ModelConfig()
     values = without_quantization(_as_dict(config))
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # fully_shard makes another
-    values["architectures"] = values.get("architectures") or [own.__name__]
+    of_library = own.__module__.partition(".")[0] == "transformers"  # another class may have been made from its config
+    values["architectures"] = [own.__name__] if of_library else values.get("architectures") or [own.__name__]
     generation = getattr(model, "generation_config", None)
     return ModelConfig(values, {GENERATION: _as_dict(generation)} if hasattr(generation, "to_dict") else {})
 

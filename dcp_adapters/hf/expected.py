@@ -229,7 +229,8 @@ def check_outputs(plan: ExportPlan, expected: Expected, *, tied: bool, rest: boo
         read = None  # the class is a guess, and another one may know them
     if read is not None:
         missing = list(read.missing)
-        unexpected = [name for name in read.unexpected if name not in expected.held] + expected.strays(weights)
+        unknown = [name for name in read.unexpected if name not in expected.held]
+        unexpected = list(dict.fromkeys(unknown + expected.strays(weights)))
         _refuse_misfits(read)
     elif expected.held:
         left = ("inv_freq", "lm_head.weight") if tied else ("inv_freq",)

@@ -18,6 +18,7 @@ pytest.importorskip("compressed_tensors")
 pytest.importorskip("transformers")
 
 from compressed_tensors.utils import match_named_modules
+from transformers import LlamaForSequenceClassification
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from dcp_adapters import WeightStream, digest, export_hf, import_hf
@@ -418,3 +419,19 @@ def test_ignored_modules_have_both_names(saved: Callable[[str], Path], tmp_path:
         found += own
     assert {f"{name}.weight" for name in found} == set(only_quantized(model))
     assert len(import_hf(out, progress=False)) == len(load_file(saved(LLAVA) / "model.safetensors"))
+
+
+def test_a_config_of_another_class_of_the_same_models(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """A critic is built by the config of its policy: the class is its own, as save_pretrained writes it."""
+    config = CONFIGS["LlamaForCausalLM"]()
+    config.architectures, config.num_labels = ["LlamaForCausalLM"], 1
+    critic: Any = LlamaForSequenceClassification._from_config(config, dtype=torch.bfloat16).eval()
+    quantize_(critic, ROWS, exclude=["score"])
+    out = export_hf(critic, tmp_path / "out", progress=False)
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
+    assert verify_directory(out).findings == ()
+    with torch.no_grad():
+        assert torch.equal(loaded(critic, out)(PROMPT).logits, critic(PROMPT).logits)
+    told = r"^score\.weight: the config's model has no such tensor"
+    with pytest.raises(ValueError, match=told):
+        export_hf(critic, tmp_path / "policy", config=saved("LlamaForCausalLM"), progress=False)
