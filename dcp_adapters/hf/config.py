@@ -19,7 +19,7 @@ from dcp_adapters.hf.config_sections import of_dtype, said_of_dtype, without_qua
 from dcp_adapters.hf.directory import read_directory
 from dcp_adapters.hf.schemes import contents_of, is_quantized
 from dcp_adapters.words import short
-from fsdp_hooks.wrappers import unwrapped
+from fsdp_hooks.wrappers import plain_modules, unwrapped
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # What tools that quantize leave beside the weights, which are others after an export.
@@ -80,12 +80,31 @@ class ModelConfig:
         return {**self.others, **made, CONFIG: config}
 
 
-def model_config(config: Any, source: Any) -> ModelConfig:
+def described_model(source: Any, prefix: str | None) -> Any:
+    """What describes itself in what is exported: the model below wrappers, or in a module that only holds it.
+
+    That is the module at the prefix, or the only one inside; a source that is no module is given back.
+    """
+    if not isinstance(source, nn.Module):
+        return source
+    model = unwrapped(source)
+    if hasattr(getattr(model, "config", None), "to_dict"):
+        return model
+    if prefix:
+        inside = dict(plain_modules(model, remove_duplicate=False))
+        return inside.get(prefix.removesuffix("."), model)
+    children = list(model.children())
+    alone = len(children) == 1 and not any(True for _ in model.parameters(recurse=False))
+    return described_model(children[0], None) if alone else model
+
+
+def model_config(config: Any, source: Any, prefix: str | None = None) -> ModelConfig:
     """The description that was given, or that a transformers model has.
 
     Args:
         config: the path of a directory or of a config.json, a dict, an object with `to_dict()`, or None.
         source: what is exported; a module's `config` and `generation_config` are taken where `config` is None.
+        prefix: of the weights in it.
 
     Raises:
         FileNotFoundError: no such file.
@@ -93,7 +112,7 @@ def model_config(config: Any, source: Any) -> ModelConfig:
         TypeError: something else was given.
     """
     if config is None:
-        return _of_module(unwrapped(source)) if isinstance(source, nn.Module) else ModelConfig()
+        return _of_module(described_model(source, prefix)) if isinstance(source, nn.Module) else ModelConfig()
     if isinstance(config, str | os.PathLike):
         return _of_path(Path(config))
     return ModelConfig(without_quantization(_as_dict(config)))

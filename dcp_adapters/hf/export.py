@@ -107,7 +107,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     if dtype is not None and dtype not in APPEARANCE_DTYPES:
         raise ValueError(f"export_hf: dtype={dtype} is not one of torch.bfloat16, torch.float16, torch.float32")
     with waited_for(ranks, "export_hf"):
-        described = on_first(ranks, lambda: _description(out_dir, config, state_dict_or_checkpoint, dtype))
+        described = on_first(ranks, lambda: _description(out_dir, config, (state_dict_or_checkpoint, prefix), dtype))
     asked = Asked(
         caller="export_hf",
         given=state_dict_or_checkpoint,
@@ -139,8 +139,10 @@ def _publish_files(final: Path, source: Source, asked: Asked, plan: ExportPlan, 
     return final
 
 
-def _description(out_dir: str | os.PathLike[str], config: Any, source: Any, dtype: torch.dtype | None) -> ModelConfig:
+def _description(
+    out_dir: str | os.PathLike[str], config: Any, source: tuple[Any, str | None], dtype: torch.dtype | None
+) -> ModelConfig:
     """The model's own; refused first is an `out_dir` that is taken."""
     refuse_taken(Path(out_dir))
-    found = model_config(config, source)
+    found = model_config(config, *source)
     return found if dtype is None else found.of_dtype(dtype_name(dtype))

@@ -18,7 +18,7 @@ from torch import nn
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
-from dcp_adapters.hf.config import ModelConfig
+from dcp_adapters.hf.config import ModelConfig, described_model
 from dcp_adapters.hf.expected import UNKNOWN, Expected, check_outputs, expected_of
 from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
@@ -77,7 +77,7 @@ class Asked:
     @cached_property
     def expected(self) -> Expected:
         """What is known of the files; found once, by each rank for itself."""
-        return expected_of(self.described, self.given, self.layout)
+        return expected_of(self.described, described_model(self.given, self.prefix), self.layout)
 
 
 def requantizes(caller: str, fused_scales: str) -> bool:

@@ -1,8 +1,8 @@
 """Which tensors of a directory are those that a model wants.
 
-Of a model of transformers its own rules tell (architectures.py). Where these do not know all that is wanted, it may be a
-state dict, a module inside a model (its text model, say), or one that holds it: then the rules of the model tell that
-the directory's config.json names, behind one prefix or without it. Where that does not fit either, names are as they are.
+Of a model of transformers its own rules tell (architectures.py). Where these do not know all that is wanted, it may be
+a state dict, a module inside a model (its text model, say), or one that holds it: then the rules tell of the model that
+the directory's config.json names, behind one prefix or without it. Where these do not, either, names are as they are.
 """
 
 from collections.abc import Collection, Mapping, Sequence

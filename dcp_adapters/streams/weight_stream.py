@@ -127,7 +127,7 @@ class WeightStream:
                 "give a recipe, or leave them out: every tensor is streamed"
             )
         with waited_for(self._ranks, "WeightStream"):
-            described = on_first(self._ranks, lambda: model_config(config, model_or_state_dict))
+            described = on_first(self._ranks, lambda: model_config(config, model_or_state_dict, prefix))
         self._asked = Asked(
             caller="WeightStream",
             given=model_or_state_dict,

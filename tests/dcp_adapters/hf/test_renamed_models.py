@@ -235,6 +235,19 @@ class TestOtherNames:
         assert verify_directory(out).findings == ()
         assert torch.equal(logits(loaded(model, out)), logits(dequantized(LLAVA, model)))
 
+    @pytest.mark.parametrize("prefix", [None, "policy."])
+    def test_what_only_holds_the_model_tells_its_names(
+        self, saved: Callable[[str], Path], tmp_path: Path, prefix: str | None
+    ) -> None:
+        """Without a directory, too; with a head beside the model, by the prefix."""
+        model = quantized(LLAVA, saved(LLAVA))
+        holder = nn.ModuleDict({"policy": model} | ({} if prefix is None else {"value": nn.Linear(64, 1)}))
+        out = export_hf(holder, tmp_path / "out", prefix=prefix, progress=False)
+        assert verify_directory(out).findings == ()
+        assert torch.equal(logits(loaded(model, out)), logits(dequantized(LLAVA, model)))
+        streamed = {key: value for bucket in WeightStream(holder, prefix=prefix) for key, value in bucket.items()}
+        assert streamed.keys() == load_file(out / "model.safetensors").keys()
+
     def test_with_a_tied_projection_that_no_file_has(self, saved: Callable[[str], Path], tmp_path: Path) -> None:
         """Gemma ties it, and a module that holds the model gives it."""
         name = "Gemma3ForConditionalGeneration"
