@@ -107,11 +107,19 @@ def traced_inputs() -> Iterator[tuple[str, Tensor]]:
 
     Of all that torch keeps of a trace, this alone has the tensors as they are: whoever computes the key of a graph, for
     one of torch's caches on disk, is within the trace, and asks only the outermost tensor.
+
+    torch._inductor.standalone_compile, which compiles pieces of a graph, begins a trace of its own, where dynamo takes
+    no tensors. There the fake tensors made for the trace are yielded, with their numbers.
     """
     context = TracingContext.try_get()
-    if context is not None:
-        for tensor, symbolic in list(context.tensor_to_context.items()):
-            yield symbolic.tensor_source.name, tensor
+    if context is None:
+        return
+    taken = list(context.tensor_to_context.items())
+    for tensor, symbolic in taken:
+        yield symbolic.tensor_source.name, tensor
+    if not taken and context.fake_mode is not None:
+        for number, fake in list(context.fake_mode.fake_tensor_converter.tensor_memo.items()):
+            yield f"{number}", fake
 
 
 def constant_in_graphs(fn: Callback) -> Callback:

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -25,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dcp_adapters import torch_private as dcp_private
 from fsdp_hooks import torch_private
-from qtensor import MXFP8BlockScaling, quantize, stochastic_rounding
+from qtensor import MXFP4BlockScaling, MXFP8BlockScaling, quantize, stochastic_rounding
 from tests.ranks import run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
@@ -212,6 +214,15 @@ def test_traced_inputs_are_the_tensors_themselves_under_the_names_that_torch_key
     (seen,) = found
     assert seen["L['x']"] is x
     assert seen["L['ws'][1]"] is q
+
+
+def test_traced_inputs_of_a_trace_without_dynamo_are_its_fake_tensors() -> None:
+    with FakeTensorMode() as mode, tracing(TracingContext(mode)):
+        assert not dict(torch_private.traced_inputs())
+        weights = [quantize(torch.ones(2, 32), recipe) for recipe in (MXFP8BlockScaling(), MXFP4BlockScaling())]
+        fakes = [mode.from_tensor(weight) for weight in weights]
+        seen = [each for _, each in torch_private.traced_inputs() if type(each) in map(type, fakes)]
+    assert [*map(id, seen)] == [*map(id, fakes)]
 
 
 def test_a_compilation_in_one_thread_is_no_tracing_in_another() -> None:

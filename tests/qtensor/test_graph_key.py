@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import standalone_compile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
@@ -256,6 +257,24 @@ def test_a_graph_of_another_weight_inside_a_wrapper_is_never_taken(monkeypatch: 
     assert [output(recipe) for recipe in recipes] == [FOUND, FOUND]
     monkeypatch.setattr(graph_key, "code_digest", lambda packages: "of another version")
     assert output(recipes[0]) == "miss"
+
+
+@pytest.mark.usefixtures("on_disk")
+@pytest.mark.parametrize("shapes", ["from_tracing_context", "from_example_inputs", "from_graph"])
+def test_a_piece_that_is_compiled_alone_has_the_keys_too(shapes: Any) -> None:
+    """torch._inductor.standalone_compile has a trace of its own, in which dynamo takes no tensor."""
+
+    def alone(graph: Any, inputs: Any) -> Any:
+        return standalone_compile(graph, inputs, dynamic_shapes=shapes)
+
+    def output(weight: nn.Parameter) -> str:
+        with as_in_a_new_process() as found, torch.no_grad():
+            y = torch.compile(lambda x, w: F.linear(x, w), backend=alone, fullgraph=True)(Around(INPUT), Around(weight))
+        assert torch.allclose(y.inside, F.linear(INPUT, weight), rtol=1e-5, atol=1e-5)
+        return found[0]
+
+    found = [parameter(recipe, trained=False) for recipe in (MXFP4BlockScaling(), Int4GroupScaling())]
+    assert [output(weight) for weight in found * 2] == ["miss", "miss", "hit", "hit"]
 
 
 PARALLEL = {"MXFP4": parameter(MXFP4BlockScaling()), "INT4": parameter(Int4GroupScaling())}
