@@ -100,7 +100,7 @@ class HighPrecisionWeight(Keyed, Tensor):
         **remembered: Any,
     ) -> Self:
         """Internal: wraps `dense`, aliased (copied where it is lazy, see fsdp_hooks/lazy_bits.py)."""
-        if remembered:  # somebody builds a parameter anew by its class
+        if remembered or recipe is None:  # somebody builds a parameter anew by its class
             return made_anew(cls, dense, {"recipe": recipe, **remembered}, cls)  # type: ignore[return-value]
         dense = resolved(dense)  # inside of a wrapper nobody would see the bit
         self: Any = make_wrapper(cls, dense.shape, dense.dtype, dense.device, strides=dense.stride())

@@ -44,6 +44,7 @@ def made_anew(kind: type[Any], value: Tensor, remembered: Mapping[str, Any], bui
     if not isinstance(value, kind):
         _check_dense(kind, value, recipe)
         value = build(value.detach(), recipe)
+        value._partners = remembered.get("_partners")  # type: ignore[attr-defined] # once sync_scales has agreed on it
     param = torch.nn.Parameter(value.detach(), requires_grad=remembered.get("requires_grad", True))
     for name in remembered.keys() - CONTENTS:
         setattr(param, name, remembered[name])

@@ -167,7 +167,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
         self._refuse_exchanged()
-        self._move(lambda inner: optimizer_modes.switch(inner, mode, self._masters))
+        self._move(lambda inner: optimizer_modes.switch(inner, mode, self._masters), frozen=True)
 
     def _step_masters(self, inner: torch.optim.Optimizer) -> list[Tensor]:
         """Step the inner optimizer; returns the parameters that took part."""
@@ -177,8 +177,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         step_masters(inner, stepped, self._masters, self._group)
         return stepped
 
-    def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]]) -> None:
-        """Have masters moved, and write the parameters that `move` returns."""
+    def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]], *, frozen: bool = False) -> None:
+        """Have masters moved, and write the parameters that `move` returns: with `frozen`, those frozen since, too."""
         assert self._inner is not None
         replicas = Replicas(self._named() if self._check_replicas else [])
         try:
@@ -189,11 +189,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             moved = move(self._inner)
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
-            trained, dense, plain = self._agreeing(set(moved))
+            trained, dense, plain = self._agreeing(set(moved), frozen=frozen)
             written = self._copy(plain)
         except Exception:
             with contextlib.suppress(Exception):  # the error that led here is the one to report
-                tell(*self._agreeing(set())[:2], self._labels, replicas)
+                tell(*self._agreeing(set(), frozen=frozen)[:2], self._labels, replicas)
             raise
         self._write_back(trained, dense, written, replicas)
         self._publish_state(moved)
@@ -291,23 +291,27 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return list(dict.fromkeys([*meeting_of(list(labels.values()), cuts_of(list(labels))), *everybody]))
 
     def _agreeing(
-        self, with_grad: set[Tensor]
+        self, with_grad: set[Tensor], *, frozen: bool
     ) -> tuple[list[Trained], list[tuple[str, Tensor, SharedScales]], list[tuple[Tensor, Tensor, Tensor]]]:
-        """What a step writes: quantized; storage="high_precision"; plain (parameter, shard, local master)."""
+        """What a step writes: quantized; storage="high_precision"; plain (parameter, shard, local master).
+
+        With `frozen`, whatever took part in a step once: ranks list the same, though masters may move on one of them.
+        """
         trained: list[Trained] = []
         dense: list[tuple[str, Tensor, SharedScales]] = []
         plain: list[tuple[Tensor, Tensor, Tensor]] = []
         with without_torch_function():
             for param, master in self._masters.items():
                 shard = local_of(param)
+                listed = param.requires_grad or (frozen and bool(self.state.get(param)))
                 if isinstance(shard, QuantizedTensor):
-                    if param.requires_grad or param in with_grad:
+                    if listed or param in with_grad:
                         facts = param in with_grad, param in self._fresh
                         trained.append(Trained(self._labels[param], param, shard, local_of(master), *facts))
                     continue
                 if master is not param and param in with_grad:
                     plain.append((param, shard, local_of(master)))
-                if param.requires_grad and (scales := scales_of(param)) is not None:
+                if listed and (scales := scales_of(param)) is not None:
                     dense.append((self._labels[param], param, scales))
         return trained, dense, plain
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_hooks import unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
@@ -225,6 +228,34 @@ def test_shards_follow_as_one_process_does(recipe: Recipe) -> None:
     for rank in run_ranks(2, _on_ranks, recipe):
         for found, one in zip(rank, expected, strict=True):
             assert all(torch.equal(found[name], value) for name, value in one.items())
+
+
+def _frozen_after_one_rank_trained(recipe: Recipe, storage: str) -> list[Tensor]:
+    """The masters of rank 0 alone move: half of the rows have gradients of zero, and a weight of one row has no more."""
+    torch.manual_seed(0)
+    with quantized_model_init(recipe, storage=storage):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False))
+    sharded = dist.is_initialized()
+    for linear in model if sharded else []:
+        fully_shard(linear)
+    optimizer: Any = MasterWeightOptimizer(ScheduleFree, model.parameters())
+    for _ in range(2):
+        for param in model.parameters():
+            whole = torch.cat([torch.ones(param.shape[0] // 2 or 1, 64), torch.zeros(param.shape[0] // 2, 64)])
+            param.grad = distribute_tensor(whole, param.device_mesh, [Shard(0)]) if sharded else whole
+        optimizer.step()
+    model.requires_grad_(False)
+    optimizer.eval()
+    with unsharded(model) if sharded else contextlib.nullcontext():
+        return [F.linear(torch.eye(64), layer.weight.detach()) for layer in model]
+
+
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+def test_shards_that_were_frozen_follow_where_masters_move_on_one_rank(storage: str) -> None:
+    recipe = ROW["nvfp4"]
+    expected = _frozen_after_one_rank_trained(recipe, storage)
+    for rank in run_ranks(2, _frozen_after_one_rank_trained, recipe, storage):
+        assert all(torch.equal(*pair) for pair in zip(rank, expected, strict=True))
 
 
 def _fails_on_one_rank() -> None:

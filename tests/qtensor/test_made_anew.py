@@ -16,7 +16,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qtensor import MXFP4BlockScaling, MXFP8BlockScaling, QuantizedTensor, quantize, quantized_model_init
+from fsdp_hooks import sync_scales
+from qtensor import (
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+    quantized_model_init,
+    share_scales,
+)
 from qtensor.high_precision import HighPrecisionWeight
 from tests.qtensor.recipes_under_test import main_recipes, same_parts, weight
 
@@ -165,6 +174,28 @@ def test_a_dense_value_with_the_attributes_of_a_parameter_is_quantized_as_that_w
     assert (made.recipe, made.mark, made.requires_grad) == (param.recipe, "kept", False)
     found = made.detach() if storage == "quantized" else made.detach().quantized()
     assert same_parts(found, quantize(weight(64, 64), param.recipe))
+
+
+@storages
+def test_nothing_but_a_value_is_enough_where_it_has_a_recipe(storage: str) -> None:
+    param = built(storage, MXFP4BlockScaling())[0].weight
+    made = type(param)(param.detach())
+    assert isinstance(made, nn.Parameter)
+    assert isinstance(made, STORAGES[storage])
+    assert made.recipe == param.recipe
+    assert torch.equal(values(made), values(param))
+    assert "nothing says by which recipe" in refusal(lambda: type(param)(torch.ones(64, 64)))
+
+
+@storages
+def test_a_dense_value_shares_the_scale_that_the_parameter_shares(storage: str) -> None:
+    model = built(storage, NVFP4BlockScaling())
+    share_scales(model, [["0", "1"]])
+    param = model[0].weight
+    model[0].weight = type(param)(weight(64, 64) * 8, **vars(param))
+    sync_scales(model)
+    q, other = (w.detach() if storage == "quantized" else w.detach().quantized() for w in (l.weight for l in model))
+    assert torch.equal(q.global_scale, other.global_scale)
 
 
 def test_weights_of_the_other_storage_are_refused() -> None:
