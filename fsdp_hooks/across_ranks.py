@@ -31,8 +31,6 @@ from fsdp_hooks.torch_private import root_mesh
 T = TypeVar("T")
 CPU = torch.device("cpu")
 KEPT = (ValueError, FileExistsError, FileNotFoundError, PermissionError, OSError, TypeError, ImportError)  # with types
-
-
 LONGEST = 20_000  # characters of a traceback that travel, its last ones
 
 
@@ -254,11 +252,19 @@ def trace_of(error: BaseException) -> str:
 
 def _told(error: BaseException) -> tuple[str, str]:
     """An error in words, and its traceback."""
-    notes = getattr(error, "__notes__", ())
-    return f"{type(error).__name__}: {error}" + (f" ({'; '.join(notes)})" if notes else ""), trace_of(error)
+    notes = [str(note) for note in getattr(error, "__notes__", None) or ()]
+    return f"{type(error).__name__}: {_text(error)}" + (f" ({'; '.join(notes)})" if notes else ""), trace_of(error)
 
 
 def _failed(error: Exception, rank: int, where: str = "") -> _Failed:
     kind = next((kind.__name__ for kind in KEPT if isinstance(error, kind)), None)
-    text = where + (str(error) if kind else f"{type(error).__name__}: {error}")
+    text = where + (_text(error) if kind else f"{type(error).__name__}: {_text(error)}")
     return _Failed(kind or "RuntimeError", text, rank, trace_of(error))
+
+
+def _text(error: BaseException) -> str:
+    """The text of an error; some classes fail to make theirs, and the other ranks have to be told all the same."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever a class of somebody else's raises
+        return "(its class has no text for it)"

@@ -34,6 +34,7 @@ from qtensor.contents import preserve
 
 # positions in the flat units of a shard, and what they become; None where only other ranks' shards change
 Written = tuple[Tensor, Tensor] | None
+LAZY = "it is a lazy negative or conjugate, whose memory holds other values; resolve it (resolve_neg(), resolve_conj())"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -104,7 +105,8 @@ def apply_deltas(
 def _refuse_unwritable(shards: Shards, written: Mapping[str, Written]) -> None:
     """Raise ValueError where torch would refuse a write, or where it would be more than one."""
     data = {key: shards.held[key].piece.data for key, change in written.items() if change is not None}
-    problems = [f"{key}: {why}" for key, why in unwritable(data).items()]
+    found = {key: LAZY for key, each in data.items() if each.is_neg() or each.is_conj()} | unwritable(data)
+    problems = [f"{key}: {why}" for key, why in found.items()]
     if problems:
         raise ValueError(f"the target cannot be written in place, and is as it was:{in_lines(problems)}")
 
@@ -118,6 +120,8 @@ def _refuse_meeting(shards: Shards, written: Mapping[str, Written]) -> None:
         if not any(written.get(key) for key in keys):
             continue
         data = {key: shards.held[key].piece.data for key in keys}
+        for key, why in unwritable(data).items():  # it does not change itself, and others on its memory do
+            raise ValueError(f"{key} shares memory with others that change, and {why}; the target is as it was")
         copies = _copied_together(data)
         for key in keys:
             if (change := written.get(key)) is not None:

@@ -174,9 +174,9 @@ def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
             counts = is_counted(mesh, group) and all(
                 place == 0 or not placement.is_replicate() for place, placement in along
             )
-    if not is_plain(local):
-        raise ValueError(f"{key} is a {type(local).__name__}, of which no bytes are known here; dequantize it first")
     problem = without_bytes(local)
     if problem is not None:
         raise ValueError(f"{key}: {problem}")
+    if not is_plain(local):
+        raise ValueError(f"{key} is a {type(local).__name__}, of which no bytes are known here; dequantize it first")
     return Shard(key, Piece(local, shape, tuple(offsets)), counts and local.numel() > 0)

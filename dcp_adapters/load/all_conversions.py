@@ -24,7 +24,7 @@ import contextlib
 import datetime as dt
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ from dcp_adapters.torch_private import ProcessGroupGloo, all_reduce_max, gloo_gr
 from fsdp_hooks.across_ranks import rank_of
 from fsdp_hooks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
 from fsdp_hooks.partners import pooled
+
+Writing = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 class Listed(NamedTuple):
@@ -71,6 +73,7 @@ class Conversions:
         self.lock = threading.Lock()  # readers commit from several threads
         self.groups: dict[dist.ProcessGroup, ProcessGroupGloo] = {}  # of the weights -> of this load
         self.settled = not self.agreed  # whether this rank has taken part in the agreement
+        self.writing: Writing = contextlib.nullcontext
         self.awaited = 0  # of `agreed`, those with something to read that is not there yet
 
     def read_items(self) -> list[ReadItem]:
@@ -82,6 +85,11 @@ class Conversions:
             items += own
         self.awaited = sum(bool(one.outstanding) for one in self.agreed)
         return items
+
+    @property
+    def targets(self) -> dict[str, Tensor]:
+        """What they write, the local tensor by name."""
+        return {one.name: one.target for one in self.all}
 
     def listed(self) -> Listed:
         """What the coordinator compares."""
@@ -104,13 +112,17 @@ class Conversions:
                 groups[one.name].append(item)
         return [groups[one.name] for one in sorted(self.all, key=lambda one: one.waits)]
 
-    def begin(self, load_id: str) -> None:
-        """Open the groups, under a name that all ranks of this load know; write what needs no reading."""
+    def begin(self, load_id: str, writing: Writing) -> None:
+        """Open the groups, under a name that all ranks of this load know; write what needs no reading.
+
+        `writing` is entered with the name of each conversion while that is written.
+        """
+        self.writing = writing
         for group in in_order([(one.label,) for one in self.agreed], [one.groups for one in self.agreed]):
             self.groups[group] = gloo_group(group, f"qtensor.conversion.{load_id}", self.timeout)
         for one in self.all:
             if not one.outstanding and not one.waits:
-                one.finish()
+                self._finish(one)
         self._agree_if_complete()
 
     def buffer(self, entry: str) -> Tensor | None:
@@ -134,7 +146,7 @@ class Conversions:
         if one.waits:
             self._agree_if_complete()
         else:
-            one.finish()
+            self._finish(one)
 
     def failed(self) -> None:
         """Tell the ranks that wait for this one's claims that they will not come. Never raises."""
@@ -162,6 +174,10 @@ class Conversions:
             raise
         reduced = pooled([one.partners for one in self.agreed], [1] * len(own), self._reduced(own))
         for one, agreed in zip(self.agreed, reduced, strict=True):
+            self._finish(one, agreed)
+
+    def _finish(self, one: Conversion, agreed: Tensor | None = None) -> None:
+        with self.writing(one.name):
             one.finish(agreed)
 
     def _reduced(self, claims: list[Tensor]) -> list[Tensor]:

@@ -136,7 +136,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.wrapped = [value for value in self.state_dict.values() if is_wrapped(value)]
         self.state_dict, self.parts = local_parts(self.state_dict)
         read = self.state_dict.keys() & metadata.state_dict_metadata.keys() - self.vectors.keys()
-        self.one_memory = OneMemory({name: self.state_dict[name] for name in read})
+        self.one_memory = OneMemory({name: self.state_dict[name] for name in read}, self.conversions.targets)
         self.awaits_manifest = self.manifest is None and bool(self.quantized)
         if self.awaits_manifest:
             self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
@@ -207,7 +207,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         ordered = group_after_group([own, *converted], self.metadata)  # one call: aliases are numbered within it
         items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
         self._passed(0)
-        self.conversions.begin(new_plan.planner_data or f"alone.{next(LOADS)}")
+        self.conversions.begin(new_plan.planner_data or f"alone.{next(LOADS)}", self.one_memory.written)
         return dataclasses.replace(new_plan, items=items)
 
     def read_failed(self, error: BaseException) -> None:

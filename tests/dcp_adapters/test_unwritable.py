@@ -18,7 +18,7 @@ from dcp_adapters import SafeFileSystemReader, import_hf
 from dcp_adapters.delta import apply as applying
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.live import HeldVersion
-from qtensor import LowRankUpdate, MXFP8BlockScaling, merge_, quantize
+from qtensor import LowRankUpdate, MXFP8BlockScaling, NVFP4BlockScaling, merge_, quantize
 from tests import ranks
 from tests.dcp_adapters.cases import bits, load, save, values
 from tests.dcp_adapters.delta.test_patch import between
@@ -96,6 +96,31 @@ def test_tensors_on_one_memory() -> None:
     assert held(target) == held(after)
 
 
+def test_an_unwritable_tensor_on_memory_that_changes_is_refused_by_name() -> None:
+    row = values((1, 4), 0)
+    target = {"row": row, "shown": row.expand(3, 4)}
+    before = {name: each.clone() for name, each in target.items()}
+    made = HeldVersion(before).since(before | {"row": before["row"] + 1}, 1)
+    assert made is not None
+    with pytest.raises(ValueError, match=r"shown shares memory with others that change, and its elements share memory"):
+        unchanged(target, lambda: apply_deltas(target, [made]))
+
+
+def test_a_lazy_negative_is_refused_before_others_are_written() -> None:
+    before = {"a": values((4, 4), 0), "m": values((3, 4), 1)}
+    made = HeldVersion(before).since({name: each + 1 for name, each in before.items()}, 1)
+    assert made is not None
+    target = {"a": before["a"].clone(), "m": torch._neg_view(before["m"].neg())}
+    with pytest.raises(ValueError, match=r"and is as it was:\n  m: it is a lazy negative or conjugate"):
+        unchanged(target, lambda: apply_deltas(target, [made]))
+
+
+def test_a_target_on_meta_says_so() -> None:
+    target = old() | {"m": torch.zeros(3, 4, device="meta")}
+    with pytest.raises(ValueError, match=r"m: on the meta device, without data; materialise it"):
+        apply_deltas(target, [delta()])
+
+
 def written_half_way() -> None:
     target, write = old() | {"m": old()["m"].clone()}, applying._write
 
@@ -157,6 +182,25 @@ def test_tied_targets_need_equal_values(reader: Any, tmp_path: Path) -> None:
         else:
             load(tied.state_dict(), path, reader=where)
             assert torch.equal(tied.lm_head.weight, trained.lm_head.weight)
+
+
+@pytest.mark.parametrize("reader", [None, SafeFileSystemReader])
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()])
+def test_tied_targets_of_a_conversion_need_equal_values(recipe: Any, reader: Any, tmp_path: Path) -> None:
+    """Both are converted, or one of them is read as it is."""
+    one, other = (values((32, 64), seed) for seed in (0, 1))
+    stored = [quantize(each, recipe) for each in (one, other)]
+    for number, (b, told) in enumerate([(other, True), (one, False), (stored[1], True), (stored[0], False)]):
+        path = tmp_path / str(number)
+        save({"a": one, "b": b}, path)
+        tied = quantize(values((32, 64), 2), recipe)
+        where = None if reader is None else reader(path)
+        if told:
+            with pytest.raises(dcp.CheckpointException, match=r"(a|b)\.\w+ shares memory with (a|b)\.\w+ in the"):
+                load({"a": tied, "b": tied}, path, reader=where, on_mismatch="convert")
+        else:
+            load({"a": tied, "b": tied}, path, reader=where, on_mismatch="convert")
+            assert torch.equal(tied.dequantize(), stored[0].dequantize())
 
 
 class WithMask(nn.Module):
