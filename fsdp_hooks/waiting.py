@@ -2,7 +2,7 @@
 
     entered         a thread begins to wait; most calls are over before it does anything
     NOTED seconds   it notes in the group's store that this rank is here
-    TOLD seconds    it looks who is noted, and logs a warning that names the others
+    TOLD seconds    who has come by now is noted soon: then it looks, and logs a warning that names the others
 
 Nothing is exchanged by this but through the store, and nothing at all by calls that take less than NOTED seconds.
 """
@@ -61,7 +61,7 @@ def _watch(over: threading.Event, group: Ranks, caller: str, way_out: str) -> No
         process_group = dist.group.WORLD if group is None else group
         store = process_group.get_group_store()  # type: ignore[union-attr]
         store.set(f"{key}{own}", "here")
-    if not over.wait(TOLD - NOTED):
+    if not over.wait(TOLD + NOTED / 2):  # so that those who came at the last moment have noted it
         missing: list[int] | None = None
         with suppress(Exception):
             missing = None if store is None else [rank for rank in members if not store.check([f"{key}{rank}"])]

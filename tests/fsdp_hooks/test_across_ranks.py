@@ -115,6 +115,37 @@ def test_every_rank_shows_where_an_error_of_one_rank_was_raised(failing: int) ->
             assert (f"ElsewhereError: on rank {failing}:" in text) is (rank != failing)
 
 
+class _NoTextError(Exception):
+    """Fails to make its text, as classes do whose constructor was not called."""
+
+    def __str__(self) -> str:
+        raise AttributeError("message")
+
+
+def _fails_without_a_text() -> list[str]:
+    def step() -> None:
+        if dist.get_rank() == 0:
+            error = _NoTextError()
+            error.add_note("a note")
+            raise error
+
+    shown = []
+    for way in (across_ranks.on_all, across_ranks.on_first):
+        with pytest.raises(RuntimeError) as caught:
+            way(dist.group.WORLD, step)
+        shown.append(str(caught.value))
+    kind = _NoTextError if dist.get_rank() == 0 else RuntimeError
+    with pytest.raises(kind) as raised, across_ranks.raise_together(dist.group.WORLD):
+        step()
+    return [*shown, "its own" if kind is _NoTextError else str(raised.value)]
+
+
+def test_an_error_without_a_text_reaches_all_ranks() -> None:
+    text = "_NoTextError: (its class has no text for it)"
+    for rank, shown in enumerate(run_ranks(2, _fails_without_a_text)):
+        assert shown == [f"rank 0: {text}", text, f"rank 0: {text} (a note)" if rank else "its own"]
+
+
 def _own_error(text: str) -> None:
     raise ValueError(f"{text} of rank {dist.get_rank()}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,13 +26,13 @@ NOTED, TOLD, LATE = 0.05, 0.6, 1.6
 
 
 @contextmanager
-def soon() -> Iterator[list[str]]:
+def soon(told_after: float = TOLD) -> Iterator[list[str]]:
     """The same in less time; the list gets what is logged."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     before = waiting.NOTED, waiting.TOLD
-    waiting.NOTED, waiting.TOLD = NOTED, TOLD
+    waiting.NOTED, waiting.TOLD = NOTED, told_after
     waiting.LOG.addHandler(handler)
     try:
         yield told
@@ -75,7 +76,7 @@ def test_who_is_waited_for_is_said_once(shared_tmp_path: Path) -> None:
 
 
 def comes_in_time(directory: Path) -> list[str]:
-    with soon() as told:
+    with soon(20 * TOLD) as told:  # a loaded machine may keep one of them back for longer than TOLD
         for name in ("digest", "WeightStream"):
             CALLS[name](linear(), directory)
             dist.barrier()
@@ -84,6 +85,38 @@ def comes_in_time(directory: Path) -> list[str]:
 
 def test_nothing_is_said_where_all_come(shared_tmp_path: Path) -> None:
     assert run_ranks(2, comes_in_time, shared_tmp_path) == [[], []]
+
+
+class Clock(threading.Event):
+    """An event that nobody sets, and whose time goes by at once; it is the store, too, in which rank 1 notes itself."""
+
+    def __init__(self, noted: float) -> None:
+        super().__init__()
+        self.now, self.noted = 0.0, noted
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now += timeout or 0.0
+        return timeout is None
+
+    def get_group_store(self) -> Clock:
+        return self
+
+    def set(self, *_: str) -> None:
+        """Rank 0 notes itself."""
+
+    def check(self, keys: list[str]) -> bool:
+        return keys == ["waited_for/it/0"] or self.now >= self.noted
+
+
+@pytest.mark.parametrize(("came", "told"), [(0.99, False), (1.99, True)])
+def test_who_came_before_the_warning_is_not_named(came: float, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank notes itself some time after it came; seconds are parts of TOLD."""
+    monkeypatch.setattr(waiting, "global_ranks", lambda _: [0, 1])
+    clock = Clock(came * waiting.TOLD + waiting.NOTED)
+    said: list[str] = []
+    monkeypatch.setattr(waiting.LOG, "warning", lambda text, *args: said.append(text % args))
+    waiting._watch(clock, clock, "it", "come")  # type: ignore[arg-type]
+    assert said == (["it: rank 0 waits since 10 s for rank 1 to call it: come"] if told else [])
 
 
 def in_a_group() -> list[str]:
