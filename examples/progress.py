@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal, a line a step everywhere else, and the same lines in OUT/log.txt.
+"""How far a run is: a bar and messages in a terminal, and a line a step, too, everywhere else; all lines in OUT/log.txt.
 
 Messages are calls of a `Log`; `steps` counts the steps of a loop, which says by `step` what became of each:
 
@@ -31,13 +31,7 @@ class Log:
 
     def __call__(self, text: str) -> None:
         """One line, at once: a pipe would keep it."""
-        if not self._shown:
-            return
-        line = f"{time.monotonic() - self._began:6.1f} s  {text}"
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-        if not self._in_terminal:
-            print(line, flush=True)
+        self._line(text, bar=False)
 
     def steps(self, steps: range) -> Iterator[int]:
         """Each of the steps; the loop says what became of one by `step`."""
@@ -50,4 +44,16 @@ class Log:
         """What became of the step that `steps` gave last."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
-        self(f"{self._of}: {text}")
+        self._line(f"{self._of}: {text}", bar=True)
+
+    def _line(self, text: str, *, bar: bool) -> None:
+        """`bar`: a bar in a terminal says so, too."""
+        if not self._shown:
+            return
+        line = f"{time.monotonic() - self._began:6.1f} s  {text}"
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+        if not self._in_terminal:
+            print(line, flush=True)
+        elif not bar:
+            tqdm.write(line)  # above a bar that is there
