@@ -1,4 +1,4 @@
-"""How far a run is: a bar and messages in a terminal, and a line a step, too, everywhere else; all lines in OUT/log.txt.
+"""How far a run is: a bar and messages in a terminal, elsewhere a line a step, too; OUT/log.txt has all lines.
 
 Messages are calls of a `Log`; `steps` counts the steps of a loop, which says by `step` what became of each:
 
