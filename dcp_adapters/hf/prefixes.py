@@ -76,8 +76,10 @@ def under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The entries whose names begin with the prefix, under the rest of their names as the plain model has them.
 
     Raises:
-        ValueError: there is none, or two have one name without what wrappers add to it.
+        ValueError: there are none, or two have one name without what wrappers add to it.
     """
+    if not named:
+        raise ValueError(f"{where}: it holds no tensors")
     own = plain_name(prefix)
     pairs = [(name, plain) for name in named if (plain := plain_name(name)).startswith(own)]
     if not pairs:

@@ -35,6 +35,7 @@ class OneMemory:
         all_of_them = local | {key: parts[place] for key, place in keys.items()}
         plain = {name: value.detach() for name, value in all_of_them.items() if is_plain(value)}
         self._groups = {name: group for group in meeting(plain) for name in group}
+        self._read = self._groups.keys() & local.keys()  # a conversion reads under the names of parts, too
         self._targets = {name: plain[name] for name in self._groups}
         self._sums = {name: [0, 0] for name in self._groups}  # of the bytes that came, and their elements
         self._written: dict[str, list[str]] = {}  # name of a conversion -> its targets here
@@ -49,7 +50,7 @@ class OneMemory:
             ValueError: it was the last one, and a target does not hold what was read into it.
         """
         name = item.dest_index.fqn
-        if name not in self._groups:
+        if name not in self._read:
             return
         target = self._targets[name]
         with self._lock:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcp_adapters import HeldVersion
+from dcp_adapters import HeldVersion, digest
 from dcp_adapters.cli.digest import Side
 from dcp_adapters.cli.main import main
 from dcp_adapters.hf.verify_directory import verify_directory
@@ -39,6 +39,8 @@ def test_empty_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert main([*command, str(tmp_path / "a"), str(tmp_path / "a"), *out]) == 2
         assert "no tensor" in capsys.readouterr().err or command == ["diff"]
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    with pytest.raises(ValueError, match=r"^the state dict: it holds no tensors$"):
+        digest({})
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:

@@ -18,7 +18,15 @@ from dcp_adapters import SafeFileSystemReader, import_hf
 from dcp_adapters.delta import apply as applying
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.live import HeldVersion
-from qtensor import LowRankUpdate, MXFP8BlockScaling, NVFP4BlockScaling, merge_, quantize
+from qtensor import (
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    LowRankUpdate,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    merge_,
+    quantize,
+)
 from tests import ranks
 from tests.dcp_adapters.cases import bits, load, save, values
 from tests.dcp_adapters.delta.test_patch import between
@@ -185,22 +193,27 @@ def test_tied_targets_need_equal_values(reader: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", [None, SafeFileSystemReader])
-@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()])
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling(), Float8DelayedScaling()])
 def test_tied_targets_of_a_conversion_need_equal_values(recipe: Any, reader: Any, tmp_path: Path) -> None:
-    """Both are converted, or one of them is read as it is."""
+    """Both are converted, from dense values or from another recipe, or one of them is read as it is."""
     one, other = (values((32, 64), seed) for seed in (0, 1))
-    stored = [quantize(each, recipe) for each in (one, other)]
-    for number, (b, told) in enumerate([(other, True), (one, False), (stored[1], True), (stored[0], False)]):
+    coded, recoded = (quantize(each, Float8CurrentScaling()) for each in (one, other))
+    same, another = (quantize(each, recipe) for each in (one, other))
+    cases = [(one, other, True), (one, one, False), (coded, recoded, True), (coded, coded, False), (one, another, True)]
+    if not isinstance(recipe, Float8DelayedScaling):  # whose history a save keeps, and a conversion begins
+        cases.append((one, same, False))
+    for number, (a, b, told) in enumerate(cases):
         path = tmp_path / str(number)
-        save({"a": one, "b": b}, path)
-        tied = quantize(values((32, 64), 2), recipe)
+        save({"a": a, "b": b}, path)
+        tied, untied = (quantize(values((32, 64), 2), recipe) for _ in range(2))
         where = None if reader is None else reader(path)
         if told:
             with pytest.raises(dcp.CheckpointException, match=r"(a|b)\.\w+ shares memory with (a|b)\.\w+ in the"):
                 load({"a": tied, "b": tied}, path, reader=where, on_mismatch="convert")
         else:
             load({"a": tied, "b": tied}, path, reader=where, on_mismatch="convert")
-            assert torch.equal(tied.dequantize(), stored[0].dequantize())
+            load({"a": untied}, path, on_mismatch="convert", allow_partial_load=True)
+            assert [bits(part) for part in tied.parts().values()] == [bits(part) for part in untied.parts().values()]
 
 
 class WithMask(nn.Module):
