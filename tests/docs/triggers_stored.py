@@ -100,6 +100,14 @@ def masters_alone(path: Path) -> None:
     dcp.save(state, checkpoint_id=path, planner=QuantizedSavePlanner(verify="deep"))
 
 
+@earns("in the target, and the checkpoint has different values for them")
+def tied_differently(path: Path) -> None:
+    state = {"model": {"embed": torch.zeros(2, 3), "head": torch.ones(2, 3)}}
+    dcp.save(state, checkpoint_id=path, planner=QuantizedSavePlanner())
+    tied = torch.zeros(2, 3)
+    dcp.load({"model": {"embed": tied, "head": tied}}, checkpoint_id=path, planner=QuantizedLoadPlanner())
+
+
 @earns("the checkpoint has none of the … tensors of the target")
 def nothing_found(path: Path) -> None:
     with saved(path) as model:
