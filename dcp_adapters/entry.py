@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.recipe_names import dtype_name, recipe_label
-from qtensor.formats import PartSpec, specs_of
+from qtensor.format import PartSpec
+from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from dcp_adapters.entry import Entry
 from dcp_adapters.part_places import part_placement
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, local_of
-from qtensor.formats import PartSpec, block_multiple, specs_of, tensor_wide
+from qtensor.format import PartSpec
+from qtensor.formats import block_multiple, specs_of, tensor_wide
 from qtensor.high_precision import HighPrecisionWeight
 from qtensor.tensor import QuantizedTensor
 

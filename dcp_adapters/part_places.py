@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
-from qtensor.formats import PartSpec, block_multiple, specs_of
+from qtensor.format import PartSpec
+from qtensor.formats import block_multiple, specs_of
 from qtensor.tensor import QuantizedTensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) in the global tensor

@@ -19,7 +19,7 @@ import xxhash
 
 from dcp_adapters.entry import Entry, PartShape
 from dcp_adapters.recipe_names import dtype_name
-from qtensor.formats import PartSpec
+from qtensor.format import PartSpec
 
 DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from qtensor import exact, kernels
 from qtensor.blocks import BlockFacts
-from qtensor.formats import PartSpec, describe, keeps_history, specs_of, tensor_wide
+from qtensor.format import PartSpec
+from qtensor.formats import describe, keeps_history, specs_of, tensor_wide
 from qtensor.lens import Reach
 from qtensor.recipes import Recipe
 

@@ -16,7 +16,6 @@ blocks get the bytes of converting the whole tensor.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +24,8 @@ from torch import Tensor
 from fsdp_hooks.torch_private import is_tracing
 from qtensor import kernels
 from qtensor.blocks import scatter_blocks
-from qtensor.formats import (
-    PartSpec,
-    block_multiple,
-    format_of,
-    keeps_history,
-    registered,
-    row_multiple,
-    specs_of,
-    tensor_wide,
-)
+from qtensor.format import PartSpec
+from qtensor.formats import block_multiple, format_of, keeps_history, registered, row_multiple, specs_of, tensor_wide
 from qtensor.recipes import Recipe
 
 Parts = Mapping[str, Tensor]
@@ -63,7 +54,7 @@ def claim(values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | Non
         return amax.reshape(-1)
     facts: tuple[Tensor, ...] = (torch.zeros_like(amax), torch.ones_like(amax))
     if _fits_powers(b):
-        _, shared = _format(b).fineness(values, b)
+        _, shared = format_of(b).fineness(values, b)
         facts = shared.depth, shared.broken
     return torch.stack([amax, *facts, *_scale_facts(values, b, parts, a, amax)]).reshape(-1)
 
@@ -114,21 +105,17 @@ def _merged(holds: Tensor, first: Parts, second: Parts, b: Recipe) -> Parts:
 # -- powers of two -----------------------------------------------------------------------------------------------------
 
 
-def _format(recipe: Recipe) -> Any:
-    return format_of(recipe)
-
-
 def _fits_powers(b: Recipe) -> bool:
     """Whether B's usual scales are no powers of two, but could be; not where a history decides them."""
-    return hasattr(_format(b), "fitted") and not keeps_history(b) and not getattr(b, "power_of_two", False)
+    return format_of(b).converts and not keeps_history(b) and not getattr(b, "power_of_two", False)
 
 
 def _fitted(values: Tensor, b: Recipe, shared: Tensor | None) -> Choice | None:
     if not _fits_powers(b):
         return None
-    facts, own = _format(b).fineness(values, b)
+    facts, own = format_of(b).fineness(values, b)
     agreed = None if shared is None else own._replace(amax=shared[0], depth=shared[1], broken=shared[2])
-    quantizer, enc, holds = _format(b).fitted(b, facts, agreed)
+    quantizer, enc, holds = format_of(b).fitted(b, facts, agreed)
     return holds, lambda: _encoded_with(values, b, quantizer, enc)
 
 
@@ -141,7 +128,7 @@ def _encoded_with(values: Tensor, b: Recipe, quantizer: Parts, enc: Tensor | Non
         return scales.reshape(rows, scales.shape[-1])[start : start + size] if scales.ndim else scales
 
     pieces = [
-        _format(b).encode_with(
+        format_of(b).encode_with(
             flat[start : start + size],
             b.of_rows,
             {name: cut(scales, start) for name, scales in quantizer.items()},

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from qtensor.blocks import encoding_scale, finite, quotient
+from qtensor.blocks import BlockFacts, encoding_scale, finite, quotient
 from qtensor.codecs import fp8
 from qtensor.codecs.fp8 import ELEMENTS
 from qtensor.codecs.rounding import power_of_two_floor
 from qtensor.fineness import Fineness, fineness, fits
-from qtensor.formats import PartSpec, Route, register
+from qtensor.format import Format, PartSpec, Route
+from qtensor.formats import register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
 from qtensor.triton_kernels import ByHand
@@ -63,8 +64,11 @@ class Float8CurrentScaling(Recipe):
         check_choice(self, "power_of_two", (False, True))
 
 
-class Float8:
+class Float8(Format):
     """The numerics of Float8, see `Format`."""
+
+    converts = True
+    judges = True
 
     def parts(self, recipe: Float8CurrentScaling) -> tuple[PartSpec, ...]:
         """The parts."""
@@ -72,7 +76,9 @@ class Float8:
         per_row = recipe.granularity == "row"
         return PartSpec("payload", dtype), PartSpec("scale", torch.float32, per_row=per_row, block=0)
 
-    def quantizer(self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None) -> dict[str, Tensor]:
+    def quantizer(
+        self, x: Tensor, recipe: Float8CurrentScaling, amax: Tensor | None, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
         """The amax itself: fp32 [] or [.., 1]."""
         assert amax is not None
         return {"amax": amax}
@@ -88,7 +94,9 @@ class Float8:
         enc = self.grid(recipe, quantizer)[0] if enc is None else enc
         return {"payload": fp8.encode(x * enc, finite(x), recipe.element), "scale": quotient(1.0, enc)}
 
-    def adopt(self, x: Tensor, recipe: Float8CurrentScaling, scale: Tensor) -> dict[str, Tensor]:
+    def adopt(
+        self, x: Tensor, recipe: Float8CurrentScaling, scale: Tensor, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
         """Parts under a scale."""
         return {"payload": fp8.encode(x / scale, finite(x), recipe.element), "scale": scale.clone()}
 

@@ -22,7 +22,8 @@ from qtensor.codecs.fp8 import ELEMENTS
 from qtensor.codecs.rounding import power_of_two_floor
 from qtensor.fineness import Fineness, fineness, fits
 from qtensor.float8 import Float8Tensor, asked_of, grid_of
-from qtensor.formats import PartSpec, register
+from qtensor.format import Format, PartSpec
+from qtensor.formats import register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.triton_kernels import ByHand
 
@@ -55,7 +56,10 @@ class Float8BlockScaling(Recipe):
         check_choice(self, "power_of_two", (False, True))
 
 
-class _Float8Blocks:
+class _Float8Blocks(Format):
+    converts = True
+    judges = True
+
     def parts(self, recipe: Float8BlockScaling) -> tuple[PartSpec, ...]:
         dtype, _ = ELEMENTS[recipe.element]
         return PartSpec("payload", dtype), PartSpec("scale", torch.float32, block=BLOCK, ragged=True)

@@ -29,7 +29,8 @@ from qtensor.float8 import (
     Float8CurrentScaling,
     Float8Tensor,
 )
-from qtensor.formats import PartSpec, register
+from qtensor.format import PartSpec
+from qtensor.formats import register
 from qtensor.recipes import Recipe, check_choice
 
 MOST_MARGIN = 126  # 2^-126 is the least number that fp32 has in full

@@ -1,150 +1,25 @@
-"""What a format is: the list of its parts, and pure functions from dense values to parts and back.
+"""Which formats there are, and what follows from the parts of each; format.py says what a format is.
 
-A `PartSpec` says how one part extends along the logical shape [.., N, K]; all code that cuts, joins, checks or saves
-parts uses it, so no other code needs to know a format by name. A format is one file (float8.py, float8_blocks.py,
-float8_delayed.py, int4.py, mxfp4.py, mxfp8.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from
-the codecs in qtensor/codecs; `register` makes it known.
+`register` makes a format known by the type of its recipe. Everything else here is answered from the specs of its parts,
+so no code but the format's own file needs to know it by name.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qtensor.blocks import BlockFacts, block_amax, finite, finite_amax, row_amax
+from qtensor.format import Format, PartSpec, Route
 from qtensor.recipes import Recipe
 
 APPEARANCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class PartSpec:
-    """How one part follows the logical shape [.., N, K].
-
-    Attributes:
-        per_row: the part has the leading dims of the logical shape; otherwise it is tensor-wide and fp32: the shared
-            scale, one value of shape [], or, with a `length`, a vector [length].
-        block: logical elements along K behind one element of the part (2 for packed nibbles, 32 for MXFP8 scales); 0
-            means that a whole row shares one element, stored with a last dim of 1.
-        ragged: the last block of a row may hold fewer elements; otherwise K is a multiple of `block`.
-        gathered: FSDP's all-gather sends it; products need it.
-        codes: torch's dtype for the numbers of a part that is stored as uint8; None where torch has none.
-    """
-
-    name: str
-    dtype: torch.dtype
-    per_row: bool = True
-    block: int = 1
-    ragged: bool = False
-    length: int | None = None
-    gathered: bool = True
-    codes: torch.dtype | None = None
-
-    @property
-    def numbers(self) -> torch.dtype | None:
-        """The floating dtype of the part's numbers; None where only the format knows what they are."""
-        return self.dtype if self.dtype.is_floating_point else self.codes
-
-    def shape(self, logical: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the part of a tensor of shape `logical`."""
-        if not self.per_row:
-            return () if self.length is None else (self.length,)
-        return (*logical[:-1], self.columns(0, logical[-1])[1])
-
-    def columns(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the part for the logical columns start:stop begins and ends; these must be whole blocks."""
-        if not self.block:
-            return 0, 1
-        behind = stop + self.block - 1 if self.ragged else stop  # a tracer could not tell that both agree
-        return start // self.block, behind // self.block
-
-    def extends_along(self, dim: int, ndim: int) -> bool:
-        """Whether cutting the logical tensor along `dim` cuts this part too."""
-        return self.per_row and (dim != ndim - 1 or self.block > 0)
-
-
-class Format(Protocol):
-    """The numerics of one format, stateless: results depend on the arguments alone. `x` is always fp32 [.., N, K].
-
-    A quantizer is a dict of plain tensors that decide every scale before any element is rounded. `encode` here is the
-    function below:
-
-        encode(x, recipe, amax) == encode_with(x, recipe, quantizer(x, recipe, amax))                 bit for bit
-        decode(encode_with(x, recipe, q)) == snap(x * enc, recipe) * dec, enc, dec = grid(recipe, q)  the same, finite x
-
-    A format with scales that the pieces of a cut tensor share has one more method, `adopt(x, recipe, scale)`: `encode`
-    under a shared scale that is already decided (see the function of that name). A format that keeps a history also has
-    `step(x, recipe, amax, scale, history)`, see float8_delayed.py.
-
-    A format whose usual scales are not the powers of two under which its elements hold most values has two more, for
-    conversions (see exact.py):
-
-        fineness(x, recipe)            facts of the values behind each scale, and behind each shared scale (or None)
-        fitted(recipe, facts, shared)  (quantizer, enc, fits): what `encode_with` takes, and where it is exact then
-
-    One whose scales belong to whole rows, and whose recipes take `gradients`, has one more for the backward products:
-
-        turned(parts, recipe)          (parts of the transposed elements [K, N], factors of its columns [1, N])
-
-    One whose stored scales can be judged has `asked(parts, recipe, name, largest)`: where its scale of that name can be
-    what `quantizer` makes, bool, by the largest number that is stored under each (see own_scales.py).
-
-    One with kernels written by hand for GPUs has `by_hand(recipe)`: which these are (see triton_kernels).
-    """
-
-    def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
-        """The parts, payload first."""
-
-    def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
-        """What decides the scales of x, ignoring elements that are not finite; shared scales are made from `amax`.
-
-        A format with square blocks takes a fourth argument, `blocks`: facts of the blocks to use in place of those that
-        x shows (see qtensor/cut_blocks.py); so does its `adopt`.
-        """
-
-    def grid(self, recipe: Any, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(enc, dec): x is multiplied by enc before rounding, and its elements by dec after it.
-
-        One entry for each scale: [], [.., N, 1] or [.., N, ceil(K / block)]. Both are fp32, but enc may be fp64 where
-        the format divides by its scale: x * enc is then fp64, and `snap` rounds it to fp32 first (see int4.py).
-        """
-
-    def encode_with(
-        self, x: Tensor, recipe: Any, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Parts of x under any quantizer of its shape; they mark elements of x that are not finite.
-
-        `enc` is the first result of `grid` for this quantizer, if the caller has it already.
-        """
-
-    def snap(self, scaled: Tensor, recipe: Any) -> Tensor:
-        """The value of the element nearest to each of `scaled` (never NaN), ties to even, saturating; fp32."""
-
-    def decode(self, parts: Mapping[str, Tensor], recipe: Any) -> Tensor:
-        """fp32 [.., N, K]. A tensor-wide part may also be given per row ([N, 1, ..]), as a gathered weight has it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """How the hardware multiplies two tensors of one format.
-
-    Attributes:
-        multiply: (parts of x [M, K], parts of w [N, K], output dtype) -> [M, N]; tensor-wide parts of x are given per
-            row, [M, 1], those of w as one value or, for a gathered weight, per row, [N, 1].
-        capabilities: the CUDA compute capabilities that have kernels, as (major, least minor).
-        columns, rows: what K and N must be multiples of.
-    """
-
-    multiply: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], torch.dtype], Tensor]
-    capabilities: tuple[tuple[int, int], ...]
-    columns: int
-    rows: int = 16
 
 
 @dataclass(frozen=True)
@@ -169,7 +44,7 @@ _registered: dict[type[Recipe], Registration] = {}
 
 def register(
     recipe_type: type[Recipe],
-    fmt: Format,
+    numerics: Format,
     tensor_class: type[Any],
     *,
     names: Mapping[str, Recipe] = MappingProxyType({}),
@@ -178,7 +53,7 @@ def register(
     """Make a format known; all fields of its recipe have defaults. A second registration of a recipe type raises."""
     if recipe_type in _registered:
         raise ValueError(f"{recipe_type.__name__} is registered already")
-    _registered[recipe_type] = Registration(fmt, tensor_class, names, route)
+    _registered[recipe_type] = Registration(numerics, tensor_class, names, route)
 
 
 def registered(recipe: Recipe) -> Registration:
@@ -227,16 +102,13 @@ def encode(x: Tensor, recipe: Recipe, amax: Tensor | None, blocks: BlockFacts | 
 
     `blocks`, for square blocks alone: the facts that block scales are made from; None: those of x.
     """
-    fmt: Any = format_of(recipe)
-    facts = () if blocks is None else (blocks,)
-    return fmt.encode_with(x, recipe, fmt.quantizer(x, recipe, amax, *facts))  # type: ignore[no-any-return]
+    numerics = format_of(recipe)
+    return numerics.encode_with(x, recipe, numerics.quantizer(x, recipe, amax, blocks))
 
 
 def adopt(x: Tensor, recipe: Recipe, scale: Tensor, blocks: BlockFacts | None = None) -> dict[str, Tensor]:
     """`encode` under a given shared scale, shaped like the amax; the parts may lack a history."""
-    fmt: Any = format_of(recipe)
-    facts = () if blocks is None else (blocks,)
-    return fmt.adopt(x, recipe, scale, *facts)  # type: ignore[no-any-return]
+    return format_of(recipe).adopt(x, recipe, scale, blocks)
 
 
 def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:

@@ -113,9 +113,9 @@ def turned(parts: Parts, kinds: Kinds, seen: Seen) -> tuple[Parts, Tensor | None
     decoded values, whatever the format.
     """
     multiple = contraction_multiple(kinds.other)
-    exact = getattr(format_of(kinds.weight), "turned", None)
-    if exact is not None and not seen.view:
-        made, factors = exact(parts, kinds.weight)
+    exact = None if seen.view else format_of(kinds.weight).turned(parts, kinds.weight)
+    if exact is not None:
+        made, factors = exact
         return {**made, "payload": _padded(made["payload"], multiple)}, factors
     values = kernels.decode(parts, kinds.weight, torch.float32)
     values = values.view(seen.shape[::-1] if seen.transposed else seen.shape)

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.blocks import block_amax, broken_blocks, finite, tile
+from qtensor.blocks import BlockFacts, block_amax, broken_blocks, finite, tile
 from qtensor.codecs import bf16, int4
-from qtensor.formats import PartSpec, register
+from qtensor.format import Format, PartSpec
+from qtensor.formats import register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
 from qtensor.triton_kernels import ByHand
@@ -56,11 +57,15 @@ class Int4GroupScaling(Recipe):
         check_choice(self, "group", GROUPS)
 
 
-class _Int4:
+class _Int4(Format):
+    judges = True
+
     def parts(self, recipe: Int4GroupScaling) -> tuple[PartSpec, ...]:
         return PartSpec("payload", torch.uint8, block=2), PartSpec("scale", torch.bfloat16, block=recipe.group)
 
-    def quantizer(self, x: Tensor, recipe: Int4GroupScaling, amax: Tensor | None) -> dict[str, Tensor]:
+    def quantizer(
+        self, x: Tensor, recipe: Int4GroupScaling, amax: Tensor | None, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
         own = block_amax(x, _group(recipe), square=False)
         scale = bf16.rounded((own.double() * (1 / 7.5)).to(torch.float32))
         return {"scale": torch.where(scale == 0, 1.0, scale).to(torch.bfloat16)}

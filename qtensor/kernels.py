@@ -18,7 +18,6 @@ parts, though nobody uses them: this makes inductor compute them once a block in
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,8 @@ from fsdp_hooks.torch_private import is_tracing
 from qtensor import formats, ragged, triton_kernels
 from qtensor.blocks import BlockFacts, canonical_nan, finite_amax, row_amax, scatter_blocks
 from qtensor.codecs.rounding import is_armed
+from qtensor.format import PartSpec
 from qtensor.formats import (
-    PartSpec,
     block_multiple,
     format_of,
     logical_shape,
@@ -141,8 +140,7 @@ def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
     """`step` of a format whose recipe keeps a history: parts of x, continued from `state` (amax, scale, history)."""
     x = resolved(x)
     if _as_defined(x) or x.is_meta:
-        fmt: Any = format_of(recipe)
-        return fmt.step(x.to(torch.float32), recipe, *state)  # type: ignore[no-any-return]
+        return format_of(recipe).step(x.to(torch.float32), recipe, *state)
     return _over_rows(_step_kernel(recipe.stored, x.dtype), recipe, x, *state)
 
 
@@ -203,13 +201,13 @@ def _facts_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
 def _encode_kernel(
     recipe: Recipe, dtype: torch.dtype, *, own: bool = False, decided: bool = False, strided: bool = False
 ) -> Kernel:
-    fmt: Any = format_of(recipe)
+    fmt = format_of(recipe)
     block = block_multiple(recipe)
 
     def encode(x: Tensor, amax: Tensor | None, *facts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         values = untiled(x, block).to(torch.float32)
         amax = row_amax(values) if own else amax
-        quantizer = fmt.quantizer(values, recipe, amax, *([BlockFacts(*facts)] if decided else []))
+        quantizer = fmt.quantizer(values, recipe, amax, BlockFacts(*facts) if decided else None)
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
 
@@ -233,7 +231,7 @@ def _encode_under_kernel(recipe: Recipe, dtype: torch.dtype, names: tuple[str, .
 
 @functools.cache
 def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
-    fmt: Any = format_of(recipe)
+    fmt = format_of(recipe)
     block = block_multiple(recipe)
 
     def step(x: Tensor, *state: Tensor) -> tuple[dict[str, Tensor], None]:
@@ -262,8 +260,7 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
 
 def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:
     """The kernels for GPUs that somebody wrote for a recipe, where they could run."""
-    fmt: Any = format_of(recipe)
-    return fmt.by_hand(recipe) if hasattr(fmt, "by_hand") and _takes_by_hand(dtype) else None
+    return format_of(recipe).by_hand(recipe) if _takes_by_hand(dtype) else None
 
 
 def _takes_by_hand(dtype: torch.dtype) -> bool:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.blocks import block_amax, broken_blocks, finite, fp32, tile
+from qtensor.blocks import BlockFacts, block_amax, broken_blocks, finite, fp32, tile
 from qtensor.codecs import e2m1, e8m0
-from qtensor.formats import PartSpec, register
+from qtensor.format import Format, PartSpec
+from qtensor.formats import register
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
 from qtensor.triton_kernels import ByHand
@@ -46,14 +47,18 @@ class MXFP4BlockScaling(Recipe):
         check_choice(self, "scale_rounding", ("up", "floor"))
 
 
-class _MXFP4:
+class _MXFP4(Format):
+    judges = True
+
     def parts(self, recipe: MXFP4BlockScaling) -> tuple[PartSpec, ...]:
         return (
             PartSpec("payload", torch.uint8, block=2, codes=torch.float4_e2m1fn_x2),
             PartSpec("scale", torch.uint8, block=BLOCK, codes=torch.float8_e8m0fnu),
         )
 
-    def quantizer(self, x: Tensor, recipe: MXFP4BlockScaling, amax: Tensor | None) -> dict[str, Tensor]:
+    def quantizer(
+        self, x: Tensor, recipe: MXFP4BlockScaling, amax: Tensor | None, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
         own = block_amax(x, BLOCK, square=False)
         code = e8m0.code_up(own * SIXTH) if recipe.scale_rounding == "up" else e8m0.code_floor(own, EMAX)
         return {"scale": code.to(torch.uint8)}

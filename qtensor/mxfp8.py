@@ -20,7 +20,8 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from qtensor.blocks import BlockFacts, block_amax, finite, fp32, marked_blocks, marks, tile
 from qtensor.codecs import e8m0, fp8
 from qtensor.codecs.fp8 import ELEMENTS
-from qtensor.formats import PartSpec, Route, register
+from qtensor.format import Format, PartSpec, Route
+from qtensor.formats import register
 from qtensor.products import swizzled
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
@@ -67,7 +68,9 @@ class MXFP8BlockScaling(Recipe):
         return dataclasses.replace(super().of_backward, scale_rounding="up")  # type: ignore[call-arg]
 
 
-class _MXFP8:
+class _MXFP8(Format):
+    judges = True
+
     def parts(self, recipe: MXFP8BlockScaling) -> tuple[PartSpec, ...]:
         dtype, _ = ELEMENTS[recipe.element]
         return PartSpec("payload", dtype), PartSpec("scale", torch.uint8, block=BLOCK, codes=torch.float8_e8m0fnu)

@@ -34,7 +34,8 @@ from qtensor.blocks import (
 )
 from qtensor.codecs import e2m1, e8m0
 from qtensor.fineness import ORIGIN, Fineness, fineness
-from qtensor.formats import PartSpec, Route, register
+from qtensor.format import Format, PartSpec, Route
+from qtensor.formats import register
 from qtensor.products import swizzled
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
@@ -66,7 +67,10 @@ class NVFP4BlockScaling(Recipe):
         check_choice(self, "blocks", ("row", "square"))
 
 
-class _NVFP4:
+class _NVFP4(Format):
+    converts = True
+    judges = True
+
     def parts(self, recipe: NVFP4BlockScaling) -> tuple[PartSpec, ...]:
         return (
             PartSpec("payload", torch.uint8, block=2, codes=torch.float4_e2m1fn_x2),

@@ -19,7 +19,6 @@ them, files of others come with them. So a caller must know that the scales were
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +43,8 @@ class OwnScales:
 
     def __init__(self, recipe: Recipe, *, wide: bool = True, rows: bool = True) -> None:
         self.recipe = recipe
-        self.format: Any = format_of(recipe)
-        # a history, not the values, decides; formats of others need not judge
-        self.judges = hasattr(self.format, "asked") and not keeps_history(recipe)
+        self.format = format_of(recipe)
+        self.judges = self.format.judges and not keeps_history(recipe)  # a history, not the values, decides
         self._wide = tensor_wide(recipe) if wide else None
         self._largest: Tensor | None = None  # below the tensor-wide scale, fp32 [], on the CPU
         self._scale = next(spec for spec in specs_of(recipe) if spec.name == "scale") if self.judges else None

@@ -30,7 +30,8 @@ from fsdp_hooks.torch_private import is_tracing
 from qtensor import kernels
 from qtensor.contents import decoded, parts_per_row
 from qtensor.emulation import tell_of_emulation
-from qtensor.formats import Route, describe, registered
+from qtensor.format import Route
+from qtensor.formats import describe, registered
 from qtensor.recipes import Recipe
 from qtensor.tensor import QuantizedTensor
 

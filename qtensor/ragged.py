@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from qtensor.formats import PartSpec
+from qtensor.format import PartSpec
 
 Parts = dict[str, Tensor]
 

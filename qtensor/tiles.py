@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.compiled import Kernel
-from qtensor.formats import PartSpec, block_multiple, specs_of
+from qtensor.format import PartSpec
+from qtensor.formats import block_multiple, specs_of
 from qtensor.recipes import Recipe
 
 CHUNK = {"cpu": 2**18}  # elements; in fp32 a few such temporaries stay in the cache of a core

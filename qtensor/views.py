@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows
 from qtensor.contents import held, held_specs
-from qtensor.formats import PartSpec, block_multiple, describe, row_multiple, specs_of, tensor_wide
+from qtensor.format import PartSpec
+from qtensor.formats import block_multiple, describe, row_multiple, specs_of, tensor_wide
 from qtensor.lens import OWN, Lens, Reach
 from qtensor.moves import carried, restored
 from qtensor.ops import implements, refuse_resharding_to_a_smaller_mesh

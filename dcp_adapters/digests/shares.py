@@ -24,7 +24,7 @@ from dcp_adapters.weight_sums import digested_parts
 from fsdp_hooks.across_ranks import Ranks, is_counted, is_first
 from fsdp_hooks.byte_sums import Piece
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
-from qtensor.formats import PartSpec
+from qtensor.format import PartSpec
 
 
 @dataclass(frozen=True)

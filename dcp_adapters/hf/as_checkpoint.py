@@ -30,7 +30,8 @@ from dcp_adapters.part_places import part_box
 from dcp_adapters.words import in_lines, listed
 from fsdp_hooks import byte_sums
 from qtensor.float8_delayed import Float8DelayedScaling
-from qtensor.formats import APPEARANCE_DTYPES, PartSpec, check_shape, specs_of
+from qtensor.format import PartSpec
+from qtensor.formats import APPEARANCE_DTYPES, check_shape, specs_of
 from qtensor.recipes import Recipe
 
 VALUE = PartSpec("", torch.float32, per_row=False)

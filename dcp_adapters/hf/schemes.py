@@ -31,7 +31,8 @@ from dcp_adapters.hf.layout import (
 )
 from dcp_adapters.hf.rotations import said_markers
 from dcp_adapters.words import in_lines
-from qtensor.formats import PartSpec, column_multiple, specs_of
+from qtensor.format import PartSpec
+from qtensor.formats import column_multiple, specs_of
 from qtensor.recipes import Recipe
 
 DTYPES = {

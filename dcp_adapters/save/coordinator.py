@@ -16,7 +16,8 @@ from dcp_adapters.manifest import MANIFEST_JSON, Manifest
 from dcp_adapters.recipe_names import dtype_name
 from dcp_adapters.save.item_sums import Sums
 from dcp_adapters.save.unsound import Fits
-from qtensor.formats import PartSpec, specs_of
+from qtensor.format import PartSpec
+from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
 PLAIN = 255  # the kind of an item that is not the payload of a quantized tensor

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from qtensor import kernels
-from qtensor.formats import PartSpec, specs_of
+from qtensor.format import PartSpec
+from qtensor.formats import specs_of
 from qtensor.recipes import Recipe
 
 WITHOUT_NAN = frozenset({torch.float4_e2m1fn_x2})

@@ -17,7 +17,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,10 @@ from dcp_adapters.stored.manifest_faults import manifest_faults
 from dcp_adapters.stored.part_values import value_fault
 from dcp_adapters.torch_private import is_marked
 from dcp_adapters.words import listed
-from qtensor.formats import PartSpec, specs_of
+from qtensor.formats import specs_of
+
+if TYPE_CHECKING:
+    from qtensor.format import PartSpec
 
 SHOWN = 3  # names in a sentence
 

@@ -26,6 +26,7 @@ which also rises as scales fall. A tenth of it is allowed for the rounding of fp
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,11 @@ from layerwise.algorithms.algorithm import SUB_BLOCK
 from layerwise.algorithms.candidates import candidates
 from qtensor.blocks import finite_amax, quotient
 from qtensor.codecs.rounding import power_of_two_floor
-from qtensor.formats import Format, block_multiple, format_of, row_multiple, specs_of
+from qtensor.formats import block_multiple, format_of, row_multiple, specs_of
 from qtensor.recipes import Recipe
+
+if TYPE_CHECKING:
+    from qtensor.format import Format
 
 # Errors are sums of 16 terms in fp32, the rest in fp64: off by less than 20 * 2^-24 of themselves, and so is Max's.
 BETTER = 1 - 2.0**-18

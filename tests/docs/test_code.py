@@ -39,6 +39,7 @@ from tests.ranks import run_ranks
 ELSEWHERE = {  # page: the test that runs it, in tests/
     "docs/calibration.md": "docs/test_calibration.py",
     "docs/coming_from.md": "docs/test_coming_from.py",
+    "docs/extending.md": "docs/test_extending.py",
     "docs/install.md": "packaging/test_docs_install.py",
     "docs/quickstart.md": "docs/test_quickstart.py",
     "docs/speed.md": "docs/test_speed.py",

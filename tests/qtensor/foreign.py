@@ -17,7 +17,8 @@ from torch import Tensor
 
 from qtensor import formats
 from qtensor.blocks import finite_magnitude, tile
-from qtensor.formats import PartSpec, register, specs_of
+from qtensor.format import Format, PartSpec
+from qtensor.formats import register, specs_of
 from qtensor.recipes import Recipe, check_choice
 from qtensor.tensor import QuantizedTensor
 
@@ -39,14 +40,14 @@ def _row(blocks: Tensor, columns: int) -> Tensor:
     return blocks.flatten(-2)[..., :columns].contiguous()
 
 
-class ForeignFormat:
+class ForeignFormat(Format):
     """element = round(x / scale) + 128 as uint8, 0: NaN; scale = 2^k, stored as k + 127 or as a bf16 number."""
 
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
         ragged = recipe.scales == "tail"
         return PartSpec("payload", torch.uint8), PartSpec("spread", SCALES[recipe.scales], block=BLOCK, ragged=ragged)
 
-    def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None) -> dict[str, Tensor]:
+    def quantizer(self, x: Tensor, recipe: Any, amax: Tensor | None, blocks: Any = None) -> dict[str, Tensor]:
         bits = finite_magnitude(_blocks(x)).amax(-1).view(torch.int32)
         code = (((bits >> 23) & 0xFF) + 1 - 6).clamp(1, 254)  # amax / scale < 2^7
         return {"spread": _power_of_two(code).bfloat16() if recipe.scales == "bf16" else code.to(torch.uint8)}
@@ -93,7 +94,12 @@ def foreign_format() -> Iterator[Any]:
     try:
         yield Foreign128
     finally:
-        del formats._registered[Foreign128], Recipe.registry[Foreign128.__name__]
-        for cached in (specs_of, formats.block_multiple, formats.column_multiple):
-            assert isinstance(cached, functools._lru_cache_wrapper)
-            cached.cache_clear()
+        forget(Foreign128)
+
+
+def forget(recipe_type: Any) -> None:
+    """Undo `register`."""
+    del formats._registered[recipe_type], Recipe.registry[recipe_type.__name__]
+    for cached in (specs_of, formats.block_multiple, formats.column_multiple):
+        assert isinstance(cached, functools._lru_cache_wrapper)
+        cached.cache_clear()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dcp_adapters.cli.report.records import ScaleHistogram
 from dcp_adapters.recipe_names import dtype_name
-from qtensor.formats import PartSpec, specs_of
+from qtensor.format import PartSpec
+from qtensor.formats import specs_of
 from qtensor.tensor import QuantizedTensor
 
 PIECE = 1 << 20
