@@ -7,7 +7,9 @@ listed once, in tests/_rank_worker.py, and hold in this process and in the ranks
 from __future__ import annotations
 
 import gc
+import getpass
 import os
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -27,6 +29,13 @@ import torch
 
 from tests import ranks
 from tests._rank_worker import TOLERATED_WARNINGS
+
+# torch leaves the width of the CPU's vectors out of the keys of its cache on disk, and a machine may find what another
+# one has left there. In a directory for each width; inherited by the rank workers.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}", torch.backends.cpu.get_cpu_capability())),
+)
 
 # How long an example takes depends on what else the machine does, and says nothing about what is tested.
 hypothesis.settings.register_profile("qtensor", deadline=None)
