@@ -231,7 +231,7 @@ def test_shards_follow_as_one_process_does(recipe: Recipe) -> None:
 
 
 def _frozen_after_one_rank_trained(recipe: Recipe, storage: str) -> list[Tensor]:
-    """The masters of rank 0 alone move: half of the rows have gradients of zero, and a weight of one row has no more."""
+    """The masters of rank 0 alone move: half of the rows have gradients of zero, and one weight has one row."""
     torch.manual_seed(0)
     with quantized_model_init(recipe, storage=storage):
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False))

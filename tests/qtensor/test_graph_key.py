@@ -267,14 +267,20 @@ def test_a_piece_that_is_compiled_alone_has_the_keys_too(shapes: Any) -> None:
     def alone(graph: Any, inputs: Any) -> Any:
         return standalone_compile(graph, inputs, dynamic_shapes=shapes)
 
-    def output(weight: nn.Parameter) -> str:
+    def linear(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w)
+
+    def output(weight: nn.Parameter) -> list[str]:
         with as_in_a_new_process() as found, torch.no_grad():
-            y = torch.compile(lambda x, w: F.linear(x, w), backend=alone, fullgraph=True)(Around(INPUT), Around(weight))
+            y = torch.compile(linear, backend=alone, fullgraph=True)(Around(INPUT), Around(weight))
         assert torch.allclose(y.inside, F.linear(INPUT, weight), rtol=1e-5, atol=1e-5)
-        return found[0]
+        return found
 
     found = [parameter(recipe, trained=False) for recipe in (MXFP4BlockScaling(), Int4GroupScaling())]
-    assert [output(weight) for weight in found * 2] == ["miss", "miss", "hit", "hit"]
+    cached = [["miss"], ["miss"], ["hit"], ["hit"]]
+    if torch.__version__ < "2.13" and shapes != "from_example_inputs":
+        cached = [[]] * 4  # that torch cannot pickle wrappers with sizes of its dynamo's trace, and does without
+    assert [output(weight) for weight in found * 2] == cached
 
 
 PARALLEL = {"MXFP4": parameter(MXFP4BlockScaling()), "INT4": parameter(Int4GroupScaling())}

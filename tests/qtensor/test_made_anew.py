@@ -194,7 +194,8 @@ def test_a_dense_value_shares_the_scale_that_the_parameter_shares(storage: str) 
     param = model[0].weight
     model[0].weight = type(param)(weight(64, 64) * 8, **vars(param))
     sync_scales(model)
-    q, other = (w.detach() if storage == "quantized" else w.detach().quantized() for w in (l.weight for l in model))
+    weights = [linear.weight.detach() for linear in model]
+    q, other = weights if storage == "quantized" else [each.quantized() for each in weights]
     assert torch.equal(q.global_scale, other.global_scale)
 
 
