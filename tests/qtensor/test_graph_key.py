@@ -173,10 +173,6 @@ def test_without_files_the_version_takes_their_place(tmp_path: Path) -> None:
 # -- inside of other wrappers ------------------------------------------------------------------------------------------
 
 
-# torch 2.11 finds no graph of an input that is a wrapper again: the address of a storage is in the key
-FOUND = "hit" if RELEASE > (2, 11) else "miss"
-
-
 class Around(Tensor):
     """Somebody's wrapper, whose key says nothing of what is inside."""
 
@@ -254,7 +250,7 @@ def test_a_graph_of_another_weight_inside_a_wrapper_is_never_taken(monkeypatch: 
 
     recipes = MXFP4BlockScaling(), Int4GroupScaling()
     assert [output(recipe) for recipe in recipes] == ["miss", "miss"]
-    assert [output(recipe) for recipe in recipes] == [FOUND, FOUND]
+    assert [output(recipe) for recipe in recipes] == ["hit", "hit"]
     monkeypatch.setattr(graph_key, "code_digest", lambda packages: "of another version")
     assert output(recipes[0]) == "miss"
 
@@ -311,7 +307,8 @@ def parallel_linears(turn: int, cache: str) -> list[str]:
 @pytest.mark.slow
 def test_processes_share_graphs_of_a_parallel_linear_and_mix_up_none(tmp_path: Path) -> None:
     found = [run_ranks(2, parallel_linears, turn, str(tmp_path), timeout=240)[turn] for turn in range(2)]
-    assert found == [["miss"] * 3, [FOUND] * 3]
+    # torch 2.11 keeps no graph of DTensors of several ranks: it cannot make a key of their group
+    assert found == ([["miss"] * 3, ["hit"] * 3] if RELEASE > (2, 11) else [[], []])
 
 
 # -- the tag that carries the keys -------------------------------------------------------------------------------------
