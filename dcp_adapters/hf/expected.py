@@ -225,8 +225,8 @@ def check_outputs(plan: ExportPlan, expected: Expected, *, tied: bool, rest: boo
     """
     weights = plan.weights
     read = None if expected.architecture is None else expected.architecture.reads(weights)
-    if read is not None and not expected.said and read.unexpected and not read.twice:
-        read = None  # the class is a guess, and another one may know them
+    if read is not None and not expected.said and (read.unexpected or read.unlike) and not read.twice:
+        read = None  # the class is a guess, and another one may know them; the config may not even say the sizes
     if read is not None:
         missing = list(read.missing)
         unknown = [name for name in read.unexpected if name not in expected.held]

@@ -16,9 +16,7 @@ import torch
 
 import qtensor.triton_kernels
 from qtensor import kernels
-from tests.gpu_offline.measured import Meter, gathered_of, on_gpu
 from tests.gpu_offline.recipes import RECIPES
-from tests.gpu_offline.written import WrittenKernel
 
 MISSING = object()
 
@@ -93,6 +91,9 @@ def launched(function: Any, args: tuple[Any, ...], options: dict[str, Any], run:
 def test_every_launch_passes_the_checks_of_tritons_own(name: str) -> None:
     from triton.runtime.jit import JITFunction
 
+    from tests.gpu_offline.measured import gathered_of, on_gpu
+    from tests.gpu_offline.written import WrittenKernel
+
     recipe, seen, run = RECIPES[name], [], JITFunction.run  # before that of `launches_go_to` takes its place
 
     def launch(kernel: Any, args: tuple[Any, ...]) -> None:
@@ -117,6 +118,8 @@ def by_hand_alone(self: Any, kernel: Any) -> bool:
 
 
 def test_kernels_of_inductors_name_no_global_that_is_refused() -> None:
+    from tests.gpu_offline.measured import Meter
+
     calls = Meter(by_hand=False).calls(RECIPES["mxfp8_row"])
     kernels_made = [launch.kernel for call in calls.values() for launch in call.launches if launch.kernel is not None]
     assert kernels_made

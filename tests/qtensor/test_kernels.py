@@ -295,7 +295,7 @@ class Compiler:
         monkeypatch.setattr(torch, "compile", self)
 
     def __call__(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        assert options == {"dynamic": True, "fullgraph": True}
+        assert options == {"dynamic": True, "fullgraph": True, **compiled._for_cpu(narrow=False)}
         self.compiled.append(fn.__name__)
 
         def call(*args: Any) -> Any:
@@ -822,7 +822,11 @@ def test_nothing_is_compiled_again_for_another_place_to_call_from(monkeypatch: p
         return graph.forward
 
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda fn, **options: compile_(fn, backend=backend, **options))
+
+    def seen(fn: Any, *, options: dict[str, Any], **others: Any) -> Any:  # the options are inductor's
+        return compile_(fn, backend=backend, **others)
+
+    monkeypatch.setattr(torch, "compile", seen)
     monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
     monkeypatch.setattr(kernels, "_decode_kernel", functools.cache(kernels._decode_kernel.__wrapped__))
     x, recipe = weight(64, 96), RECIPES["mxfp8"]
@@ -856,7 +860,11 @@ def test_shapes_are_dynamic_so_that_nothing_is_compiled_again_and_again(monkeypa
         return graph.forward
 
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda fn, **options: compile_(fn, backend=backend, **options))
+
+    def seen(fn: Any, *, options: dict[str, Any], **others: Any) -> Any:  # the options are inductor's
+        return compile_(fn, backend=backend, **others)
+
+    monkeypatch.setattr(torch, "compile", seen)
     # kernels of other tests are compiled already
     monkeypatch.setattr(kernels, "_encode_kernel", functools.cache(kernels._encode_kernel.__wrapped__))
     monkeypatch.setattr(kernels, "_decode_kernel", functools.cache(kernels._decode_kernel.__wrapped__))
