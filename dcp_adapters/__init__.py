@@ -14,7 +14,9 @@ imports only what stands above it, qtensor and fsdp_hooks:
     manifest.py            what a checkpoint says about its quantized tensors
     checksums.py           digests of what a checkpoint stores
     weight_sums.py         what digests of weights are made of, wherever the weights are
+    masters.py             which tensor does a master belong to?
     soundness.py           does a tensor mean what it should: scales, histories, masters
+    rotations.py           which linears take inputs that are rotated at run time
     expand.py              quantized leaves of a state dict as their parts
 
     coding/                what changed between two tensors, as few bytes
