@@ -26,13 +26,13 @@ from torch import Tensor
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.contents import decoded, initial_value
 from qtensor.formats import describe
-from qtensor.merge_report import NEARLY_NOTHING
 from qtensor.recipes import Recipe
 from qtensor.stochastic import widened
 from qtensor.tensor import QuantizedTensor, dense
 
 UPDATES = ("add", "sub_", "mul_", "div_", "lerp_")  # how names of ops begin that add something to the values
 
+NEARLY_NOTHING = 0.1  # of an update
 NOISE = 2
 
 _writes: Counter[tuple[str, Recipe]] = Counter()

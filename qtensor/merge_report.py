@@ -15,8 +15,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qtensor.lost_updates import NEARLY_NOTHING
+
 COLUMNS = 5  # of what a shard adds up: <U, W' - W>, <U, U>, |W' - (W + U)|^2, |W + U|^2, elements changed
-NEARLY_NOTHING = 0.1  # of an update
 
 
 @dataclass(frozen=True, kw_only=True)

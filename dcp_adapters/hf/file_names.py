@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from dcp_adapters.hf.layout import INPUT_SCALE
+from dcp_adapters.hf.layout import INPUT_SCALE, KV_SCALES
 from dcp_adapters.hf.names import HALVES
-from dcp_adapters.hf.shared_scales import KV_SCALES
 from qtensor.input_rotation import MARKER
 
 BESIDE = (INPUT_SCALE, MARKER, *KV_SCALES)  # what a module has beside its weights, and no architecture knows

@@ -21,8 +21,7 @@ from torch import nn
 
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.architectures import architecture_said
-from dcp_adapters.hf.layout import INPUT_SCALE
-from dcp_adapters.hf.shared_scales import KV_SCALES
+from dcp_adapters.hf.layout import INPUT_SCALE, KV_SCALES
 from dcp_adapters.words import listed
 from fsdp_hooks.wrappers import plain_buffers, plain_parameters
 

@@ -27,6 +27,7 @@ from qtensor.nvfp4 import NVFP4BlockScaling
 from qtensor.recipes import Recipe
 
 INPUT_SCALE = "input_scale"  # not a part of the weight; calibrated beside it, under `<module>.input_scale`
+KV_SCALES = ("k_scale", "v_scale")  # likewise, of what attentions cache
 GROUPS_OF_INPUTS = "its engines scale every 128 columns of an input anew: leave the input scales out"
 SHAPE = "shape"  # not a part either; the logical shape of the weight, as whole numbers
 RECIPES = "qtensor.recipes"  # in the metadata of a file: JSON {weight: its recipe}, where that is not KINDS[kind]

@@ -16,11 +16,10 @@ import torch
 from dcp_adapters.entry import Entry
 from dcp_adapters.hf.experts import check_experts, dense_pieces, dense_weight, engine_pieces
 from dcp_adapters.hf.file_names import FileNames, memory_modules
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SAME, SHAPE, Form, Layout, Linears, Scheme, kind_of
+from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, KV_SCALES, SAME, SHAPE, Form, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.rotations import check_rotations
 from dcp_adapters.hf.shared_scales import (
-    KV_SCALES,
     check_fused,
     input_scales,
     kv_attentions,

@@ -23,13 +23,12 @@ from dcp_adapters.hf.expected import UNKNOWN, Expected, check_outputs, expected_
 from dcp_adapters.hf.fp8 import FP8
 from dcp_adapters.hf.gpt_oss import GPT_OSS
 from dcp_adapters.hf.kept_dtypes import kept_names
-from dcp_adapters.hf.layout import INPUT_SCALE, Layout
+from dcp_adapters.hf.layout import INPUT_SCALE, KV_SCALES, Layout
 from dcp_adapters.hf.modelopt import MODELOPT
 from dcp_adapters.hf.names import RENAMED, pieces_of
 from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.prefixes import outer_prefix
 from dcp_adapters.hf.quantizing import Quantizing, quantized_on_the_way
-from dcp_adapters.hf.shared_scales import KV_SCALES
 from dcp_adapters.hf.sources import JoinedSources, source_of
 from dcp_adapters.rotations import is_marker
 from dcp_adapters.source import Source

@@ -10,12 +10,10 @@ from typing import Literal
 from torch import nn
 
 from dcp_adapters.entry import Entry
-from dcp_adapters.hf.layout import INPUT_SCALE, Layout, Scheme
+from dcp_adapters.hf.layout import INPUT_SCALE, KV_SCALES, Layout, Scheme
 from dcp_adapters.hf.names import Piece, fused_sets
 from dcp_adapters.words import listed
 from fsdp_hooks.wrappers import Place, places
-
-KV_SCALES = ("k_scale", "v_scale")
 
 
 def scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]:
